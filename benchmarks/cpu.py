@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from fused_tp.cli import at_least, positive
 from fused_tp.runtime.settings import table_path
 
 from . import cpu_attention, cpu_block, cpu_matmul
@@ -74,7 +75,7 @@ def run(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the suite, and those of tuning."""
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
-    parser.add_argument("--rounds", type=_count, metavar="N", help="rounds of each case (as many as fit its time)")
+    parser.add_argument("--rounds", type=at_least(1), metavar="N", help="rounds of each case (as many as fit its time)")
     parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="multiply the time for each case (1)")
     parser.add_argument(
         "--ranks", type=int, default=2, choices=RANKS, metavar="W", help="ranks of one thread, a core each (2)"
@@ -147,21 +148,6 @@ def _tune(options: argparse.Namespace) -> int:
         print(f"Tuning did not get through, and {path} is as it was. {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
-
-
-def positive(text: str) -> float:
-    """A number above 0, as an option's type."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
 
 
 def from_command_line(arguments: Sequence[str] | None = None) -> int:

@@ -31,8 +31,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fused_tp.cli import positive
+
 from .case import Case, Unavailable, select
-from .cpu import positive
 from .results import Record, merge, records_of
 from .runner import check_case, run_case
 from .table import markdown

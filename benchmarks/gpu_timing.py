@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fused_tp.cli.doctor import output_of
 
 from .case import Case, Contestant
 from .results import Machine, this_machine, versions
@@ -216,8 +217,9 @@ def gpu_versions(device: torch.device) -> dict[str, str]:
 @lru_cache(1)
 def nvidia_smi(index: int, moment: int) -> dict[str, str]:
     """Driver, clocks and power, asked once in a moment: short cases take less time than the program; {} without it."""
-    line = _run(["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(CLOCKS.values())}", "--format=csv,noheader"])
-    values = [value.strip() for value in line.split(",")]
+    query = f"--query-gpu={','.join(CLOCKS.values())}"
+    lines = output_of("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
+    values = [value.strip() for value in "".join(lines).split(",")]
     if len(values) != len(CLOCKS):
         return {}
     return {name: value for name, value in zip(CLOCKS, values, strict=True) if value and "N/A" not in value}
@@ -226,15 +228,7 @@ def nvidia_smi(index: int, moment: int) -> dict[str, str]:
 @cache
 def _commit() -> dict[str, str]:
     """Of this checkout, and whether it has changes; nothing if it is none."""
-    here = ["git", "-C", str(Path(__file__).parent)]
-    commit = _run([*here, "rev-parse", "--short", "HEAD"])
-    changed = commit and _run([*here, "status", "--porcelain", "--untracked-files=no"])
+    here = ("-C", str(Path(__file__).parent))
+    changed = output_of("git", *here, "status", "--porcelain", "--untracked-files=no")
+    commit = "".join(output_of("git", *here, "rev-parse", "--short", "HEAD"))
     return {"commit": commit + (" and changes" if changed else "")} if commit else {}
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -26,3 +28,22 @@ def shipped_module(folder: str, name: str) -> ModuleType:
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))  # before anybody else's `benchmarks` or `examples`
     return importlib.import_module(f"{folder}.{name}")
+
+
+def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
+    """An argparse type: a number that is not below `lowest`."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not value >= lowest:
+            raise argparse.ArgumentTypeError(f"is {value}; it must be at least {lowest}")
+        return value
+
+    return number
+
+
+def positive(text: str) -> float:
+    """An argparse type: a number above 0."""
+    if not 0 < (value := float(text)) < float("inf"):
+        raise argparse.ArgumentTypeError(f"is {value}; it must be positive")
+    return value

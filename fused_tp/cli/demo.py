@@ -21,6 +21,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from fused_tp.cli import at_least, positive
+
 # Sized so that the default run ends in about a minute on two cores of a server CPU.
 DEFAULT_SIZES = {"hidden": 512, "intermediate": 1408, "layers": 4, "heads": 8, "kv_heads": 4}
 # Ranks of one host need no network; gloo would look for the address of the host's name, which may not resolve.
@@ -39,24 +41,6 @@ def _option(default: Any, help: str, **how: Any) -> Any:
     return field(metadata={"default": default, "help": help, **how})
 
 
-def _at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """An argparse type: a number that is not below `lowest`."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if not value >= lowest:
-            raise argparse.ArgumentTypeError(f"is {value}; it must be at least {lowest}")
-        return value
-
-    return number
-
-
-def _positive(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"is {value}; it must be positive")
-    return value
-
-
 def _path(fits: Callable[[Path], bool], wanted: str) -> dict[str, Any]:
     """Keywords of `add_argument` for a path of which `fits` is true."""
 
@@ -68,7 +52,7 @@ def _path(fits: Callable[[Path], bool], wanted: str) -> dict[str, Any]:
     return {"type": path, "metavar": "FILE" if "file" in wanted else "DIR"}
 
 
-_ONE = _at_least(1)
+_ONE = at_least(1)
 _FOLDER = _path(lambda path: path.is_dir() or not path.exists(), "a folder, new or old")
 _FLAG = {"action": argparse.BooleanOptionalAction}
 
@@ -95,8 +79,8 @@ class DemoSettings:
     steps: int = _option(30, "training steps of each run, counted from --resume's", type=_ONE)
     dtype: str = _option("fp32", "of matmuls; weights stay in fp32", choices=("fp32", "bf16"))
     batch: int = _option(4, "rows of a batch", type=_ONE)
-    seq: int = _option(256, "tokens of a row, one of them and its successor at least", type=_at_least(2))
-    lr: float = _option(5e-4, "AdamW's learning rate, after 5 steps of warm-up", type=_positive)
+    seq: int = _option(256, "tokens of a row, one of them and its successor at least", type=at_least(2))
+    lr: float = _option(5e-4, "AdamW's learning rate, after 5 steps of warm-up", type=positive)
     seed: int = _option(0, "of weights, batches and the sample", type=int)
     data: Path | None = _option(None, "text to train on (Python's language reference)", **_path(Path.is_file, "a file"))
     save: Path | None = _option(None, "save model and optimizer here at the end", **_FOLDER)
@@ -119,8 +103,8 @@ class DemoSettings:
 
     out: Path = _option(Path("out/demo"), "for demo.json, demo.png", **_FOLDER)
     prompt: str = _option("The ", "where the sample starts")
-    sample_tokens: int = _option(120, "length of the sample, 0 for none", type=_at_least(0))
-    sample_temperature: float = _option(0.7, "0 for the likeliest token each time", type=_at_least(0, float))
+    sample_tokens: int = _option(120, "length of the sample, 0 for none", type=at_least(0))
+    sample_temperature: float = _option(0.7, "0 for the likeliest token each time", type=at_least(0, float))
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> DemoSettings:

@@ -352,7 +352,7 @@ _REACHES = _ATOMICS, _PLAIN, _NONE = "with atomics", "without atomics, so not fo
 def _reach(one: int, other: int) -> str:
     if not torch.cuda.can_device_access_peer(one, other):
         return _NONE
-    return _ATOMICS if cuda_driver.peer_attribute(cuda_driver.NATIVE_ATOMICS, one, other) == 1 else _PLAIN
+    return _ATOMICS if cuda_driver.atomics_reach(one, other) else _PLAIN
 
 
 def _nccl(core: ModuleType | None) -> Finding:

@@ -41,6 +41,6 @@ def device_attribute(attribute: int, device: int) -> int | None:
     return _asked("cuDeviceGetAttribute", attribute, device)
 
 
-def peer_attribute(attribute: int, device: int, peer: int) -> int | None:
-    """A CU_DEVICE_P2P_ATTRIBUTE of what `device` can do in the memory of `peer`."""
-    return _asked("cuDeviceGetP2PAttribute", attribute, device, peer)
+def atomics_reach(device: int, peer: int) -> bool:
+    """Whether atomics of `device` work in the memory of `peer`: over NVLink they do, over PCIe they do not."""
+    return _asked("cuDeviceGetP2PAttribute", NATIVE_ATOMICS, device, peer) == 1

@@ -276,7 +276,7 @@ def _facts_of_gpu(device: torch.device) -> Facts:
         unreachable = tuple(
             str(torch.cuda.get_device_properties(other).uuid)
             for other in others
-            if not (torch.cuda.can_device_access_peer(index, other) and _atomics_reach(index, other))
+            if not (torch.cuda.can_device_access_peer(index, other) and cuda_driver.atomics_reach(index, other))
         )
     except (AssertionError, RuntimeError) as error:  # the first from a torch without CUDA
         return Facts(own_host(), own_process(), problem=str(error).splitlines()[0])
@@ -291,11 +291,6 @@ def _facts_of_gpu(device: torch.device) -> Facts:
         os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
         "" if arch >= 80 else f"its GPU is sm_{arch}; kernels need sm_80 or later",
     )
-
-
-def _atomics_reach(index: int, other: int) -> bool:
-    """Whether atomics of GPU `index` work in the memory of `other`: over NVLink they do, over PCIe they do not."""
-    return cuda_driver.peer_attribute(cuda_driver.NATIVE_ATOMICS, index, other) == 1
 
 
 # -- symmetric memory: one interface for CPU and CUDA ------------------------------------------------------------------

@@ -143,9 +143,7 @@ class Machine:
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
         monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (13, 0))
         monkeypatch.setattr(cuda_driver, "device_attribute", lambda attribute, device: self.attributes.get(attribute))
-        monkeypatch.setattr(
-            cuda_driver, "peer_attribute", lambda attribute, one, other: int((one, other) in self.atomics)
-        )
+        monkeypatch.setattr(cuda_driver, "atomics_reach", lambda one, other: (one, other) in self.atomics)
         version = tmp_path / "version"
         version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2026\n")
         monkeypatch.setattr(doctor, "_MODULE_VERSION", version)
