@@ -269,20 +269,37 @@ def test_large_scores_neither_overflow_nor_lose_digits(isa: str) -> None:
     torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (3, 3)])
-def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    mask = AttentionMask(850, 850, causal=True)
+HALVES, GAPS = (0, 850, 1700), ((0, 20, 40, 40, 900, 1700), (0, 5, 300, 700, 900, 1700))
+LONG = {
+    "causal": AttentionMask(850, 850, causal=True),
+    "documents": AttentionMask(1700, 1700, True, (-1, -1), HALVES, HALVES),
+    "window": AttentionMask(1700, 1700, window=(70, 9)),
+    "gaps of keys inside of a block of queries": AttentionMask(1700, 1700, True, (-1, -1), *GAPS),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "heads", "kv_heads"),
+    [
+        *(("causal", dtype, *heads) for dtype in DTYPES[:2] for heads in ((2, 2), (4, 1), (3, 3))),
+        *((name, torch.float64, 1, 1) for name in LONG),
+    ],
+)
+def test_long_sequences_on_any_number_of_threads(name: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    """The same bits, and chunks of queries visit all that they see. Gradients are added to what is there."""
+    mask, kernel, scores = LONG[name], NativeCpu(), Scores(0.25, alibi_slopes=torch.linspace(0.01, 0.1, heads))
     x = inputs(mask, dtype, batch=2, heads=heads, kv_heads=kv_heads)
-    scores = Scores(0.25, alibi_slopes=torch.linspace(0.01, 0.1, heads))
-    seen: list[list[Tensor]] = []
+    found: list[list[Tensor]] = []
     for count in (1, 2, 3, 2):
         with threads(count):
-            state = forward(NativeCpu(), mask, scores, x)
+            state = forward(kernel, mask, scores, x)
             sums = [t.clone() for t in (state.weighted, state.highest, state.total)]
-            seen.append([*sums, *backward(NativeCpu(), mask, scores, x, *state.result(dtype))])
-    for other in seen[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
+            found.append([*backward(kernel, mask, scores, x, *state.result(dtype), start=3.0), *sums])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    if dtype == torch.float64:
+        for made, wanted in zip(found[0], whole_reference(mask, scores, x)[2], strict=False):
+            torch.testing.assert_close(made - 3.0, wanted, rtol=1e-9, atol=1e-9)
 
 
 def bits(t: Tensor) -> Tensor:
@@ -429,25 +446,6 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     lse = state.result(torch.float32)[1]
     sums = Sums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
     NativeCpu().backward(step, scores, Saved(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
-
-
-@pytest.mark.parametrize("name", ["documents", "window", "blind"])
-def test_blocks_that_are_visited(name: str) -> None:
-    """Chunks of queries visit only what they see: documents, windows, and gaps of keys inside of a block of queries."""
-    gaps = AttentionMask(1700, 1700, True, (-1, -1), (0, 20, 40, 40, 900, 1700), (0, 5, 300, 700, 900, 1700))
-    mask = {
-        "documents": AttentionMask(1700, 1700, True, (-1, -1), (0, 850, 1700), (0, 850, 1700)),
-        "window": AttentionMask(1700, 1700, window=(70, 9)),
-        "blind": gaps,
-    }[name]
-    x = inputs(mask, torch.float64, heads=1, kv_heads=1, dim=4)
-    scores = Scores(0.3, alibi_slopes=torch.tensor([0.01], dtype=torch.float64))
-    out, lse, grads = whole_reference(mask, scores, x)
-    for count in (1, 2):
-        with threads(count):  # gradients are added to what is there
-            made = backward(NativeCpu(), mask, scores, x, out, lse, start=3.0)
-        for of in ("dq", "dk", "dv", "d_slopes"):
-            torch.testing.assert_close(getattr(made, of) - 3.0, getattr(grads, of), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.full
