@@ -1,5 +1,6 @@
-"""Kernels of one step of attention against dense fp64: masks, scores, dtypes, strides, steps that add up; and which one
-is chosen. Native kernels in every instruction set that this machine has.
+"""Kernels of a step of attention against dense fp64: masks, scores, dtypes, strides, several steps; the choice of one.
+
+Native kernels in every instruction set that this machine has.
 """
 
 from __future__ import annotations

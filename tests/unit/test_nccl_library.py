@@ -1,5 +1,7 @@
-"""The libraries that are bound at run time, the real NCCL and the doubles; deadlines and communicators in C++; whether
-a group can have a communicator, and why not: the same answer on all ranks, from what they tell."""
+"""The libraries that are bound at run time, the real NCCL and the doubles; whether a group can have a communicator.
+
+Why not is the same answer on all ranks, from what they tell. Deadlines and communicators in C++, too.
+"""
 
 from __future__ import annotations
 
