@@ -363,7 +363,7 @@ def test_the_gpu_tests_of_fused_kernels_on_one_rank() -> None:
 
 def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for moment, (said, expected) in enumerate((("", {}), ("580.1, 1980 MHz, [N/A], 3201 MHz, [N/A]", CLOCKS))):
-        monkeypatch.setattr(gpu_timing, "_run", lambda command, said=said: said)
+        monkeypatch.setattr(gpu_timing, "output_of", lambda *command, said=said: said.splitlines())
         assert gpu_timing.nvidia_smi(0, moment) == expected
 
 
