@@ -78,6 +78,29 @@ Workspace::Call Workspace::begin(Op op, Stream stream, double timeout_seconds) {
   return call;
 }
 
+// `give` adds the steps.
+template <typename Give>
+void Workspace::run(Stream stream, Give&& give) {
+  steps_.clear();
+  give();
+  for (const Step& step : steps_) {
+    switch (step.kind) {
+      case Step::kWait:
+        driver_->wait_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);
+        break;
+      case Step::kWrite:
+        driver_->write_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);
+        break;
+      case Step::kCopy:
+        driver_->copy(address(step.to), address(step.from), static_cast<size_t>(step.bytes), stream);
+        break;
+      case Step::kSay:
+        driver_->write_value(stream, watchdog_.progress(step.word), step.value);
+        break;
+    }
+  }
+}
+
 void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to) {
   const int world = layout().world();
   if (world == 1) return;
@@ -88,9 +111,8 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   const int index = static_cast<int>(gathers_++ % kChannels);
   const SharedEvent begun = record(stream);
   driver_->wait(out_.get(), begun->get());
-  steps_.clear();
-  protocol_.stage(steps_, index, call.number, in_private(shard), static_cast<int64_t>(shard.bytes));
-  run(out_.get(), steps_);
+  run(out_.get(),
+      [&] { protocol_.stage(steps_, index, call.number, in_private(shard), static_cast<int64_t>(shard.bytes)); });
   call.sent = true;
   call.arrived.assign(static_cast<size_t>(world), nullptr);
   // Not before the own shard is there: whatever the order in which a graph serves its branches, none that waits for a
@@ -100,9 +122,9 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   for (int distance = 1; distance < world; ++distance) {
     const int peer = peer_at(rank(), distance, world);
     const Memory& place = to[static_cast<size_t>(peer)];
-    steps_.clear();
-    protocol_.pull(steps_, index, call.number, peer, in_private(place), static_cast<int64_t>(place.bytes));
-    run(in_of(peer), steps_);
+    run(in_of(peer), [&] {
+      protocol_.pull(steps_, index, call.number, peer, in_private(place), static_cast<int64_t>(place.bytes));
+    });
     call.arrived[static_cast<size_t>(peer)] = record(in_of(peer));
   }
 }
@@ -125,9 +147,9 @@ void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory bl
   require_room(block.bytes, layout().slot_bytes(), "a block");
   const Driver::Device guard(*driver_, device_);
   driver_->wait(out_.get(), record(stream)->get());
-  steps_.clear();
-  protocol_.push(steps_, scatter, call.number, peer, in_private(block), static_cast<int64_t>(block.bytes));
-  run(out_.get(), steps_);
+  run(out_.get(), [&] {
+    protocol_.push(steps_, scatter, call.number, peer, in_private(block), static_cast<int64_t>(block.bytes));
+  });
   call.sent = true;
   pushed_[scatter] = record(out_.get());
 }
@@ -138,16 +160,12 @@ void Workspace::receive(const Call& call, Stream stream, int scatter) {
   // Behind the own blocks, for the same reason as in `gather`.
   if (pushed_[scatter]) driver_->wait(stream, pushed_[scatter]->get());
   pushed_[scatter] = nullptr;
-  steps_.clear();
-  protocol_.receive(steps_, scatter, call.number);
-  run(stream, steps_);
+  run(stream, [&] { protocol_.receive(steps_, scatter, call.number); });
 }
 
 void Workspace::release(Stream stream, int scatter) {
   const Driver::Device guard(*driver_, device_);
-  steps_.clear();
-  protocol_.release(steps_, scatter);
-  run(stream, steps_);
+  run(stream, [&] { protocol_.release(steps_, scatter); });
 }
 
 void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
@@ -162,31 +180,10 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   const bool captured = driver_->capturing(stream);
   const uint64_t passage = ++passages_;
   watchdog_.expect(passage, std::move(results), captured);
-  steps_.clear();
-  protocol_.pass_gates(steps_, passage);
-  run(stream, steps_);
+  run(stream, [&] { protocol_.pass_gates(steps_, passage); });
   if (captured) return;
   last_stream_ = stream;
   last_end_ = record(stream);
-}
-
-void Workspace::run(Stream stream, const Steps& steps) {
-  for (const Step& step : steps) {
-    switch (step.kind) {
-      case Step::kWait:
-        driver_->wait_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);
-        break;
-      case Step::kWrite:
-        driver_->write_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);
-        break;
-      case Step::kCopy:
-        driver_->copy(address(step.to), address(step.from), static_cast<size_t>(step.bytes), stream);
-        break;
-      case Step::kSay:
-        driver_->write_value(stream, watchdog_.progress(step.word), step.value);
-        break;
-    }
-  }
 }
 
 // Calls from several streams come one after the other: the gates of a rank let through one call at a time.

@@ -63,7 +63,8 @@ class Workspace {
   void finish(Call& call, Stream stream, std::vector<Memory> results);
 
  private:
-  void run(Stream stream, const Steps& steps);
+  template <typename Give>
+  void run(Stream stream, Give&& give);
   void take_turn(Stream stream);
   DeviceAddress address(const Place& place) const;
   SharedEvent record(Stream stream);

@@ -273,15 +273,10 @@ def _launch(
         return
     config = config or config_for("forward", q, v, terms, precision)
     tiles = query_tiles(step, config.rows, config.block, q.device)
-    launch_tiles(
-        forward_kernel,
-        tiles,
-        config,
-        (q, k, v),
-        terms,
-        precision,
-        {"k_tma": k, "v_tma": v},
-        first=first,
-        **{**dict.fromkeys(("state", "out", "lse", "sinks")), **results},
-        mask=mask_of(step.on(q.device), "starts", "stops"),
-    )
+    tma = {"k_tma": k, "v_tma": v}
+    own = {
+        **dict.fromkeys(("state", "out", "lse", "sinks")),
+        **results,
+        "mask": mask_of(step.on(q.device), "starts", "stops"),
+    }
+    launch_tiles(forward_kernel, tiles, config, (q, k, v), terms, precision, tma, first=first, **own)
