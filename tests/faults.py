@@ -244,9 +244,15 @@ def check_stopped_then_killed(outcomes: list[Outcome]) -> None:
 
 def kill_many(count: int, seed: int) -> str:
     """Part of `make soak`: ranks killed at random moments of random ops."""
-    chance = random.Random(seed)
+    chance, left_before = random.Random(seed), left_in_dev_shm()
     for number in range(count):
         transport = TRANSPORTS[number % 3]
         first, delay = chance.randrange(len(OPS)), chance.random() * 0.05
         check_stopped_then_killed(fresh_stopped_then_killed(transport, first, delay))
+    assert left_in_dev_shm() <= left_before
     return f"{count} ranks stopped, and killed: all others noticed"
+
+
+def left_in_dev_shm() -> set[str]:
+    """Without what the double of NCCL has there for other tests."""
+    return {name for name in os.listdir("/dev/shm") if "fused_tp" in name and "double" not in name}

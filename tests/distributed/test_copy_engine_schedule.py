@@ -21,7 +21,7 @@ from torch import Tensor
 if find_spec("fused_tp._core") is None:
     pytest.skip("needs the native core: pip install -e .", allow_module_level=True)
 
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError
+from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import copy_engine
 from fused_tp.schedules.base import GatherMatmul
@@ -29,6 +29,7 @@ from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.registry import SCHEDULES
 from fused_tp.transport.symm_mem import GroupMemory
 from tests.distributed.schedule_cases import CPU, own, ranks_on, stalled_until, step
+from tests.faults import failure_of
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native.doubles.libraries import double_knobs
 from tests.reference import seeded
@@ -119,15 +120,12 @@ def is_late(schedule: CopyEngineSchedule, op: str) -> str:
     last = schedule.world_size - 1
     if schedule.rank == last:
         wait_for_those_who_gave_up(op, range(last))
-    begun = time.monotonic()
-    with results_of_calls() as kept, pytest.raises(CollectiveTimeoutError) as raised:
-        step(schedule, op)
+    with results_of_calls() as kept:
+        failure = failure_of(lambda lost: step(schedule, op))
     give_up(op)
-    assert time.monotonic() - begun < 4
+    assert failure.kind == "CollectiveTimeoutError" and failure.seconds < 4
     assert all(bool(result.isnan().all()) for result in kept)
-    with pytest.raises(FusedTPError, match="unusable since an earlier failure"):
-        step(schedule, op)
-    return str(raised.value)
+    return failure.message
 
 
 def gives_up_at_random(schedule: CopyEngineSchedule) -> str:

@@ -13,8 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,12 +31,11 @@ from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules import base, copy_engine, hierarchical, nccl_pipeline, pipelined, plain, shared_memory
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.device import DeviceSchedule
-from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport import torch_dist as torch_dist_module
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.torch_dist import torch_dist
 from tests.beside import beside
-from tests.distributed.schedule_cases import CPU
+from tests.distributed.schedule_cases import CPU, low_limits
 from tests.faults import (
     MATMULS,
     NOTICE_SECONDS,
@@ -53,6 +51,7 @@ from tests.faults import (
     group_on,
     late,
     leaf,
+    left_in_dev_shm,
     weight,
 )
 from tests.late import give_up, wait_for_those_who_gave_up
@@ -243,11 +242,6 @@ def test_nothing_is_left_when_all_ranks_are_killed() -> None:
     assert left_in_dev_shm() <= before
 
 
-def left_in_dev_shm() -> set[str]:
-    """Without what the double of NCCL has there for other tests."""
-    return {name for name in os.listdir("/dev/shm") if "fused_tp" in name and "double" not in name}
-
-
 def forked(_: Any, transport: str) -> str:
     """A rank forks a child, as data loaders do: the child may not speak for the rank, nor is its end the rank's."""
     with group_on(transport) as group:
@@ -352,18 +346,7 @@ def at_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return raising
 
 
-@contextmanager
-def small_chunks() -> Iterator[None]:
-    with (
-        mock.patch.object(torch_dist_module, "ONE_SHOT_BYTES", 0),
-        mock.patch.object(pipelined, "CHUNK_BYTES", 64),
-        mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0),
-        mock.patch.object(NcclPipeline, "_chunks", lambda schedule, nbytes: 4),
-    ):
-        yield
-
-
-@small_chunks()
+@low_limits()
 def raises_midway(_: Any, name: str) -> Failure:
     place = PLACES[name]
     with group_on(place.transport) as group:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests import shm_soak, soak
+from tests import faults, shm_soak, soak
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")]
 
@@ -15,8 +15,8 @@ def test_a_round_of_random_calls() -> None:
     assert "growth" in soak.soak_round(seed=1, calls=12)
 
 
-def test_a_round_in_which_a_rank_dies() -> None:
-    assert "all others noticed" in soak.soak_round(seed=3, calls=12)
+def test_killed_ranks() -> None:
+    assert "all others noticed" in faults.kill_many(1, seed=1)
 
 
 def test_random_calls_over_overlapping_groups() -> None:

@@ -240,15 +240,6 @@ def test_multimem() -> None:
     assert all(result == results[0] for result in results)
 
 
-def test_one_gpu_has_no_multicast() -> None:
-    def ask(rank: LocalRank) -> None:
-        device = DeviceCollectives(rank)
-        with pytest.raises(ValueError, match="algorithm is 'multimem', which needs memory with a multicast address"):
-            device.all_reduce(torch.ones(8, device=rank.device), "multimem")
-
-    run_local(2, ask, device="cuda")
-
-
 # -- processes --------------------------------------------------------------------------------------------------------
 
 

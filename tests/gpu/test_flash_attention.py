@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,19 +25,10 @@ LONG = {
 
 
 def there(c: Case, device: torch.device) -> Case:
-    slopes = c.scores.alibi_slopes
-    return Case(
-        c.step,
-        replace(c.scores, alibi_slopes=None if slopes is None else slopes.to(device)),
-        c.q.to(device),
-        c.k.to(device),
-        c.v.to(device),
-        None if c.sinks is None else c.sinks.to(device),
-        c.grad_out.to(device),
-        c.out.to(device),
-        c.lse.to(device),
-        {name: x.to(device) for name, x in c.gradients.items()},
-    )
+    moved: dict[str, Any] = {name: x.to(device) for name, x in vars(c).items() if isinstance(x, torch.Tensor)}
+    if c.scores.alibi_slopes is not None:
+        moved["scores"] = replace(c.scores, alibi_slopes=c.scores.alibi_slopes.to(device))
+    return replace(c, gradients={name: x.to(device) for name, x in c.gradients.items()}, **moved)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.gpu
 
 MILLISECOND = 2_000_000  # clock cycles of `torch.cuda._sleep`, about
 EPS = 1e-5
-SUMS = ["one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter"]
+SUMS = ["one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter", "products"]
 GATHERS = ["copy_engine", "direct"]
 RINGS = ["ring", "ring_in_groups"]
 # Odd ones, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles of each program.
@@ -105,23 +105,32 @@ def sum_call(
     launch: Launch | None = None,
     uneven: int = 0,
 ) -> Call:
-    """With K of odd ranks larger by `uneven`."""
+    """With K of odd ranks larger by `uneven`; "products": dX of q, k and v, a sum over products as well as ranks."""
     m, n, k = shape
     world, device = rank.world_size, rank.device
-    xs = [normal(m, k + r % 2 * uneven, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
-    ws = [normal(n, k + r % 2 * uneven, dtype=dtype, device=device, seed=100 * seed + 50 + r) for r in range(world)]
+    ks = (k, k // 2, k // 3 + 1) if op == "products" else (k,)
+    pairs = [
+        [
+            tuple(
+                normal(rows, one + r % 2 * uneven, dtype=dtype, device=device, seed=1000 * seed + 100 * i + at + r)
+                for at, rows in ((0, m), (50, n))
+            )
+            for i, one in enumerate(ks)
+        ]
+        for r in range(world)
+    ]
     bias = normal(n, dtype=dtype, device=device, seed=seed + 7)
     residual = normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
     norm_weight = normal(n, dtype=dtype, device=device, seed=seed + 9)
-    total = sum((matmul64(x, w) for x, w in zip(xs, ws, strict=True)), start=bias.double())
+    total = sum((matmul64(*pair) for of_rank in pairs for pair in of_rank), start=bias.double())
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
-    product, how = [(xs[rank.rank], ws[rank.rank])], {"launch": launch, "bias": bias}
-    if op == "reduce_scatter":
+    product, how = pairs[rank.rank], {"launch": launch, "bias": bias}
+    if op in ("reduce_scatter", "products"):
         return Call(
             lambda workspace: [scatters.gemm_reduce_scatter(product, workspace=workspace, **how)],
             [total[slice(*shard_range(m, world, rank.rank))]],
             scatters.workspace_bytes(m, n, dtype, world, launch),
-            world * k,
+            world * sum(ks),
         )
     how["two_shot"] = op.startswith("two_shot")
     wanted = [total]
@@ -365,36 +374,6 @@ def test_more_than_2_to_the_31_elements() -> None:
     launch = launch_for(BF16, m, n, 1, arch=arch_of(rank.device), sms=rank.sms)
     (y,), _ = gathers.all_gather_gemm(x, [w], workspace=workspace, launch=launch, rows=m)
     assert_within_dtype_error(y[-256:], matmul64(x[-256:], w), BF16, reduced_over=k, name="the last rows")
-
-
-def several_products(rank: LocalRank) -> None:
-    """dX of q, k and v: a sum over products as well as over ranks."""
-    m, n, ks = 260, 392, (128, 40, 77)
-    pairs = [
-        [
-            (
-                normal(m, k, dtype=torch.bfloat16, device=rank.device, seed=10 * i + r),
-                normal(n, k, dtype=torch.bfloat16, device=rank.device, seed=500 + 10 * i + r),
-            )
-            for i, k in enumerate(ks)
-        ]
-        for r in range(rank.world_size)
-    ]
-    total = torch.stack([matmul64(x, w) for of_rank in pairs for x, w in of_rank]).sum(0)
-    launch = launch_for(torch.bfloat16, m, n, rank.world_size, arch=arch_of(rank.device), sms=rank.sms)
-    start, stop = shard_range(m, rank.world_size, rank.rank)
-
-    def scatter(workspace: Any) -> list[Tensor]:
-        return [scatters.gemm_reduce_scatter(pairs[rank.rank], workspace=workspace, launch=launch)]
-
-    nbytes = scatters.workspace_bytes(m, n, torch.bfloat16, rank.world_size, launch)
-    call = Call(scatter, [total[start:stop]], nbytes, rank.world_size * sum(ks))
-    workspace = prepared(rank, "reduce_scatter", [call])
-    check_calls(rank, "reduce_scatter", [call], [scatter(workspace)], workspace)
-
-
-def test_products_are_summed_too() -> None:
-    run_local(3, several_products, device="cuda")
 
 
 def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> None:

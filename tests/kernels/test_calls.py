@@ -39,7 +39,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPS = (*SUMS, *GATHERS, *RINGS)
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 SPLIT = GemmConfig(16, 32, 16, num_warps=4, num_stages=1, group_m=2, split_store=True)
-NAMES = {"reduce_scatter": "matmul_reduce_scatter", **dict.fromkeys(GATHERS, "all_gather_matmul")}
+NAMES = dict.fromkeys(("reduce_scatter", "products"), "matmul_reduce_scatter")
+NAMES |= dict.fromkeys(GATHERS, "all_gather_matmul")
 NAMES |= dict.fromkeys(RINGS, "ring_attention")
 
 Asked = tuple[str, tuple[int, int, int], torch.dtype, int]  # op, shape, dtype, programs
