@@ -300,7 +300,7 @@ def test_a_rank_that_does_not_come(op: str) -> None:
     start = time.monotonic()
     results = ranks.run(lambda r: r.results(op, x), only=(0, 2))
     # Once a wait has expired no other waits: blocks run one after the other here, and there are five.
-    assert 0.4 <= time.monotonic() - start < 1.6
+    assert 0.4 <= time.monotonic() - start < 1.9
     for tensors in results:
         for tensor in tensors:
             assert is_missing(tensor), "what did not arrive must be NaN"

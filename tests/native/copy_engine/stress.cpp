@@ -3,11 +3,9 @@
 // coming or give up, at random. Every result must be right, or NaN where some rank has given up; and all streams must
 // go on.
 //
-//     stress <libcuda double> <ranks> <rounds> <seed> <1: with such trouble>
+//     stress <ranks> <rounds> <seed> <1: with such trouble>
 //
 // Without trouble also under ThreadSanitizer. A rank that gives up races on purpose: what is read then is not used.
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -22,6 +20,14 @@ using namespace fused_tp::copy_engine;
 using namespace std::chrono_literals;
 using fused_tp::driver::OwnStream;
 
+extern "C" {
+void cuda_double_enqueue(Stream, void (*)(void*), void*);
+int cuda_double_begin_capture(Stream);
+void* cuda_double_end_capture(Stream, Stream);
+void cuda_double_replay(void*, Stream);
+void cuda_double_free_graph(void*);
+}
+
 namespace {
 
 constexpr size_t kWords = 600;  // of a message
@@ -33,25 +39,12 @@ uint64_t value(int call, int rank) { return static_cast<uint64_t>(call) * 64 + r
 
 DeviceAddress at(const void* memory) { return reinterpret_cast<DeviceAddress>(memory); }
 
-struct Double {
-  void* library;
-  template <typename Function>
-  Function find(const char* name) const {
-    return reinterpret_cast<Function>(::dlsym(library, name));
-  }
-};
-
 // A step in a stream: what a kernel would do.
-struct Kernel {
-  const Double& library;
-  Stream stream;
-  template <typename Work>
-  void operator()(Work work) const {
-    auto* kept = new Work(std::move(work));
-    library.find<void (*)(Stream, void (*)(void*), void*)>("cuda_double_enqueue")(
-        stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, kept);  // kept: a graph may do it again
-  }
-};
+template <typename Work>
+void launch(Stream stream, Work work) {
+  auto* kept = new Work(std::move(work));  // a graph may do it again
+  cuda_double_enqueue(stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, kept);
+}
 
 // How a rank behaves in a round.
 struct Mood {
@@ -75,8 +68,8 @@ void wait_for_all(std::atomic<int>& counter, int world) {
   while (counter.load() % world != 0) std::this_thread::sleep_for(50us);
 }
 
-void play(const std::shared_ptr<const Driver>& driver, const Double& library, Shared& shared, int rank, unsigned seed,
-          std::atomic<int>& made, std::atomic<int>& ended) {
+void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank, unsigned seed, std::atomic<int>& made,
+          std::atomic<int>& ended) {
   const int world = shared.world;
   const Driver::Device guard(*driver, 0);
   std::vector<DeviceAddress> addresses;
@@ -92,7 +85,6 @@ void play(const std::shared_ptr<const Driver>& driver, const Double& library, Sh
     Workspace workspace(driver, 0, rank, addresses, 8 * kWords, 8 * kWords);
     wait_for_all(made, world);
     const Stream stream = caller.get();
-    const Kernel kernel{library, stream};
     std::vector<int> open;
     auto end_gather = [&](int call) {
       for (int peer = 0; peer < world; ++peer) workspace.wait_for(*calls[call], stream, peer);
@@ -104,7 +96,7 @@ void play(const std::shared_ptr<const Driver>& driver, const Double& library, Sh
       calls.push_back(std::make_unique<Workspace::Call>(workspace.begin(Op::kOther, stream, shared.timeout)));
       Words& own = sent[call];
       Words& result = given[call];
-      kernel([&own, call, rank] { std::fill(own.begin(), own.end(), value(call, rank)); });
+      launch(stream, [&own, call, rank] { std::fill(own.begin(), own.end(), value(call, rank)); });
       if (gather) {
         std::vector<Memory> places;
         for (int peer = 0; peer < world; ++peer) places.push_back({at(&result[peer * kWords]), 8 * kWords});
@@ -140,7 +132,7 @@ void play(const std::shared_ptr<const Driver>& driver, const Double& library, Sh
       if (graph && call == kCalls / 2) {
         for (int opened : open) end_gather(opened);
         open.clear();
-        EXPECT(library.find<int (*)(Stream)>("cuda_double_begin_capture")(stream) == 0);
+        EXPECT(cuda_double_begin_capture(stream) == 0);
       }
       if (mood.pauses && pace() % 16 == 0) std::this_thread::sleep_for(std::chrono::duration<double>(2 * kTimeout));
       if (pace() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pace() % 2000));
@@ -149,19 +141,16 @@ void play(const std::shared_ptr<const Driver>& driver, const Double& library, Sh
     }
     for (int call : open) end_gather(call);
     if (graph && enqueued > kCalls / 2) {
-      auto end_capture = library.find<void* (*)(Stream, Stream)>("cuda_double_end_capture");
-      auto free_graph = library.find<void (*)(void*)>("cuda_double_free_graph");
-      captured = end_capture(stream, nullptr);
+      captured = cuda_double_end_capture(stream, nullptr);
       for (Stream side : workspace.streams())
-        if (driver->capturing(side)) free_graph(end_capture(side, nullptr));
-      auto replay = library.find<void (*)(void*, Stream)>("cuda_double_replay");
-      replay(captured, stream);
+        if (driver->capturing(side)) cuda_double_free_graph(cuda_double_end_capture(side, nullptr));
+      cuda_double_replay(captured, stream);
       if (enqueued == kCalls) {  // else this rank has come to its end
         for (int call = kCalls / 2; call < enqueued; ++call)
           driver->copy(at(taken[kCalls + call].data()), at(taken[call].data()), 8 * taken[call].size(), stream);
-        replay(captured, stream);
+        cuda_double_replay(captured, stream);
       }
-      free_graph(captured);
+      cuda_double_free_graph(captured);
     }
     if (mood.stops_before < kCalls && mood.aborts) workspace.watchdog().abort("as the test wants");
     EXPECT(driver->synchronize(stream, 30));
@@ -185,12 +174,11 @@ void play(const std::shared_ptr<const Driver>& driver, const Double& library, Sh
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 6) return 2;
-  const auto driver = Driver::open(arguments[1]);
-  const Double library{::dlopen(arguments[1], RTLD_NOW)};
-  const int world = std::atoi(arguments[2]), rounds = std::atoi(arguments[3]);
-  std::mt19937 chance(static_cast<unsigned>(std::atoi(arguments[4])));
-  const bool trouble = std::atoi(arguments[5]) != 0;
+  if (count != 5) return 2;
+  const auto driver = Driver::open("");  // the program itself, which has the double
+  const int world = std::atoi(arguments[1]), rounds = std::atoi(arguments[2]);
+  std::mt19937 chance(static_cast<unsigned>(std::atoi(arguments[3])));
+  const bool trouble = std::atoi(arguments[4]) != 0;
   int troubled = 0;
   for (int round = 0; round < rounds; ++round) {
     Shared shared;
@@ -211,8 +199,7 @@ int main(int count, char** arguments) {
     const unsigned seed = chance();
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < world; ++rank)
-      ranks.emplace_back(play, driver, std::cref(library), std::ref(shared), rank, seed, std::ref(made),
-                         std::ref(ended));
+      ranks.emplace_back(play, driver, std::ref(shared), rank, seed, std::ref(made), std::ref(ended));
     for (std::thread& one : ranks) one.join();
   }
   std::printf("%d rounds, %d of them with trouble\n", rounds, troubled);
