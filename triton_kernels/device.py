@@ -21,7 +21,10 @@ LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
 
 def arch_of(device: torch.device) -> int:
     """The architecture whose configs are taken, 80, 90 or 100; 0 under the interpreter, and of a GPU before sm_80."""
-    return _arch_of_gpu(device.index) if device.type == "cuda" and not INTERPRETED.value else 0
+    if device.type != "cuda" or INTERPRETED.value:
+        return 0
+    properties = _properties(device.index)
+    return kernels_of(10 * properties.major + properties.minor)
 
 
 def kernels_of(capability: int) -> int:
@@ -69,9 +72,3 @@ def tma_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
 @functools.lru_cache
 def _properties(index: int | None) -> Any:
     return torch.cuda.get_device_properties(index)
-
-
-@functools.lru_cache
-def _arch_of_gpu(index: int | None) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return kernels_of(10 * major + minor)

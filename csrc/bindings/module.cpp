@@ -31,25 +31,21 @@ void check_signals() {
 
 namespace {
 
-template <typename Error>
-bool translate(const std::exception_ptr& pending, const char* python_class) {
-  try {
-    std::rethrow_exception(pending);
-  } catch (const Error& error) {
-    py::set_error(py::module_::import("fused_tp.runtime.errors").attr(python_class), error.what());
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
 void translate_errors(std::exception_ptr pending) {
-  if (!pending) return;
-  if (translate<CollectiveTimeoutError>(pending, "CollectiveTimeoutError")) return;
-  if (translate<PeerLostError>(pending, "PeerLostError")) return;
-  if (translate<RankMismatchError>(pending, "RankMismatchError")) return;
-  if (translate<GroupError>(pending, "FusedTPError")) return;
-  std::rethrow_exception(pending);
+  const auto raise = [](const char* python_class, const std::exception& error) {
+    py::set_error(py::module_::import("fused_tp.runtime.errors").attr(python_class), error.what());
+  };
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const CollectiveTimeoutError& error) {
+    raise("CollectiveTimeoutError", error);
+  } catch (const PeerLostError& error) {
+    raise("PeerLostError", error);
+  } catch (const RankMismatchError& error) {
+    raise("RankMismatchError", error);
+  } catch (const GroupError& error) {
+    raise("FusedTPError", error);
+  }
 }
 
 // ---- shared memory ---------------------------------------------------------------------------------------------
