@@ -23,17 +23,13 @@ if find_spec("fused_tp._core") is None:
 
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import copy_engine
-from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.registry import SCHEDULES
 from fused_tp.transport.symm_mem import GroupMemory
-from tests.distributed.schedule_cases import CPU, own, ranks_on, stalled_until, step
+from tests.distributed.schedule_cases import CPU, ranks_on, step
 from tests.faults import failure_of
 from tests.late import give_up, wait_for_those_who_gave_up
-from tests.native.doubles.libraries import double_knobs
-from tests.reference import seeded
-from tests.workers import body_of, fresh_ranks, on_ranks
+from tests.workers import body_of, fresh_ranks
 
 pytestmark = pytest.mark.full
 
@@ -60,23 +56,6 @@ def group_of(schedule: CopyEngineSchedule) -> Any:
     memory = schedule.engine._memory
     assert isinstance(memory, GroupMemory)
     return memory.group.process_group
-
-
-# ---- overlap -------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2, run=ranks)
-def test_matmuls_run_while_nothing_moves(schedule: CopyEngineSchedule) -> None:
-    x, w = seeded(8, 4, dtype=torch.float32), seeded(5, 4, dtype=torch.float32)
-    schedule.matmul_all_reduce([(x, w)], None)
-    with stalled_until(copy_engine, 1):  # the own shard
-        (y,), _ = schedule.all_gather_matmul(GatherMatmul(own(schedule, x, 0), [w], [None], 0, 8))
-    torch.testing.assert_close(y, x @ w.t())
-    # Sums: all blocks are multiplied, and `meanwhile` has run, before anything has moved.
-    stall = double_knobs().cuda_double_stall
-    stall(1)
-    y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: stall(0))
-    torch.testing.assert_close(y, own(schedule, schedule.world_size * (x @ w.t()), 0))
 
 
 # ---- failures ------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from fused_tp.transport.two_level import Hosts, error_of_group, hosts_of, ranks_
 from tests.beside import beside
 from tests.distributed.schedule_cases import every_method, movements, same_sum
 from tests.distributed.test_tp_ops import all_cases
+from tests.faults import NOTICE_SECONDS
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.workers import Outcome, fresh_ranks, on_ranks, run_fresh, run_ranks
 
@@ -55,7 +56,6 @@ def test_hosts_have_equally_many_ranks_side_by_side(names: str, answer: int | st
     assert found == answer if isinstance(answer, int) else answer in str(found)
 
 
-NOTICE_SECONDS = 4.0  # where many processes share a core
 FORCED = {"FUSED_TP_SCHEDULE": "hierarchical"}
 
 

@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import nccl_pipeline
-from fused_tp.schedules.base import GatherMatmul
 from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.transport.chunk_plan import gather_plan, scatter_plan
 from fused_tp.transport.nccl import NcclDist, nccl_dist
-from tests.distributed.schedule_cases import CPU, ranks_on, stalled_until, step
-from tests.distributed.test_tp_ops import own_part
-from tests.faults import failure_of
+from tests.distributed.schedule_cases import CPU, ranks_on, step
+from tests.faults import NOTICE_SECONDS, failure_of
 from tests.native.doubles.libraries import Stream, double_knobs, load_doubles
 from tests.reference import seeded
 from tests.workers import fresh_ranks, on_ranks
@@ -73,29 +70,6 @@ def test_movements(group: Any) -> None:
     movements_case(transport_of(group))
 
 
-# -- overlap -----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2, 4, run=nccl_ranks, env={"FUSED_TP_TIMEOUT": "5"})
-@mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
-def test_matmuls_run_while_nothing_moves(group: Any) -> None:
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    transport = transport_of(group)
-    schedule = NcclPipeline(transport, world_size - 1)
-    x, w = seeded(12, 4, seed=1), seeded(5, 4, seed=2)
-    with stalled_until(nccl_pipeline, 1):  # the own shard
-        (y,), _ = schedule.all_gather_matmul(GatherMatmul(own_part(x, 0, group), [w], [None], 0, 12))
-    torch.testing.assert_close(y, x @ w.t())
-    with stalled_until(nccl_pipeline, world_size):  # the blocks of all owners
-        done: list[bool] = []
-        y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: done.append(True))
-    torch.testing.assert_close(y, own_part(world_size * (x @ w.t()), 0, group))
-    with stalled_until(nccl_pipeline, 2):  # the chunk after the first
-        y = NcclPipeline(transport, 2).matmul_all_reduce([(x, w)], None)
-    torch.testing.assert_close(y, world_size * (x @ w.t()))
-    assert rank == transport.rank and done == [True]
-
-
 @on_ranks(2, 4, run=nccl_ranks)
 def test_pipelines_can_be_captured(group: Any) -> None:
     """What a CUDA graph of a GPU would hold: replayed, it moves what is there by then."""
@@ -130,8 +104,6 @@ def test_pipelines_can_be_captured(group: Any) -> None:
 
 
 # -- a peer that ends --------------------------------------------------------------------------------------------------
-
-NOTICE_SECONDS = 4.0  # where many processes share a core
 
 
 def sent_before_it_ended(group: Any) -> tuple[str, float]:

@@ -1,21 +1,26 @@
-"""Schedules of GPUs over doubles, in one table: every method at any size, calls in a row, two groups at once."""
+"""Schedules of GPUs over doubles, in one table: every method at any size, calls in a row, groups at once, overlap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.schedule_cases import at_random, every_method, ranks_on, schedule_on
+from fused_tp.schedules import copy_engine, nccl_pipeline
+from fused_tp.schedules.base import GatherMatmul
+from tests.distributed.schedule_cases import at_random, every_method, own, ranks_on, schedule_on, stalled_until
+from tests.native.doubles.libraries import double_knobs
 from tests.reference import seeded
 
 pytest.importorskip("fused_tp._core", reason="needs the native core: pip install -e .")
 pytestmark = pytest.mark.full
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+OVERLAPPING: dict[str, Any] = {"copy_engine": copy_engine, "nccl_pipeline": nccl_pipeline}  # modules
 
 
 def asked(group: Any, name: str, case: Callable[..., None], args: tuple[Any, ...], how: dict[str, Any]) -> None:
@@ -70,3 +75,31 @@ def two_groups(group: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ["copy_engine", "nccl_pipeline"])
 def test_two_groups_at_once(name: str) -> None:
     ranks_on(name, 4, two_groups, name)
+
+
+def matmuls_before_anything_moves(group: Any, name: str) -> None:
+    """Who waits for a movement before waits in vain, and raises after 5 s."""
+    world_size, stall, module = dist.get_world_size(group), double_knobs().cuda_double_stall, OVERLAPPING[name]
+    x, w = seeded(12, 4, seed=1), seeded(5, 4, seed=2)
+    with mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0), schedule_on(group, name) as schedule:
+        schedule.matmul_all_reduce([(x, w)], None)
+        schedule.chunks = world_size - 1
+        with stalled_until(module, 1):  # the own shard
+            (y,), _ = schedule.all_gather_matmul(GatherMatmul(own(schedule, x, 0), [w], [None], 0, 12))
+        torch.testing.assert_close(y, x @ w.t())
+        # The blocks of all owners, and what is to run meanwhile.
+        stall(1)
+        with mock.patch.object(module, "sum_of_products", wraps=module.sum_of_products) as products:
+            y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: stall(0))
+        torch.testing.assert_close(y, own(schedule, world_size * (x @ w.t()), 0))
+        assert products.call_count == world_size
+        if name == "nccl_pipeline":
+            schedule.chunks = 2
+            with stalled_until(module, 2):  # the chunk after the first
+                y = schedule.matmul_all_reduce([(x, w)], None)
+            torch.testing.assert_close(y, world_size * (x @ w.t()))
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("copy_engine", 2), ("nccl_pipeline", 2), ("nccl_pipeline", 4)])
+def test_matmuls_run_while_nothing_moves(name: str, world_size: int) -> None:
+    ranks_on(name, world_size, matmuls_before_anything_moves, name, env={"FUSED_TP_TIMEOUT": "5"})

@@ -18,10 +18,9 @@ from fused_tp.transport.gloo import closed_peers
 from fused_tp.transport.store import exchange
 from tests.beside import beside
 from tests.distributed.shm_tools import with_store
+from tests.faults import NOTICE_SECONDS
 from tests.late import interrupted_after
 from tests.workers import Outcome, fresh_ranks, on_ranks
-
-NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
 
 
 def one_is_late_and_one_dies(world: Any) -> list[tuple[str, str, float]]:

@@ -25,10 +25,10 @@ import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from tests.attention_cases import DOCUMENTS, Case, case, check_all, results_of
+from tests.faults import NOTICE_SECONDS
 from tests.kernels.ranks import interpreted, interpreted_ranks
 from tests.reference import seeded
 
-NOTICE_SECONDS = 4.0  # where many processes share a core; the deadline is 60 s
 WAYS = {
     "steps": {"FUSED_TP_ATTENTION": "triton", "FUSED_TP_SCHEDULE": "one_sided"},
     "one launch": {"FUSED_TP_SCHEDULE": "fused_kernel"},
