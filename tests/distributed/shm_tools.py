@@ -77,12 +77,12 @@ def values(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
     return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def summed(terms: Sequence[Tensor]) -> Tensor:
+def summed(terms: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
     """The sum of `terms` in rank order, in fp32 (fp64 for fp64, integers in their own type), rounded once."""
     dtype = terms[0].dtype
     wide = accumulate_dtype(dtype) if dtype.is_floating_point else dtype
     total = terms[0].to(wide)
-    for term in terms[1:]:
+    for term in (*terms[1:], *([] if bias is None else [bias])):
         total = total + term.to(wide)
     return total.to(dtype)
 

@@ -32,6 +32,7 @@ from fused_tp.transport.torch_dist import torch_dist
 from fused_tp.transport.workspace import Workspaces
 from tests.distributed import test_tp_ops as cases
 from tests.distributed.schedule_cases import ALGORITHMS, CPU, multicast, ranks_on, schedule_on
+from tests.distributed.shm_tools import summed
 from tests.native_build import cpu_device_library, use_library
 from tests.reference import assert_within_dtype_error, rms_norm64, seeded
 from tests.workers import fresh_ranks, on_ranks
@@ -58,16 +59,6 @@ def collectives_of(group: Any) -> DeviceCollectives:
     memory = group_memory(described, CPU)
     assert not isinstance(memory, Availability), memory
     return DeviceCollectives(memory, torch_dist(described, "cpu"))
-
-
-def summed(terms: list[Tensor], bias: Tensor | None = None) -> Tensor:
-    """The very bits that a sum over ranks must have: float32, in rank order, rounded once."""
-    total = terms[0].float()
-    for term in terms[1:]:
-        total = total + term.float()
-    if bias is not None:
-        total = total + bias.float()
-    return total.to(terms[0].dtype)
 
 
 def same_bits(actual: Tensor, wanted: Tensor) -> None:
