@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # a rank takes its core before torch, and the threads of its 
 
 START_SECONDS = 120.0  # importing torch on a busy machine
 _GRACE_SECONDS = 5.0  # for the watchdog's traceback
+_CAUSE_SECONDS = 0.3  # for the end of a process to be seen, of which its peers hear at once
 MIN_TIMED_SECONDS = 2e-3  # of what is timed at once: far above what leaving the barrier and reading the clock take
 _WARM_UP_CALLS = 3  # the first builds and allocates, the second still faults pages in
 _WARM_UP_SECONDS = 0.5  # enough of it, where calls are long
@@ -154,21 +155,27 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         waiting = set(range(self.world_size))
         while waiting:
             for rank in sorted(waiting):
-                # In turns: a rank that died explains why the other waits, whichever has the lower number.
                 if not self._connections[rank].poll(0.02):
                     continue
                 try:
                     ok, results[rank] = self._connections[rank].recv()
                 except EOFError:
-                    self._processes[rank].join(_GRACE_SECONDS)
-                    code = self._processes[rank].exitcode
-                    raise RankFailure(f"Rank {rank} ended with exit status {code}; see its output above.") from None
+                    raise self._failure(rank, "nothing that it could send", _GRACE_SECONDS) from None
                 if not ok:
-                    raise RankFailure(f"Rank {rank} raised:\n{results[rank]}")
+                    raise self._failure(rank, results[rank], _CAUSE_SECONDS)
                 waiting.discard(rank)
             if waiting and time.monotonic() > deadline:
                 raise RankFailure(f"Ranks {sorted(waiting)} had no result within {seconds:.0f} s.")
         return results
+
+    def _failure(self, rank: int, raised: str, seconds: float) -> RankFailure:
+        """A rank that has ended, within so many seconds, is the cause of what another raised."""
+        ended = wait([process.sentinel for process in self._processes], seconds)
+        for other, process in enumerate(self._processes):
+            if process.sentinel in ended:
+                process.join()
+                return RankFailure(f"Rank {other} ended with exit status {process.exitcode}; see its output above.")
+        return RankFailure(f"Rank {rank} raised:\n{raised}")
 
     def close(self) -> None:
         """End the ranks; harmless when they have ended."""

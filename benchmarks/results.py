@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from fused_tp.cli import cpu_name
 
 from .case import OURS, Case, Quartiles, slowest
 from .ranks import cores
@@ -33,12 +35,8 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Model name as /proc/cpuinfo has it (Linux; the platform's word elsewhere), torch's vector ISA, usable cores."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    model = models[0] if models else platform.processor() or platform.machine()
-    return Machine(cpu=model, isa=torch.backends.cpu.get_cpu_capability(), cores=len(cores()))
+    """The processor, torch's vector ISA, usable cores."""
+    return Machine(cpu=cpu_name(), isa=torch.backends.cpu.get_cpu_capability(), cores=len(cores()))
 
 
 def versions() -> dict[str, str]:
@@ -167,13 +165,13 @@ def merge(path: Path, new: Sequence[Record]) -> list[Record]:
     measured = {(record.case, record.machine) for record in new}
     old = read(path) if path.exists() else []
     records = [record for record in old if (record.case, record.machine) not in measured] + list(new)
-    write(path, records)
+    write_whole(path, "".join(f"{record.to_json()}\n" for record in records))
     return records
 
 
-def write(path: Path, records: Iterable[Record]) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file as a whole or not at all, so that an interrupted run leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(f"{record.to_json()}\n" for record in records))
+    part.write_text(text)
     part.replace(path)

@@ -29,6 +29,7 @@ from fused_tp.runtime.settings import environment
 from .case import DTYPES, Case, Contestant, Makers, paired, slowest
 from .cpu_matmul import operands, shared_memory
 from .ranks import RankContext, Ranks
+from .results import write_whole
 from .runner import run_case
 
 MARGIN = 0.95  # of the incumbent's time, to be undercut by the third quartile of the paired ratios
@@ -76,12 +77,9 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
     for change in changes:
         say(change)
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
     # JSON with a rule to a line: people read and edit tables.
     text = json.dumps({"about": about, "arch": tuned}, indent=1)
-    part.write_text(re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
-    part.replace(path)
+    write_whole(path, re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
     choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
     use = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
     if named is not None and Path(named) == path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import platform
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -28,6 +29,14 @@ def shipped_module(folder: str, name: str) -> ModuleType:
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))  # before anybody else's `benchmarks` or `examples`
     return importlib.import_module(f"{folder}.{name}")
+
+
+def cpu_name() -> str:
+    """The processor as /proc/cpuinfo names it (Linux); elsewhere the platform's word."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:

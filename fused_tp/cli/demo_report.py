@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fused_tp.cli import cpu_name
 from fused_tp.cli.demo import DemoSettings
 
 if TYPE_CHECKING:
@@ -161,11 +162,8 @@ def after_warmup(values: list[float]) -> list[float]:
 
 def machine() -> dict[str, object]:
     """What the times depend on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": next(names, platform.processor() or platform.machine()),
+        "cpu": cpu_name(),
         "cpus": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,

@@ -32,7 +32,7 @@ from benchmarks.case import (
     slowest,
 )
 from benchmarks.ranks import RankContext, RankFailure, Ranks
-from benchmarks.results import Comparison, Machine, Record, merge, read, records_of, write
+from benchmarks.results import Comparison, Machine, Record, merge, read, records_of
 from benchmarks.runner import Times, take_turns
 from benchmarks.table import markdown
 from fused_tp.cli.main import main as command
@@ -138,7 +138,7 @@ def test_table() -> None:
 
 def test_picture_of_a_stored_file(tmp_path: Path) -> None:
     path = tmp_path / "cpu.jsonl"
-    write(path, [RECORD])
+    merge(path, [RECORD])
     assert plot.main([str(path)]) == 0
     assert (tmp_path / "cpu.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to draw"):
