@@ -124,29 +124,16 @@ class Measure:
     def meets(self, value: float, bar: float) -> bool:
         return value <= bar if self.lower_is_better else value >= bar
 
-
-def _time_ratio(ours: Sequence[float], rival: Sequence[float], world_size: int) -> Quartiles:
-    return paired(ours, rival)
-
-
-def _speedup(ours: Sequence[float], rival: Sequence[float], world_size: int) -> Quartiles:
-    return paired(rival, ours)
+    def __reduce__(self) -> str:  # cases travel to ranks, functions without a name do not
+        return self.name.upper().replace(" ", "_")
 
 
-def _efficiency(ours: Sequence[float], rival: Sequence[float], world_size: int) -> Quartiles:
-    return paired(rival, [world_size * seconds for seconds in ours])
-
-
-def _microseconds(ours: Sequence[float], rival: Sequence[float], world_size: int) -> Quartiles:
-    return Quartiles.of([1e6 * seconds for seconds in ours])
-
-
-TIME_RATIO = Measure("time ratio", True, _time_ratio)
-SPEEDUP = Measure("speedup", False, _speedup)
+TIME_RATIO = Measure("time ratio", True, lambda ours, rival, size: paired(ours, rival))
+SPEEDUP = Measure("speedup", False, lambda ours, rival, size: paired(rival, ours))
 # The rival does on one rank what ours spreads over W: 1.0 is W ranks being W times as fast.
-EFFICIENCY = Measure("efficiency", False, _efficiency)
+EFFICIENCY = Measure("efficiency", False, lambda ours, rival, size: paired(rival, [size * s for s in ours]))
 # Of ours alone: what is judged by the clock. Its rival says what the machine can do.
-MICROSECONDS = Measure("microseconds", True, _microseconds)
+MICROSECONDS = Measure("microseconds", True, lambda ours, rival, size: Quartiles.of([1e6 * s for s in ours]))
 MEASURES = {measure.name: measure for measure in (TIME_RATIO, SPEEDUP, EFFICIENCY, MICROSECONDS)}
 
 

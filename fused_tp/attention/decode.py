@@ -249,7 +249,13 @@ def attend_by_kernel(
     from fused_tp.triton_kernels.attention.decode import flash_decode
 
     for table in (starts, k_indices):  # stops and places lie behind starts
-        _keep_until_read(table)
+        if table is None or not table.is_cuda:
+            continue
+        # Memory of what a cache drops must not be given away before the kernels of this stream have read it.
+        if is_capturing(table.device):
+            _captured_tables.add(table)
+        else:
+            table.record_stream(torch.cuda.current_stream(table.device))
     q = q if q.stride(-1) == 1 else q.contiguous()
     found: Tensor = flash_decode(
         q, k, v, starts, stops, most, terms_of(call.scores), pages=page_table, places=places, k_indices=k_indices
@@ -260,16 +266,6 @@ def attend_by_kernel(
 # A graph reads them at every replay, and nothing tells when it goes: tables that were captured are kept for good, once
 # each (tensors hash by identity).
 _captured_tables: set[Tensor] = set()
-
-
-def _keep_until_read(x: Tensor | None) -> None:
-    """Memory of what a cache drops must not be given away before the kernels of this stream have read it."""
-    if x is None or not x.is_cuda:
-        return
-    if is_capturing(x.device):
-        _captured_tables.add(x)
-    else:
-        x.record_stream(torch.cuda.current_stream(x.device))
 
 
 def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:

@@ -131,7 +131,10 @@ def rank_main(settings: DemoSettings) -> None:
     demo = Demo(settings, tokens, mesh)
     first = dist.get_rank() == 0
     with progress_bars(shown=first) as advance:
-        single, threaded = train_single(demo, model, advance) if first else follow_single(settings)
+        if first:
+            single, threaded = train_single(demo, model, advance)
+        else:  # follow its losses
+            single, threaded = Run(SINGLE, 1, 0, [from_rank_0(0.0) for _ in range(settings.steps)]), None
         del model
         plain, fused, trainer, steps_in_all = train_parallel(demo, advance)
     if settings.save is not None:
@@ -165,11 +168,6 @@ def train_single(demo: Demo, model: Any, advance: Advance) -> tuple[Run, Run | N
             break
     torch.set_num_threads(settings.threads)
     return run, threaded
-
-
-def follow_single(settings: DemoSettings) -> tuple[Run, None]:
-    """The losses of rank 0's `train_single`, on the other ranks."""
-    return Run(SINGLE, ranks=1, threads=0, losses=[from_rank_0(0.0) for _ in range(settings.steps)]), None
 
 
 def from_rank_0(value: float) -> float:

@@ -152,13 +152,10 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
         arguments["past_key_values"] = cache
     layers = tuple(cache.layers)
     new_lengths = _new_lengths(arguments.get("attention_mask"), layers[0], new)
-    return CachedPass(layers, layers[0].columns + new, new_lengths, _checksum(arguments.get("input_ids")))
-
-
-def _checksum(tokens: Tensor | None) -> int:
-    if tokens is None or not (tokens.is_cpu or settings.check_ranks()):
-        return 0
-    return checksum(tokens.cpu().numpy().tobytes())
+    tokens, number = arguments.get("input_ids"), 0
+    if tokens is not None and (tokens.is_cpu or settings.check_ranks()):
+        number = checksum(tokens.cpu().numpy().tobytes())
+    return CachedPass(layers, layers[0].columns + new, new_lengths, number)
 
 
 def is_shared(cache: Any) -> bool:

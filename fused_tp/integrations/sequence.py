@@ -162,17 +162,16 @@ class SequenceSharding:
             arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
-        self._state = UNSHARDED if shard is None else self._state_of(shard)
+        self._state = UNSHARDED
+        if shard is not None:
+            logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
+            self._state = LayerState(self.parallelism.sequence_parallel, shard.local_len, shard.cp, logits_sharded)
         self._noted = not torch.compiler.is_compiling()
         if self._noted:
             self._history.note(self._state)
         self._switch_layers(self._state)
         enter_forward(self, shard, cache)
         return (), {**arguments, **self.extra_arguments(shard, cache)}
-
-    def _state_of(self, shard: ForwardShard) -> LayerState:
-        logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
-        return LayerState(self.parallelism.sequence_parallel, shard.local_len, shard.cp, logits_sharded)
 
     def _tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
         """The tokens, or their embeddings, and which argument holds them."""

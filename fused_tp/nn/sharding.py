@@ -50,14 +50,6 @@ def shard_rows(size: int, mesh: DeviceMesh) -> tuple[int, int]:
     return shard_range(size, mesh.size(), mesh.get_local_rank())
 
 
-def local_slice(full: Tensor, mesh: DeviceMesh, placement: Placement) -> Tensor:
-    """A copy of this rank's part of `full`; a copy, so that the full storage can be freed."""
-    if isinstance(placement, Shard):
-        start, stop = shard_rows(full.shape[placement.dim], mesh)
-        full = full.narrow(placement.dim, start, stop - start)
-    return full.detach().clone(memory_format=torch.contiguous_format)
-
-
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
     """The DTensor of global `shape` whose part on this rank is `local`. Sends nothing, unlike distribute_tensor."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
@@ -110,8 +102,12 @@ def shard_parameter(
         made = empty_parameter(tuple(parameter.shape), mesh, placement, dtype=parameter.dtype)
         made.requires_grad_(parameter.requires_grad)
     else:
-        local = local_slice(parameter, mesh, placement)
-        dtensor = as_dtensor(local, mesh, placement, parameter.shape)
+        own = parameter.detach()
+        if isinstance(placement, Shard):
+            start, stop = shard_rows(own.shape[placement.dim], mesh)
+            own = own.narrow(placement.dim, start, stop - start)
+        own = own.clone(memory_format=torch.contiguous_format)  # a copy, so that the full storage can be freed
+        dtensor = as_dtensor(own, mesh, placement, parameter.shape)
         made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     if memo is not None:
         memo[parameter] = made

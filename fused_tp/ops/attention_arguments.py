@@ -161,9 +161,12 @@ def checked_scores(given: A, q: Tensor) -> A:
     """`given`, a NamedTuple with all ScoreKeywords, with those but `causal` checked."""
     for name in ("alibi_slopes", "sinks"):
         check_per_head(name, getattr(given, name), q)
+    scale = given.scale
+    if scale is not None:
+        scale = checked_number("scale", scale, isfinite, "finite", "a float or None")
     checked: A = given._replace(
         window=list(checked_window(given.window)),
-        scale=checked_scale(given.scale, q.shape[3]),
+        scale=float(q.shape[3]) ** -0.5 if scale is None else scale,
         softcap=checked_softcap(given.softcap),
     )
     return checked
@@ -257,12 +260,6 @@ def total_length(name: str, given: Any, of: str, length: int, size: int, rank: i
             f"{length}; cut tensors with shard_sequence, in the same layout."
         )
     return int(given)
-
-
-def checked_scale(scale: Any, head_dim: int) -> float:
-    if scale is None:
-        return float(head_dim) ** -0.5
-    return checked_number("scale", scale, isfinite, "finite", "a float or None")
 
 
 def checked_softcap(softcap: Any) -> float:

@@ -250,7 +250,12 @@ def dispatch_keys(op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, 
     if len(shapes) != len(names):
         raise ValueError(f"{op} needs {len(names)} shapes ({', '.join(names)}), got {len(shapes)}.")
     for name, shape in zip(names, shapes, strict=True):
-        _check_shape(name, shape)
+        if not isinstance(shape, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
+            raise TypeError(f"The shape of {name} must be a sequence of ints, not {shape!r}.")
+        if not shape or any(n < 0 for n in shape):
+            raise ValueError(
+                f"The shape of {name} is {tuple(shape)}; it needs at least one dim and no negative length."
+            )
     tensors: list[Any] = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
     if dim is not None:
         with_dim = [name for name, (_, parameters) in explained_ops().items() if "dim" in parameters]
@@ -263,10 +268,3 @@ def dispatch_keys(op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, 
     assert asked.example is not None
     args = asked.example(size, *tensors)
     return asked.key and asked.key(args), asked.backward_key and asked.backward_key(args)
-
-
-def _check_shape(name: str, shape: Any) -> None:
-    if not isinstance(shape, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
-        raise TypeError(f"The shape of {name} must be a sequence of ints, not {shape!r}.")
-    if not shape or any(n < 0 for n in shape):
-        raise ValueError(f"The shape of {name} is {tuple(shape)}; it needs at least one dim and no negative length.")

@@ -255,7 +255,10 @@ class Op(Generic[A]):
         run = self._with_grad if needs_grad else self.forward
         if not recording():
             return run(schedule, args)
-        with _as_dispatched(self.qualified_name), self._range(schedule, args):
+        shown: AbstractContextManager[object] = nullcontext()
+        if _profiler._is_profiler_enabled:  # which shows an op that comes through torch's own dispatcher
+            shown = torch.profiler.record_function(self.qualified_name)
+        with shown, self._range(schedule, args):
             return run(schedule, args)
 
     def _remember(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
@@ -496,8 +499,3 @@ def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
         for t in arg if type(arg) is list else (arg,):
             if isinstance(t, Tensor):
                 yield t
-
-
-def _as_dispatched(name: str) -> AbstractContextManager[object]:
-    """The range in which torch's profiler shows an op that comes through torch's own dispatcher."""
-    return torch.profiler.record_function(name) if _profiler._is_profiler_enabled else nullcontext()

@@ -130,12 +130,9 @@ def load_table(path: str | None = None) -> dict[str, Any]:
                         unknown = set(rule) - _RULE_KEYS
                         if unknown or "schedule" not in rule:
                             raise ValueError(f"rule {rule} needs a schedule and may have {sorted(_RULE_KEYS)}")
-                        if "chunks" in rule and (rule["schedule"] not in CHUNKED or not _is_count(rule["chunks"])):
+                        chunks, chunked = rule.get("chunks", 1), rule["schedule"] in CHUNKED or "chunks" not in rule
+                        if not chunked or type(chunks) is not int or chunks < 1:
                             raise ValueError(f"rule {rule}: chunks is a number from 1 on, for {sorted(CHUNKED)}")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{file} is not a dispatch table ({error}); see {SHIPPED.name} for the format.") from error
     return dict(table)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

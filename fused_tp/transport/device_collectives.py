@@ -159,8 +159,12 @@ class DeviceCollectives(Workspaces):
 
     def _launch(self, op: str, plan: Plan, *arguments: Any, kind: str = "device", algorithm: str = "") -> None:
         with self.use(kind, plan.nbytes, op) as workspace:
-            native = workspace.native_for(algorithm)
-            getattr(self._kernels, op)(native, *arguments, plan.blocks, current_stream(self.device))
+            if algorithm == "multimem" and not workspace.multicast_address:
+                raise ValueError(
+                    "algorithm is 'multimem', which needs memory with a multicast address (NVLink switches with SHARP, "
+                    "Hopper or later); these ranks have none. Use 'one_shot' or 'two_shot'."
+                )
+            getattr(self._kernels, op)(workspace.native, *arguments, plan.blocks, current_stream(self.device))
 
 
 _preloaded: set[tuple[int, int]] = set()
@@ -219,15 +223,6 @@ def _workspace_class() -> Any:
             native = self.__dict__.get("native")  # which is not there while the constructor runs
             if native is not None:
                 native.timeout_ns = timeout_ns
-
-        def native_for(self, algorithm: str) -> Any:
-            """`native`, where `algorithm` can run in it."""
-            if algorithm == "multimem" and not self.multicast_address:
-                raise ValueError(
-                    "algorithm is 'multimem', which needs memory with a multicast address (NVLink switches with SHARP, "
-                    "Hopper or later); these ranks have none. Use 'one_shot' or 'two_shot'."
-                )
-            return self.native
 
     return DeviceWorkspace
 

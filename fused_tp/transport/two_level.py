@@ -202,7 +202,8 @@ class TwoLevelGroup:
         """
         flat = self._flat
         if flat.broken is None:
-            flat.broken = self._broken_level()
+            # Why a level is unusable, though no call of the group has failed: asynchronous work reports it late.
+            flat.broken = next((self._of_group(one.broken) for one in self._calls() if one.broken is not None), None)
         if flat.broken is not None:
             self._leave()
         return LevelScope(self, flat.begin(op), self.started())
@@ -245,10 +246,6 @@ class TwoLevelGroup:
         if late:
             return flat.abort_timed_out(call)
         return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))
-
-    def _broken_level(self) -> FusedTPError | None:
-        """Why a level is unusable, though no call of the group has failed: asynchronous work reports it late."""
-        return next((self._of_group(level.broken) for level in self._calls() if level.broken is not None), None)
 
     def started(self) -> int | None:
         """Counts the exchanges, on any level, that peers may have had a part of; None where that is not known."""
