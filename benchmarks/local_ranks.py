@@ -57,7 +57,9 @@ class LocalGroup:
         return LocalRank(self, _checked_rank(rank, self.world_size))
 
     def meet(self, rank: int, value: Any, what: str, seconds: float | None) -> list[Any]:
-        """The ranks' values, once all have arrived; None as `seconds`: no deadline but the end of the run."""
+        """The ranks' values, once all have arrived; None as `seconds`: no deadline but the end of the run. A rank that
+        has waited in vain ends all meetings."""
+        begun = time.monotonic()
         self.meetings[rank] += 1
         self.values[rank] = value
         what = f"{what} (meeting {self.meetings[rank]}): rank {rank}"
@@ -71,9 +73,8 @@ class LocalGroup:
                 failed, error = next(iter(self.failures.items()))
                 why = f"rank {failed} failed with {type(error).__name__}: {error}"
             elif absent and seconds is not None:
-                raise CollectiveTimeoutError(
-                    f"{what} waited {seconds:g} seconds for {_named(absent)}. FUSED_TP_TIMEOUT sets the longest wait."
-                ) from None
+                waited = f"{what} waited {time.monotonic() - begun:.2g} seconds for {_named(absent)}."
+                raise CollectiveTimeoutError(f"{waited} FUSED_TP_TIMEOUT sets the longest wait.") from None
             else:
                 why = "the run is over."
             raise PeerLostError(f"{what} will not go on, because {why}") from None

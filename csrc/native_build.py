@@ -58,7 +58,7 @@ class SettingError(ValueError):
 
 
 def switch(name: str) -> bool | None:
-    """Whether a variable is on, None where it is not set; with the words of `fused_tp.runtime.settings.switch`."""
+    """Whether a variable is on, None where it is not set; with the words of `fused_tp.runtime.settings`."""
     text = os.environ.get(name, "")
     word = text.strip().lower()
     if word in ("1", "true", "on", "yes"):

@@ -207,12 +207,20 @@ void bind_communicator(py::module_& m) {
 
 // ---- copy engines ----------------------------------------------------------------------------------------------
 
+// In a forked child the watchdog's thread is missing, and what it waits in can never be destroyed: all is left alone.
+struct NotInForks {
+  void operator()(copy_engine::Workspace* workspace) const {
+    if (!workspace->forked()) delete workspace;
+  }
+};
+
 // All without the GIL: on the double of the driver the default stream runs everything at once, waits for peers
 // included.
 void bind_copy_engine(py::module_& m) {
   using copy_engine::Workspace;
+  using Holder = std::unique_ptr<Workspace, NotInForks>;
   py::class_<Workspace::Call>(m, "CopyEngineCall", "One call of an op, from its first message to its gates.");
-  py::class_<Workspace>(m, "CopyEngineWorkspace", "Gathers and scatters of one group by copy engines.")
+  py::class_<Workspace, Holder>(m, "CopyEngineWorkspace", "Gathers and scatters of one group by copy engines.")
       .def(py::init([](const std::string& library, int device, int rank, const std::vector<Address>& addresses,
                        int64_t gather_bytes, int64_t scatter_bytes) {
              require(rank >= 0 && rank < static_cast<int>(addresses.size()),
@@ -220,9 +228,9 @@ void bind_copy_engine(py::module_& m) {
              require(gather_bytes >= 0 && scatter_bytes >= 0, "sizes must not be negative");
              auto driver = Driver::open(library);
              require(driver->has_stream_memory_ops(device), "this device's streams cannot wait for a word of memory");
-             return std::make_unique<Workspace>(std::move(driver), device, rank,
-                                                std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
-                                                gather_bytes, scatter_bytes);
+             return Holder(new Workspace(std::move(driver), device, rank,
+                                         std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
+                                         gather_bytes, scatter_bytes));
            }),
            "library"_a, "device"_a, "rank"_a, "addresses"_a, "gather_bytes"_a, "scatter_bytes"_a, NoGil())
       .def_static(

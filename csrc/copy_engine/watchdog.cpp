@@ -63,10 +63,6 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
 }
 
 StreamWatchdog::~StreamWatchdog() {
-  if (count_forks() != forks_) {  // the thread is not of this process
-    thread_.detach();
-    return;
-  }
   try {
     Driver::Device guard(*driver_, device_);
     const auto until = Clock::now() + kCloseSeconds;

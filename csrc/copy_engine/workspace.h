@@ -33,6 +33,7 @@ class Workspace {
   const Layout& layout() const { return protocol_.layout(); }
   int rank() const { return protocol_.rank(); }
   StreamWatchdog& watchdog() { return watchdog_; }
+  bool forked() const { return driver_->forked(); }
   std::vector<Stream> streams() const;  // our own
 
   // True once all that was enqueued has ended, false if it has not after that many seconds. Waits on the host.

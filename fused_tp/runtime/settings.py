@@ -19,6 +19,7 @@ _LONGEST_SECONDS = 3e9  # a century; three times that still fits 64 bits of nano
 # The dict behind `os.environ`, where there is one. After a matmul has swept the caches every Python frame costs
 # microseconds, and `os.environ.get` runs through several: what every op call asks is looked up here.
 RAW: Any = getattr(os.environ, "_data", os.environ)
+_DECODE: Callable[[Any], str] = getattr(os.environ, "decodevalue", str)
 
 SETTINGS: list[Setting[Any]] = []  # all of them, for `fused-tp doctor` and the documentation
 
@@ -57,7 +58,7 @@ class Setting(Generic[T]):
         raw = RAW.get(self.key)
         known, value = self._known
         if raw != known:
-            text = os.environ.get(self.name)
+            text = None if raw is None else _DECODE(raw)
             try:
                 value = self.unset if text is None else self.parse(text)
             except (ValueError, KeyError, TypeError):
@@ -125,7 +126,7 @@ sm_margin = Setting(
     "0",
     "multiprocessors that fused kernels leave to what runs beside them; the same on all ranks",
     0,
-    lambda text: _count(text.strip() or "0", 0),
+    lambda text: _count((text or "0").strip(), 0),
     "a number of multiprocessors, 0 or more",
 )
 host_name = _text(

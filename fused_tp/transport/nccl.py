@@ -35,7 +35,7 @@ from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.base import Done, Pending, current_stream, when
-from fused_tp.transport.chunk_plan import Part, Plan, gather_plan
+from fused_tp.transport.chunk_plan import Plan, gather_plan
 from fused_tp.transport.failure import LOOK_SECONDS, Call
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.transport.store import exchange, first_reason
@@ -70,7 +70,7 @@ class Pipeline:
 
     def add(self, sends: Transfers, receives: Transfers, after: int | None) -> None:
         """Enqueues one more exchange, behind what is in the stream `after`, if given."""
-        if any(nbytes for *_, nbytes in (*sends, *receives)):
+        if sends or receives:
             self.tickets.append(self.communicator.exchange(sends, receives, after))
         else:
             self.tickets.append(self.tickets[-1] if self.tickets else None)  # to wait for it: for those before
@@ -104,8 +104,8 @@ class Pipeline:
 Launch = Callable[[Pipeline, int], None]  # enqueues exchanges of a pipeline, behind what is in a stream
 
 
-def _rows_at(address: int, parts: Sequence[Part], row_bytes: int) -> Transfers:
-    return [(part.peer, address + part.start * row_bytes, part.rows * row_bytes) for part in parts]
+def _rows_at(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
+    return [(peer, address + start * row_bytes, rows * row_bytes) for peer, start, rows in parts if row_bytes]
 
 
 class Moving(Pending[None]):
@@ -211,8 +211,8 @@ class NcclDist(TorchDist):
 
         def launch(pipeline: Pipeline, stream: int) -> None:
             exchange = plan.exchanges[len(pipeline.tickets)]
-            sends = [Part(p.peer, p.start - left_out * (p.peer > self.rank), p.rows) for p in exchange.sends]
-            receives = [Part(p.peer, p.start + own * p.peer, p.rows) for p in exchange.receives]
+            sends = [(peer, start - left_out * (peer > self.rank), rows) for peer, start, rows in exchange.sends]
+            receives = [(peer, start + own * peer, rows) for peer, start, rows in exchange.receives]
             pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), stream)
 
         return self._move(op, len(plan.exchanges), launch, (partial, terms), at_once=False)
@@ -247,7 +247,7 @@ class NcclDist(TorchDist):
         tensors: Sequence[Tensor],
     ) -> Moving:
         going, coming = (
-            [(rank, t.data_ptr(), t.numel() * t.element_size()) for rank, t in parts] for parts in (sends, receives)
+            [(rank, t.data_ptr(), t.nbytes) for rank, t in parts if t.nbytes] for parts in (sends, receives)
         )
         return self._move(op, 1, lambda pipeline, stream: pipeline.add(going, coming, stream), tensors)
 

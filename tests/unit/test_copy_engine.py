@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -177,3 +180,19 @@ def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -
         raise ZeroDivisionError
     del call, inner
     assert [t.data_ptr() for t in engine.abandoned] == [t.data_ptr() for t in (unfinished, left)]
+
+
+@NEEDS_CORE
+def test_a_forked_child_leaves_the_workspace_alone(driver: Any) -> None:
+    """The thread that watches the streams is not there; what it waits in could not be destroyed."""
+    engine = CopyEngine(LocalGroup(1).rank(0))
+    with engine.call("all_gather", gather_bytes=20) as call:
+        call.finish()
+    del call
+    time.sleep(0.2)  # the thread waits now
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        engine._slots.clear()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_settings_are_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> Non
         settings.check_ranks()
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "2.5")
     assert settings.timeout_seconds() == 2.5
+
+
+def test_a_setting_is_what_was_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked up twice, a variable that changes in between would give one value for the other's text, and keep it."""
+    monkeypatch.setenv("FUSED_TP_SCHEDULE", "plain")
+    with monkeypatch.context() as patched:
+        patched.setattr(settings, "RAW", {settings.forced_schedule.key: os.environ.encodevalue("pipelined")})
+        assert settings.forced_schedule() == "pipelined"
+    assert settings.forced_schedule() == "plain"
 
 
 def test_group_of_one_process() -> None:
