@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -341,8 +340,8 @@ class SequenceSharding:
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
-            share = partial(_scale_if_differentiable, 1 / self.parallelism.cp_mesh.size())
-            return map_tensors(share, output)
+            share = 1 / self.parallelism.cp_mesh.size()
+            return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output)
         if shard is None or shard.targets is not None:
             return output
         return self.unshard_output(output, shard)
@@ -413,10 +412,6 @@ def _leaves(t: Tensor) -> list[Tensor]:
         seen |= following
         nodes.extend(following)
     return leaves
-
-
-def _scale_if_differentiable(factor: float, value: Tensor) -> Tensor:
-    return scale_gradient(value, factor) if value.requires_grad else value
 
 
 def _in_one_order(hooks: dict[int, Any]) -> None:

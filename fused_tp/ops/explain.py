@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -211,9 +211,6 @@ def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int
 
 # -- what each op asks of dispatch ------------------------------------------------------------------------------------
 
-Keys: TypeAlias = "tuple[DispatchKey | None, DispatchKey | None]"
-"""Of forward and of backward; None where nothing moves."""
-
 
 @cache
 def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
@@ -233,12 +230,10 @@ def tensor_arguments() -> dict[str, tuple[str, ...]]:
     return {name: tuple(one for one in names if one != "dim") for name, (_, names) in explained_ops().items()}
 
 
-def dispatch_keys(op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int) -> Keys:
-    """What `op` asks of dispatch when each of `size` ranks passes tensors of `shapes`.
-
-    Raises:
-        TypeError, ValueError: as `explain`.
-    """
+def dispatch_keys(
+    op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int
+) -> tuple[DispatchKey | None, ...]:
+    """What forward and backward of `op` ask of dispatch for tensors of `shapes` on each rank; raises as `explain`."""
     if op == "context_parallel_attention":
         raise ValueError(
             "context_parallel_attention runs ulysses_attention over one dim of its mesh and ring_attention over the "
