@@ -52,7 +52,7 @@ def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str
 
 
 def positive(text: str) -> float:
-    """An argparse type: a number above 0."""
+    """An argparse type: a finite number above 0."""
     if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"is {value}; it must be positive")
+        raise argparse.ArgumentTypeError(f"is {value}; it must be positive and finite")
     return value

@@ -33,7 +33,7 @@ class Setting(Generic[T]):
         default: what holds where it is not set, in words.
         meaning: what it does.
         unset: its value then.
-        parse: its value of a text; raises ValueError, KeyError or TypeError for what cannot be.
+        parse: its value of a text; raises ValueError or KeyError for what cannot be.
         wanted: what can be, as the end of "set it to".
         installing: it is read while fused_tp is installed, and not later.
 
@@ -61,7 +61,7 @@ class Setting(Generic[T]):
             text = None if raw is None else _DECODE(raw)
             try:
                 value = self.unset if text is None else self.parse(text)
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError):
                 raise ValueError(f"{self.name} is {text!r}; set it to {self.wanted}.") from None
             self._known = raw, value
         return value
@@ -91,7 +91,12 @@ def _count(text: str, least: int) -> int:
 
 
 def _one_of(pattern: str) -> Callable[[str], str]:
-    return lambda text: re.fullmatch(pattern, text.lower())[0]  # type: ignore[index]
+    def parse(text: str) -> str:
+        if re.fullmatch(pattern, text.lower()) is None:
+            raise ValueError
+        return text
+
+    return parse
 
 
 timeout_seconds = Setting(

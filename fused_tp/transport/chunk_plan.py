@@ -47,11 +47,10 @@ def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
 
     Sends start in the own rows, receives in the rows of all ranks.
     """
-    pieces, groups = _cut(counts, chunks)
-    found = []
+    (pieces, groups), rows, found = _cut(counts, chunks), _rows(counts), []
     for group, piece in itertools.product(groups, range(pieces)):
         sends = [((rank + d) % len(counts), 0, counts[rank]) for d in group]
-        receives = [_rows_of(counts, (rank - d) % len(counts)) for d in group]
+        receives = [rows[(rank - d) % len(counts)] for d in group]
         found.append(Exchange(_pieces(sends, piece, pieces), _pieces(receives, piece, pieces)))
     return Plan(counts, tuple(found), tuple(_joined(exchange.receives) for exchange in found), pieces)
 
@@ -63,10 +62,9 @@ def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
     Piece after piece, so that the terms of the own rows' first piece are together early. Sends start in the rows of all
     ranks, receives in the own rows: the term of rank `peer` for them.
     """
-    pieces, groups = _cut(counts, chunks)
-    found = []
+    (pieces, groups), rows, found = _cut(counts, chunks), _rows(counts), []
     for piece, group in itertools.product(range(pieces), reversed(groups)):
-        sends = [_rows_of(counts, (rank + d) % len(counts)) for d in reversed(group)]
+        sends = [rows[(rank + d) % len(counts)] for d in reversed(group)]
         receives = [((rank - d) % len(counts), 0, counts[rank]) for d in reversed(group)]
         found.append(Exchange(_pieces(sends, piece, pieces), _pieces(receives, piece, pieces)))
     return Plan(counts, tuple(found), tuple(_joined(exchange.sends) for exchange in found), pieces)
@@ -82,8 +80,10 @@ def _cut(counts: Sequence[int], chunks: int) -> tuple[int, list[range]]:
     return max(1, min(chunks // distances, max(counts))), groups
 
 
-def _rows_of(counts: Sequence[int], peer: int) -> tuple[int, int, int]:
-    return peer, sum(counts[:peer]), counts[peer]
+def _rows(counts: Sequence[int]) -> list[Part]:
+    """Those of each rank among the rows of all."""
+    bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+    return [Part(rank, start, stop - start) for rank, (start, stop) in enumerate(bounds)]
 
 
 def _pieces(parts: Iterable[tuple[int, int, int]], piece: int, pieces: int) -> tuple[Part, ...]:
