@@ -1,8 +1,6 @@
 #include "attention/kernels.h"
 
-#include <cstdlib>
-#include <cstring>
-#include <string>
+#include "isa.h"
 
 #if FUSED_TP_X86
 #include <cpuid.h>
@@ -13,19 +11,10 @@ namespace fused_tp::attention {
 #if FUSED_TP_X86
 
 const Kernels& kernels_for(DType dtype, const char* isa) {
-  static const std::string environment = [] {
-    const char* asked = std::getenv("FUSED_TP_ISA");
-    return std::string(asked == nullptr ? "" : asked);
-  }();
-  const std::string asked = isa == nullptr || *isa == '\0' ? environment : isa;
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (avx512 && asked != "plain" && asked != "avx2")
-    return kernels_avx512(dtype, __builtin_cpu_supports("avx512bf16") != 0);
-  if (avx2 && asked != "plain") return kernels_avx2(dtype);
-  return kernels_plain(dtype);
+  static const Isa usual = isa_here();
+  const Isa asked = isa == nullptr || *isa == '\0' ? usual : isa_here(isa);
+  if (asked >= Isa::kAvx512) return kernels_avx512(dtype, asked == Isa::kAvx512Bf16);
+  return asked == Isa::kAvx2 ? kernels_avx2(dtype) : kernels_plain(dtype);
 }
 
 bool has_matrix_tiles() {

@@ -45,7 +45,7 @@ struct Kernels {
 };
 
 // The best table for this dtype that this CPU can run; `isa`, or where that is empty FUSED_TP_ISA, asks for a lesser
-// one: plain, avx2, avx512.
+// one (see isa.h).
 const Kernels& kernels_for(DType dtype, const char* isa);
 
 // Whether the CPU multiplies matrices in tiles, which these kernels do not use.

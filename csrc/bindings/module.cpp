@@ -9,6 +9,7 @@
 #include "attention/attention.h"
 #include "attention/kernels.h"
 #include "bindings/bindings.h"
+#include "isa.h"
 #include "shm/collectives.h"
 #include "shm/group.h"
 #include "shm/kernels.h"
@@ -210,6 +211,12 @@ void bind_collectives(py::module_& m) {
       },
       NoGil());
   m.def("isa", [] { return shm::kernels().isa; }, "The instruction set whose kernels were chosen for this CPU.");
+  m.def(
+      "isa_of",
+      [](const CpuFeatures& features, const std::string& asked) {
+        return shm::kernels_for(isa_of(features, asked)).isa;
+      },
+      "features"_a, "asked"_a = "", "The same for a CPU with these features, as GCC names them.");
   m.def(
       "sum_arrays",
       [](Address out, const std::vector<Address>& sources, size_t count, int dtype) {

@@ -8,6 +8,10 @@
 
 #include "dtype.h"
 
+namespace fused_tp {
+enum class Isa;
+}
+
 namespace fused_tp::shm {
 
 struct RmsNormRow {
@@ -29,13 +33,14 @@ struct Kernels {
   void (*rms_norm_row)(const RmsNormRow& row, DType dtype);
 };
 
-// The best table this CPU can run; FUSED_TP_ISA=plain|avx2|avx512 asks for a lesser one.
+// The best table this CPU can run; FUSED_TP_ISA asks for a lesser one (see isa.h).
 const Kernels& kernels();
+const Kernels& kernels_for(Isa isa);
 
 const Kernels& kernels_plain();
 #if FUSED_TP_X86
 const Kernels& kernels_avx2();
-const Kernels& kernels_avx512();
+const Kernels& kernels_avx512(bool bf16_conversion);
 #endif
 
 }  // namespace fused_tp::shm

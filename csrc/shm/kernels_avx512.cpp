@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes, AVX-512 F/BW/VL/DQ with the bf16 conversion.
+// Sixteen fp32 lanes, AVX-512 F/BW/VL/DQ; conversion to bf16 with AVX512_BF16 where the CPU has it.
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -33,20 +33,41 @@ struct Avx512Lanes {
     } else if constexpr (kDType == DType::kF16) {
       _mm256_mask_storeu_epi16(p, lanes, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     } else {
-      // The instruction flushes subnormals to zero, which bf16's range (that of fp32) makes immaterial.
-      _mm256_mask_storeu_epi16(p, lanes, reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));
+      _mm256_mask_storeu_epi16(p, lanes, to_bf16(value));
     }
   }
 
- private:
+ protected:
   static __mmask16 mask(size_t n) { return static_cast<__mmask16>(n >= kWidth ? 0xffffu : (1u << n) - 1u); }
+
+ private:
+  static __m256i to_bf16(Vector value) {  // round to nearest even in integer arithmetic; NaN stays NaN
+    const __m512i wide = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(wide, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(wide, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    const __m512i quiet = _mm512_mask_or_epi32(rounded, nan, wide, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(quiet, 16));
+  }
+};
+
+struct Bf16Lanes : Avx512Lanes {
+  template <DType kDType>
+  static void store(void* p, Vector value, size_t n) {
+    if constexpr (kDType == DType::kBF16) {
+      // The instruction flushes subnormals to zero, which bf16's range (that of fp32) makes immaterial.
+      _mm256_mask_storeu_epi16(p, mask(n), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));
+    } else {
+      Avx512Lanes::store<kDType>(p, value, n);
+    }
+  }
 };
 
 }  // namespace
 
-const Kernels& kernels_avx512() {
-  static constexpr Kernels table = make_kernels<Avx512Lanes>("avx512_bf16");
-  return table;
+const Kernels& kernels_avx512(bool bf16_conversion) {
+  static constexpr Kernels table = make_kernels<Avx512Lanes>("avx512"), bf16 = make_kernels<Bf16Lanes>("avx512_bf16");
+  return bf16_conversion ? bf16 : table;
 }
 
 }  // namespace fused_tp::shm

@@ -150,10 +150,10 @@ shared_memory_reserve = Setting(
 isa = Setting(
     "FUSED_TP_ISA",
     "the best this CPU has",
-    "plain, avx2 or avx512: the most that the kernels of the CPU core may use",
+    "plain, avx2, avx512 or avx512_bf16: the most that the kernels of the CPU core may use",
     "",
-    _one_of("(plain|avx2|avx512)?"),
-    "plain, avx2 or avx512",
+    _one_of("(plain|avx2|avx512(_bf16)?)?"),
+    "plain, avx2, avx512 or avx512_bf16",
 )
 require_native = _switch(
     "FUSED_TP_REQUIRE_NATIVE", "0", "1: a CPU core that cannot be built is an error", False, installing=True

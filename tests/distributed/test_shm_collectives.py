@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import subprocess
 import sys
 from typing import Any
@@ -162,12 +163,36 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     from fused_tp import _core
 
     found = {}
-    for isa in ("plain", "avx2", "avx512"):
+    for isa in ("plain", "avx2", "avx512", "avx512_bf16"):
         command = [sys.executable, "-c", KERNELS_UNDER_ISA, _core.__file__]
         name, bits = subprocess.check_output(command, env={**os.environ, "FUSED_TP_ISA": isa}, text=True).split()
         found[name] = bits
     assert "plain" in found
     assert len(set(found.values())) == 1, found
+
+
+AVX2 = {"avx2", "fma", "f16c"}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+CPUS = {  # features and FUSED_TP_ISA: what is used
+    (frozenset(), ""): "plain",
+    (frozenset(AVX2 - {"fma"}), ""): "plain",
+    (frozenset(AVX2), "avx512"): "avx2",
+    (frozenset(AVX512 - AVX2), ""): "plain",
+    (frozenset(AVX512 - {"avx512dq"} | {"avx512bf16"}), ""): "avx2",
+    (frozenset(AVX512), ""): "avx512",  # Skylake to Ice Lake
+    (frozenset(AVX512), "avx512_bf16"): "avx512",
+    (frozenset(AVX512 | {"avx512bf16", "sse2"}), ""): "avx512_bf16",
+    (frozenset(AVX512 | {"avx512bf16"}), "avx512"): "avx512",
+    (frozenset(AVX512 | {"avx512bf16"}), "avx2"): "avx2",
+    (frozenset(AVX512 | {"avx512bf16"}), "plain"): "plain",
+}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have the plain kernels only")
+def test_an_instruction_set_is_used_where_the_cpu_has_all_of_it() -> None:
+    from fused_tp import _core
+
+    assert {cpu: _core.isa_of(set(cpu[0]), cpu[1]) for cpu in CPUS} == CPUS
 
 
 def many_groups_case(group: Any, rounds: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -74,7 +74,7 @@ BAD_SETTINGS = {
         **dict.fromkeys(("hopper", " "), "architectures like 80;90a"),
         **dict.fromkeys(("80;sm_90A, 10.0a+PTX;", ""), ""),
     },
-    "FUSED_TP_ISA": {"sse": "plain, avx2 or avx512", "avx2": ""},
+    "FUSED_TP_ISA": {"sse": "plain, avx2, avx512 or avx512_bf16", "avx2": ""},
     "FUSED_TP_SM_MARGIN": {" ": "number of multiprocessors", "-1": "0 or more", "": "", " 3": ""},
     "FUSED_TP_SHM_RESERVE": {"lots": "positive number", "1000000": ""},
 }

@@ -33,7 +33,8 @@ class NativeCpu(AttentionKernel):
     """For CPU tensors, on torch's number of threads; the result has the same bits for any number.
 
     Args:
-        isa: at most this instruction set (plain, avx2, avx512). Empty: as FUSED_TP_ISA says, else the best there is.
+        isa: at most this instruction set (plain, avx2, avx512, avx512_bf16). Empty: as FUSED_TP_ISA says, else the
+            best there is.
 
     (Dao, "FlashAttention-2", arXiv:2307.08691.)
     """

@@ -116,7 +116,7 @@ int main() {
       {{1, 2, 1, 800, 90, 8, 8}, DType::kF32, 0, true, false, -1},
   };
   bool good = true;
-  for (const char* isa : {"plain", "avx2", "avx512"})
+  for (const char* isa : {"plain", "avx2", "avx512", "avx512_bf16"})
     for (const Case& at : cases) good &= works(at, 3, isa);
   bool of_callers[3] = {};
   std::vector<std::thread> callers;
