@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.runtime.partition import shard_range
 
 Memo: TypeAlias = "MutableMapping[Tensor, nn.Parameter]"
@@ -139,9 +140,11 @@ def local(parameter: Tensor | None) -> Tensor | None: ...
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """This rank's part of a parameter; its gradient is a DTensor of the parameter's placement."""
+    """This rank's part of a parameter; its gradient is a DTensor of its placement, or goes to its `main_grad`."""
     if not isinstance(parameter, DTensor):
         return parameter
+    if getattr(parameter, "main_grad", None) is not None:
+        parameter = into_main_grad(parameter)
     if not torch.compiler.is_compiling() and _lies_unevenly(parameter):
         part: Tensor = _Local.apply(parameter)
         return part

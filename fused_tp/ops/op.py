@@ -27,6 +27,7 @@ from torch.autograd import profiler as _profiler
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
 from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
@@ -146,6 +147,7 @@ class Op(Generic[A]):
         self.backward = backward
         self.returns_list = returns == "Tensor[]"
         self._saves, self._saves_outputs = frozenset(saves), [one for one in saves if isinstance(one, int)]
+        self._weights_at = [at for at, field in enumerate(self.fields) if field in _WEIGHTS]
         self._materialize_grads, self._non_differentiable = materialize_grads, non_differentiable
         self._plans: GroupSlot[dict[Any, _Plan]] = GroupSlot(lambda group: {})
         schema = ", ".join(f"{kind} {field}" for field, kind in annotations.items())
@@ -220,10 +222,9 @@ class Op(Generic[A]):
                 fresh[index] = value
         if repeatable is not None and not needs_grad:
             return repeatable(*given)
-        args = self.pack((*given, name))
         if needs_grad:
-            return self._with_grad(schedule, args)
-        return self.forward(schedule, args)
+            return self._with_grad(schedule, self.pack((*self._into_main_grads(given), name)))
+        return self.forward(schedule, self.pack((*given, name)))
 
     def named(self, *values: Any) -> Any:
         """The same for arguments that have been prepared, of which the last is a group's name, for other backwards."""
@@ -233,6 +234,7 @@ class Op(Generic[A]):
 
     def _call(self, values: Sequence[Any], key: object = None) -> Any:
         """A call without a plan; with `key` it leaves one for the next."""
+        values = self._into_main_grads(values)  # before autocast's copies, which have no main_grad
         *given, group = values if self.prepare is None else _flat(self.prepare(self.pack(values)))
         name = str(group) if isinstance(group, GroupName) else group_identity(group).name
         if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(given)):
@@ -260,6 +262,17 @@ class Op(Generic[A]):
             shown = torch.profiler.record_function(self.qualified_name)
         with shown, self._range(schedule, args):
             return run(schedule, args)
+
+    def _into_main_grads(self, values: Sequence[Any]) -> Sequence[Any]:
+        """`values`, with weights that have a `main_grad` replaced by `into_main_grad` of them."""
+        for at in self._weights_at:
+            value = values[at]
+            for t in value if type(value) is list else (value,):
+                if getattr(t, "main_grad", None) is not None:
+                    new = [into_main_grad(one) for one in value] if type(value) is list else into_main_grad(value)
+                    values = (*values[:at], new, *values[at + 1 :])
+                    break
+        return values
 
     def _remember(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
         both = enumerate(zip(values[:-1], _flat(args)[:-1], strict=True))
@@ -316,7 +329,6 @@ class Op(Generic[A]):
         needs: list[Any] = []
         shapes: list[Any] = []
         ctx.where = {}
-        ctx.main_grads = {}
         for index, (name, value) in enumerate(zip(self.fields, _flat(inputs), strict=True)):
             if isinstance(value, Tensor):
                 needs.append(value.requires_grad)
@@ -334,8 +346,6 @@ class Op(Generic[A]):
                 at = len(tensors)
                 ctx.where[index] = slice(at, at + len(value)) if type(value) is list else at
                 tensors += value if type(value) is list else [value]
-            if name in ("weight", "weights"):
-                ctx.main_grads[name] = main_grads(value if type(value) is list else [value])
         args[-1] = GroupName(args[-1])
         outputs = [output[index] for index in self._saves_outputs]
         ctx.args, ctx.needs, ctx.shapes, ctx.outputs = args, needs, shapes, len(outputs)
@@ -368,10 +378,6 @@ class Op(Generic[A]):
             grad = found.get(name)
             if isinstance(needs, list) and grad is None:
                 grad = [None] * len(needs)
-            if (targets := ctx.main_grads.get(name)) is not None:
-                many = grad if isinstance(grad, list) else [grad]
-                many = [accumulate_main_grad(one, target) for one, target in zip(many, targets, strict=True)]
-                grad = many if isinstance(needs, list) else many[0]
             result.append(grad)
         return tuple(result)
 
@@ -418,32 +424,6 @@ class _Eager(torch.autograd.Function):
             else:
                 flat += value
         return tuple(flat)
-
-
-# -- main_grad --------------------------------------------------------------------------------------------------------
-
-
-def main_grads(weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor] | None]:
-    """(weight, its main_grad) where it has one. Looked up in forward: unpacked saved tensors lose Python attributes."""
-    grads = [getattr(w, "main_grad", None) for w in weights]
-    return [None if grad is None else (w, grad) for w, grad in zip(weights, grads, strict=True)]
-
-
-def accumulate_main_grad(weight_grad: Tensor | None, target: tuple[Tensor, Tensor] | None) -> Tensor | None:
-    """What autograd is to see of a weight's gradient, which is added to `main_grad` where there is one.
-
-    Megatron-Core's convention (gradient_accumulation_fusion in its tensor_parallel/layers.py): a weight that has
-    `grad_added_to_main_grad` gets it set, so that its data-parallel hook does not add the gradient again, and autograd
-    gets a zero gradient, because that hook asserts that there is one. Any other weight gets no `.grad`.
-    """
-    if target is None or weight_grad is None:
-        return weight_grad
-    weight, main_grad = target
-    main_grad.add_(weight_grad)
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010  # Tensor does not declare it
-    return torch.zeros_like(weight)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
