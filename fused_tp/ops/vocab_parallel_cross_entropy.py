@@ -18,11 +18,12 @@ from fused_tp.ops.arguments import (
     total_size,
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime import settings
 from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
 from fused_tp.runtime.partition import SymInt, shard_range
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.gemm import as_rows
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.base import accumulate_dtype, check_equal, checksum
 
 _REDUCTIONS = ("mean", "sum", "none")
 _STATISTICS = 4  # numbers of each token that ranks exchange: see _local_stats
@@ -58,17 +59,18 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or were called with
+            other keywords or targets (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
         loss = vocab_parallel_cross_entropy(lm_head(hidden), labels, group=mesh["tp"])
 
     Source: the parallel loss of Shoeybi et al., "Megatron-LM", 2019; label smoothing of Szegedy et al., 2016.
     """
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}.")
     losses: Tensor
-    losses, _ = VOCAB_PARALLEL_CROSS_ENTROPY(logits_shard, target, vocab_size, label_smoothing, ignore_index, group)
+    losses, _ = VOCAB_PARALLEL_CROSS_ENTROPY(
+        logits_shard, target, vocab_size, label_smoothing, ignore_index, reduction, group
+    )
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -90,18 +92,27 @@ class _Args(NamedTuple):
     vocab_size: SymInt
     label_smoothing: float
     ignore_index: int
+    reduction: str  # for ranks to compare
     group: AnyGroup
+
+    def __str__(self) -> str:
+        return (
+            f"{self.logits_shard.dtype}, vocab_size={self.vocab_size}, label_smoothing={self.label_smoothing!r}, "
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+        )
 
 
 def _prepare(a: _Args) -> _Args:
-    logits_shard, target, vocab_size, label_smoothing, ignore_index, group = a
+    logits_shard, target, vocab_size, label_smoothing, ignore_index, reduction, group = a
+    if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}.")
     check_tensor("logits_shard", logits_shard)
     _check_target(target, logits_shard)
     smoothing = checked_number("label_smoothing", label_smoothing, lambda x: 0.0 <= x <= 1.0, "between 0 and 1")
     check_int("ignore_index", ignore_index)
     _, size, rank = group_identity(group)
     vocab = total_size("vocab_size", vocab_size, logits_shard.shape[-1], size, rank, "the last dim of logits_shard")
-    return _Args(logits_shard, target, vocab, smoothing, ignore_index, group)
+    return _Args(logits_shard, target, vocab, smoothing, ignore_index, reduction, group)
 
 
 def _key(a: _Args) -> DispatchKey:
@@ -112,7 +123,7 @@ def _key(a: _Args) -> DispatchKey:
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     """(loss per token, log sum exp over the whole vocabulary)."""
-    logits_shard, target, vocab_size, label_smoothing, ignore_index, group = a
+    logits_shard, target, vocab_size, label_smoothing, ignore_index, *_, group = a
     known = group_by_name(group)
     counts = target != ignore_index
     if target.device.type == "cpu":  # on a GPU the question would stop the host
@@ -123,9 +134,18 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
                 f"or ignore_index={ignore_index}."
             )
     stats = _local_stats(logits_shard, target, shard_range(vocab_size, known.size, known.rank), label_smoothing != 0.0)
-    rows = target.numel()
-    everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait()
-    maximum, exp_sum, target_logit, logit_sum = everyone.view(known.size, rows, _STATISTICS).unbind(-1)
+    checked = known.size > 1 and (target.device.type == "cpu" or settings.check_ranks())  # elsewhere it would wait
+    if checked:
+        words = str(a)
+        sums = checksum(words), checksum(target.contiguous().cpu().view(torch.uint8).numpy())
+        stats[-1, :2] = torch.tensor(sums, dtype=stats.dtype)
+    everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait().view(known.size, -1, _STATISTICS)
+    if checked:
+        of_words, of_targets = everyone[:, -1, :2].T.tolist()
+        did, all_alike = "call vocab_parallel_cross_entropy with different", "They must be the same on all."
+        check_equal(of_words, f"{did} keywords", f"; rank {known.rank} with {words}. {all_alike}")
+        check_equal(of_targets, f"{did} targets", f", of shape {tuple(target.shape)}. {all_alike}")
+    maximum, exp_sum, target_logit, logit_sum = everyone[:, :-1].unbind(-1)
     top = maximum.amax(0)
     # exp(-inf - -inf) is NaN: a rank (or all of them) may have nothing but -inf to offer.
     shift = torch.where(top.isinf(), torch.zeros_like(top), top)
@@ -141,13 +161,15 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smoothed: bool) -> Tensor:
-    """[tokens, 4] of this rank's part: maximum, sum of exp(logit - maximum), the target's logit or 0, sum of logits."""
+    """[tokens + 1, 4]: of this rank's part maximum, sum of exp(logit - maximum), the target's logit or 0, and sum of
+    logits; then a row for checksums."""
     dtype = accumulate_dtype(logits_shard.dtype)
     logits = as_rows(logits_shard).to(dtype)
-    stats = logits.new_zeros((logits.shape[0], _STATISTICS))
+    every = logits.new_zeros((logits.shape[0] + 1, _STATISTICS))
+    stats = every[:-1]
     if logits.shape[-1] == 0:
         stats[:, 0] = -torch.inf
-        return stats
+        return every
     stats[:, 0] = logits.amax(-1)
     shift = torch.where(stats[:, 0].isinf(), torch.zeros_like(stats[:, 0]), stats[:, 0])
     stats[:, 1] = torch.exp(logits - shift[:, None]).sum(-1)
@@ -157,7 +179,7 @@ def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smo
         stats[:, 3] = logits.sum(-1)
     # Sums of exponentials are relative to the shift, so send that: equal to the maximum but where it is infinite.
     stats[:, 0] = torch.where(stats[:, 1] > 0, shift, stats[:, 0])
-    return stats
+    return every
 
 
 def _local_target(target: Tensor, own: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -206,7 +228,7 @@ VOCAB_PARALLEL_CROSS_ENTROPY: Op[_Args] = Op(
     _forward,
     _fake,
     key=_key,
-    example=lambda size, logits_shard: _Args(logits_shard, logits_shard, 0, 0.0, 0, None),
+    example=lambda size, logits_shard: _Args(logits_shard, logits_shard, 0, 0.0, 0, "mean", None),
     prepare=_prepare,
     saves=("logits_shard", "target", 1),
     backward=_backward,

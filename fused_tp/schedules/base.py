@@ -156,7 +156,7 @@ class RowSchedule(Schedule):
         cut = Cut.of((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
         if (other := self._other("matmul_reduce_scatter", x.dtype, cut.shape)) is not None:
             return other.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
-        self.check("matmul_reduce_scatter", (*cut.shape, scatter_dim), x)
+        self.check("matmul_reduce_scatter", (*cut.shape, scatter_dim, bias is not None), x)
         rows = [(cut.rank_major(x), w) for x, w in products]
         return self._matmul_scatter(rows, cut, bias, meanwhile).view(cut.shard_shape(self.rank))
 
@@ -165,8 +165,20 @@ class RowSchedule(Schedule):
         shape = (*x.shape[:-1], w.shape[0])
         if (other := self._other("matmul_all_reduce", x.dtype, shape)) is not None:
             return other.matmul_all_reduce(products, bias, meanwhile=meanwhile)
-        self.check("matmul_all_reduce", shape, x)
+        self.check("matmul_all_reduce", (*shape, bias is not None), x)
         return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
+        return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
+        return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
 
     # -- of the subclass ----------------------------------------------------------------------------------------------
 
@@ -174,8 +186,8 @@ class RowSchedule(Schedule):
         """What runs `op` where this schedule has nothing for it in a dtype and, over all ranks, this shape."""
         return None
 
-    def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
-        """With FUSED_TP_CHECK=1 compares what the ranks are about to do."""
+    def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
+        """With FUSED_TP_CHECK=1 compares what the ranks are about to do; `dims`: and other numbers that must agree."""
 
     @abstractmethod
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:

@@ -67,7 +67,7 @@ class DeviceSchedule(KernelSchedule):
             return other.all_reduce_rms_norm(partial, residual, norm_weight, eps)
         if not partial.dtype == residual.dtype == norm_weight.dtype:
             return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
-        self.check("all_reduce_rms_norm", partial.shape, partial)
+        self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
         return self._normed(partial, residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
@@ -78,7 +78,7 @@ class DeviceSchedule(KernelSchedule):
             return other.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         if not x.dtype == residual.dtype == norm_weight.dtype:
             return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
-        self.check("matmul_all_reduce_rms_norm", shape, x)
+        self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
         with span("matmul", x, weight):
             partial = linear(x, weight)
         return self._normed(partial, residual, norm_weight, eps)
@@ -88,7 +88,7 @@ class DeviceSchedule(KernelSchedule):
     def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         return None if dtype in SUMMED_DTYPES and prod(shape) > 0 else self.fallback
 
-    def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+    def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
         """The margin is compared too: blocks are counted by it."""
         if self._transport is None:
             return

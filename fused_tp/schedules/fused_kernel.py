@@ -161,7 +161,7 @@ class FusedKernel(KernelSchedule):
         if not x.dtype == residual.dtype == norm_weight.dtype or rows_of_tiles > self._most_rows_of_tiles:
             return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
-        self.check("matmul_all_reduce_rms_norm", shape, x)
+        self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
         new_residual, normed = self._sum_everywhere(
             "matmul_all_reduce_rms_norm",
             [(as_rows(x), weight)],

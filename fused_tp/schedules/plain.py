@@ -67,7 +67,7 @@ class Plain(RowSchedule):
                 meanwhile()
             return moving.wait()
 
-    def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+    def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
         self.transport.check(op, dims, x.dtype, x.device)
 
 
@@ -108,7 +108,7 @@ class KernelSchedule(RowSchedule):
     def all_reduce(self, partial: Tensor) -> Tensor:
         return self.fallback.all_reduce(partial)
 
-    def check(self, op: str, dims: Sequence[int], x: Tensor) -> None:
+    def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
         """The same once messages of the group have not failed: its ranks may no longer mean the same launch."""
         if self._transport is not None:
             self._kernels.check_usable()

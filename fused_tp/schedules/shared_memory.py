@@ -103,7 +103,7 @@ class SharedMemory(RowSchedule):
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
-        return self.transport.reduce_scatter(rows, cut.counts, shape=cut.shape[:-1])
+        return self.transport.reduce_scatter(rows, cut.counts, called=(*cut.shape[:-1], cut.dim))
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         dims, dtype = (*folded(cut.shape), cut.dim), asked.x_shard.dtype
@@ -120,7 +120,9 @@ class SharedMemory(RowSchedule):
     def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
         dims, dtype, n = (*folded(cut.shape), cut.dim), products[0][0].dtype, cut.shape[-1]
         counts = cut.counts
-        with self.transport.begin("matmul_reduce_scatter", dims, dtype, prod(cut.shape) * dtype.itemsize) as workspace:
+        op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
+        nbytes = prod(cut.shape) * dtype.itemsize
+        with self.transport.begin(op, dims, dtype, nbytes) as workspace:
             partial = workspace.buffer(self.rank, (sum(counts), n), dtype)
             sum_of_products(products, bias if self.rank == 0 else None, out=partial)  # rank 0's term carries the bias
             workspace.signal(1)
@@ -143,29 +145,29 @@ class SharedMemory(RowSchedule):
             y = sum_of_products(products, own_bias)
             if meanwhile is not None:
                 meanwhile()
-            self.transport.all_reduce(y, y, "matmul_all_reduce")
+            self.transport.all_reduce(y, y, "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias")
             return y
-        return self._matmul_sum(products, own_bias, meanwhile)
+        return self._matmul_sum(products, bias, meanwhile)
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         x, w = products[0]
         return self.transport.all_reduce_of(
-            "matmul_all_reduce",
+            "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias",
             [*x.shape[:-1], w.shape[0]],
             x.dtype,
-            lambda y: sum_of_products(products, bias, out=as_rows(y)),
+            lambda y: sum_of_products(products, bias if self.rank == 0 else None, out=as_rows(y)),
             meanwhile,
         )
 
     def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
         if op != "matmul_all_reduce":
             return None
-        x, w, *_ = args
+        x, w, bias, _ = args
         shape = torch.Size((*x.shape[:-1], w.shape[0]))
         if shape.numel() * x.dtype.itemsize >= _DIRECT_BYTES:
             return None
         core_group, rank = self.transport.core_group, self.rank
-        described = self.transport.described(op, x.dtype, shape)
+        described = self.transport.described(op if bias is None else f"{op} with bias", x.dtype, shape)
 
         def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
             y = linear(x, w, bias if rank == 0 else None)
@@ -179,7 +181,8 @@ class SharedMemory(RowSchedule):
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         if not partial.dtype == residual.dtype == norm_weight.dtype:
-            return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
+            total = self.transport.all_reduce(partial.contiguous(), called=f"all_reduce_rms_norm of eps {eps!r}")
+            return add_rms_norm(total, residual, norm_weight, eps)
         return self.transport.all_reduce_rms_norm(
             partial.contiguous(), residual.contiguous(), norm_weight.contiguous(), eps
         )

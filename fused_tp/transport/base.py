@@ -85,8 +85,8 @@ def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
 # -- checksums by which ranks compare what they were called with, as part of what they exchange anyway -----------------
 
 
-def checksum(words: str | bytes) -> int:
-    """Of 24 bits: a float of any transport holds them."""
+def checksum(words: Any) -> int:
+    """Of text or bytes, in 24 bits: a float of any transport holds them."""
     return zlib.crc32(words.encode() if isinstance(words, str) else words) & 0xFFFFFF
 
 

@@ -262,15 +262,15 @@ class ShmTransport:
             known = self._described[key] = (math.prod(shape), signature)
         return known
 
-    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], called: Sequence[int] | None = None) -> Tensor:
         """This rank's rows of the sum of `tensor` over the ranks: `sizes[r]` rows of dim 0 belong to rank r.
 
-        `shape` (default: that of `tensor`) is what the op was called with; it must agree on all ranks.
+        `called` (default: the shape of `tensor`) is what the op was called with; it must agree on all ranks.
         """
         _check_summable(tensor.dtype)
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
-        dims = folded(tensor.shape if shape is None else shape)
+        dims = folded(tensor.shape if called is None else called)
         _core.reduce_scatter(
             self.core_group,
             tensor.data_ptr(),

@@ -162,7 +162,7 @@ class TorchDist(GroupCalls):
     def closed_peers(self) -> list[int]:
         return closed_peers(self.process_group) if self.backend == "gloo" else []
 
-    def check(self, op: str, dims: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def check(self, op: str, dims: Sequence[float], dtype: torch.dtype, device: torch.device) -> None:
         """With FUSED_TP_CHECK=1, compare what all ranks are about to do.
 
         Raises:

@@ -40,7 +40,7 @@ SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
     (COLUMN_PARALLEL_MATMUL, (leaf(3, 4), [leaf(5, 4), leaf(2, 4)], [leaf(5)], [True, False], "")),
     (ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(3, 4, seed=1), leaf(4), 1e-6, "")),
     (MATMUL_ALL_REDUCE_RMS_NORM, (leaf(3, 4), leaf(5, 4), leaf(3, 5), leaf(5), 1e-6, "")),
-    (VOCAB_PARALLEL_CROSS_ENTROPY, (leaf(3, 4), torch.tensor([0, -100, 3]), 4, 0.1, -100, "")),
+    (VOCAB_PARALLEL_CROSS_ENTROPY, (leaf(3, 4), torch.tensor([0, -100, 3]), 4, 0.1, -100, "mean", "")),
     (ALL_GATHER, (leaf(3, 4), 1, 4, "")),
     (REDUCE_SCATTER, (leaf(3, 4), 0, "")),
     (ALL_REDUCE, (leaf(3, 4), "")),
