@@ -220,8 +220,12 @@ class Op(Generic[A]):
             given = fresh = list(given)
             for index, value in changed:
                 fresh[index] = value
-        if repeatable is not None and not needs_grad:
+        if repeatable is not None and not needs_grad:  # it begins with one of torch's ops, which resolves its arguments
             return repeatable(*given)
+        for value in given:
+            for one in value if type(value) is list else (value,):
+                if type(one) in _PLAIN and (one.is_neg() or one.is_conj() or one._is_zerotensor()):
+                    return self._call(values)
         if needs_grad:
             return self._with_grad(schedule, self.pack((*self._into_main_grads(given), name)))
         return self.forward(schedule, self.pack((*given, name)))
@@ -235,6 +239,8 @@ class Op(Generic[A]):
     def _call(self, values: Sequence[Any], key: object = None) -> Any:
         """A call without a plan; with `key` it leaves one for the next."""
         values = self._into_main_grads(values)  # before autocast's copies, which have no main_grad
+        if not is_dynamo_compiling():  # torch's dispatcher, which compiled code calls, resolves by itself
+            values = [_resolved(value) for value in values]
         *given, group = values if self.prepare is None else _flat(self.prepare(self.pack(values)))
         name = str(group) if isinstance(group, GroupName) else group_identity(group).name
         if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(given)):
@@ -366,6 +372,7 @@ class Op(Generic[A]):
     def run_backward(self, ctx: Any, *grads: Any) -> Any:
         """`backward`, in a range of its own where nothing is being traced, which would trace the range too."""
         assert self.backward is not None
+        grads = tuple(map(_resolved, grads))
         if not recording() or _in_dispatch_mode():
             return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
         with span(f"{self.name} backward", grads):
@@ -472,6 +479,17 @@ def _packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
 def _flat(args: Sequence[Any]) -> list[Any]:
     """Arguments one by one."""
     return [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))]
+
+
+def _resolved(value: Any) -> Any:
+    """`value`; a tensor that stands for other numbers than those in its memory (conjugate or negative bit, torch's
+    ZeroTensor) is copied, in a list too: native code and peers read memory."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind(map(_resolved, value))
+    if isinstance(value, Tensor) and (value.is_neg() or value.is_conj() or value._is_zerotensor()):
+        return value.clone().resolve_neg().resolve_conj()
+    return value
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
