@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
 #include <iterator>
 #include <set>
+#include <stdexcept>
 #include <string>
 
 namespace fused_tp {
@@ -13,7 +15,8 @@ enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Bf16 };  // each includes those 
 
 using CpuFeatures = std::set<std::string>;  // as __builtin_cpu_supports names them
 
-// The highest one that a CPU with `features` runs, but none above the one that `asked` names.
+// The highest one that a CPU with `features` runs, but none above the one that `asked` names. Throws
+// std::invalid_argument where it names none.
 inline Isa isa_of(const CpuFeatures& features, const std::string& asked) {
   static const struct {
     std::string name;
@@ -22,11 +25,15 @@ inline Isa isa_of(const CpuFeatures& features, const std::string& asked) {
                 {"avx2", {"avx2", "f16c", "fma"}},
                 {"avx512", {"avx512bw", "avx512dq", "avx512f", "avx512vl"}},
                 {"avx512_bf16", {"avx512bf16"}}};
+  std::string name = asked;
+  for (char& c : name) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  if (!name.empty() && std::none_of(std::begin(levels), std::end(levels), [&](auto& one) { return one.name == name; }))
+    throw std::invalid_argument("FUSED_TP_ISA is '" + asked + "'; set it to plain, avx2, avx512 or avx512_bf16.");
   const auto runs = [&](const CpuFeatures& needs) {
     return std::includes(features.begin(), features.end(), needs.begin(), needs.end());
   };
   size_t best = 0;
-  while (levels[best].name != asked && best + 1 < std::size(levels) && runs(levels[best + 1].needs)) ++best;
+  while (levels[best].name != name && best + 1 < std::size(levels) && runs(levels[best + 1].needs)) ++best;
   return static_cast<Isa>(best);
 }
 

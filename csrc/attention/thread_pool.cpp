@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -32,9 +33,13 @@ class Pool {
   bool of_this_process() const { return process_ == getpid(); }
 
   void run(int64_t tasks, int threads, TaskRef function) {
-    while (static_cast<int>(threads_.size()) < threads - 1) {
-      const int worker = static_cast<int>(threads_.size()) + 1;
-      threads_.emplace_back([this, worker] { work(worker); });
+    try {
+      while (static_cast<int>(threads_.size()) < threads - 1) {
+        const int worker = static_cast<int>(threads_.size()) + 1;
+        threads_.emplace_back([this, worker] { work(worker); });
+      }
+    } catch (const std::system_error&) {  // RLIMIT_NPROC: fewer threads give the same bits, an error costs the group
+      threads = static_cast<int>(threads_.size()) + 1;
     }
     {
       const std::lock_guard<std::mutex> lock(mutex_);

@@ -57,5 +57,6 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t
 
 constexpr size_t kInlineBegin = (sizeof(ControlBlock) + 4095) / 4096 * 4096;
 constexpr size_t kHeapBegin = kInlineBegin + kSlots * kInlineBytes;
+constexpr size_t kMaxReserve = size_t{1} << 56;  // more than any CPU's address space
 
 }  // namespace fused_tp::shm

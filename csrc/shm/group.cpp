@@ -113,6 +113,9 @@ Group::Group(int rank, int size, size_t reserve_bytes, std::function<double()> t
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     throw GroupError("shared memory serves groups of 1 to " + std::to_string(kMaxRanks) + " ranks, not rank " +
                      std::to_string(rank) + " of " + std::to_string(size));
+  if (reserve_bytes > kMaxReserve)  // and their sum would wrap around
+    throw GroupError("cannot reserve " + std::to_string(reserve_bytes) + " bytes of shared memory: at most " +
+                     std::to_string(kMaxReserve) + " (FUSED_TP_SHM_RESERVE)");
   segments_[rank] = Segment::create(kHeapBegin + reserve_bytes);
   heap_ = std::make_unique<Heap>(kHeapBegin, segments_[rank]->bytes());
 }
@@ -122,6 +125,9 @@ void Group::connect(const std::vector<SegmentAddress>& addresses) {
     throw GroupError("got " + std::to_string(addresses.size()) + " addresses for " + std::to_string(size_) + " ranks");
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
+    if (addresses[r].bytes <= kHeapBegin)
+      throw GroupError("the shared memory of rank " + std::to_string(r) + " has " + std::to_string(addresses[r].bytes) +
+                       " bytes, too few for what ranks tell each other; install the same version of fused_tp on all");
     // The process first: should its pid be reused in between, the segment's token will not be there.
     pidfds_[r] = open_pidfd(addresses[r].pid);
     if (pidfds_[r] >= 0) ::fcntl(pidfds_[r], F_SETFD, FD_CLOEXEC);

@@ -14,6 +14,8 @@
 namespace fused_tp::shm {
 namespace {
 
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
 [[noreturn]] void fail(const std::string& what) { throw GroupError(what + ": " + std::strerror(errno)); }
 
 char* map(int fd, size_t bytes) {
@@ -29,11 +31,13 @@ std::shared_ptr<Segment> Segment::create(size_t bytes) {
   const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
   bytes = (bytes + page - 1) / page * page;
   std::shared_ptr<Segment> segment(new Segment);
-  segment->fd_ = ::memfd_create("fused_tp", MFD_CLOEXEC);
+  segment->fd_ = ::memfd_create("fused_tp", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (segment->fd_ < 0) fail("cannot create shared memory (memfd_create)");
   if (::fchmod(segment->fd_, 0600) != 0) fail("cannot restrict shared memory to this user");
   if (::ftruncate(segment->fd_, static_cast<off_t>(bytes)) != 0)
     fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory");
+  // Any process that can open it could else cut it short, and a rank that touches what is gone dies by SIGBUS.
+  if (::fcntl(segment->fd_, F_ADD_SEALS, kSeals) != 0) fail("cannot seal the size of shared memory");
   segment->data_ = map(segment->fd_, bytes);
   segment->bytes_ = bytes;
   SegmentAddress& address = segment->address_;
@@ -56,6 +60,9 @@ std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
   if (!S_ISREG(status.st_mode) || static_cast<uint64_t>(status.st_size) != address.bytes)
     throw GroupError("what process " + std::to_string(address.pid) +
                      " offers is not its shared memory; the ranks are likely on different hosts or containers");
+  if ((::fcntl(segment->fd_, F_GET_SEALS) & kSeals) != kSeals)
+    throw GroupError("the shared memory of process " + std::to_string(address.pid) +
+                     " may shrink; install the same version of fused_tp on all ranks");
   segment->data_ = map(segment->fd_, address.bytes);
   segment->bytes_ = address.bytes;
   segment->address_ = address;

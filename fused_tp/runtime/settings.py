@@ -84,8 +84,8 @@ def _seconds(text: str) -> float:
     return min(seconds, _LONGEST_SECONDS)
 
 
-def _count(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
+def _count(text: str, least: int, most: int = 1 << 31) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
         raise ValueError
     return int(text)
 
@@ -144,8 +144,8 @@ shared_memory_reserve = Setting(
     "32 GiB",
     "address space (not memory) that each rank reserves for a group's shared memory, in bytes",
     32 << 30,
-    lambda text: _count(text, 1),
-    "a positive number of bytes",
+    lambda text: _count(text, 1, 1 << 56),  # kMaxReserve in csrc/shm/control.h
+    "a positive number of bytes, at most 2**56",
 )
 isa = Setting(
     "FUSED_TP_ISA",

@@ -363,7 +363,8 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
     limit = _core.MAX_RANKS if _core is not None else 64
     if group.size > limit:
         return unavailable(f"the group has {group.size} ranks; shared memory serves at most {limit}")
-    reserve_bytes = settings.shared_memory_reserve()  # may raise, and must do so before this rank is counted
+    # May raise, and must do so before this rank is counted. The core reads the second by itself.
+    reserve_bytes, _ = settings.shared_memory_reserve(), settings.isa()
     core_group, problem = None, ""
 
     def gone() -> list[int]:
@@ -374,7 +375,7 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
         if _core is None:
             raise RuntimeError(_why_no_core)
         core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds)
-    except (RuntimeError, TypeError) as error:  # TypeError: more bytes than a number of the core can hold
+    except RuntimeError as error:
         problem = str(error)
     own = core_group.address.hex() if core_group is not None else ""
     addresses = [bytes.fromhex(address) for address in exchange(group, _MEETING, own, gone)]

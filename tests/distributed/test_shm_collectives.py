@@ -169,6 +169,9 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         found[name] = bits
     assert "plain" in found
     assert len(set(found.values())) == 1, found
+    with pytest.raises(ValueError, match="FUSED_TP_ISA is 'sse'; set it to plain, avx2, avx512 or avx512_bf16"):
+        _core.attention_isa(0, "sse")
+    assert _core.attention_isa(0, "PLAIN") == "plain"
 
 
 AVX2 = {"avx2", "fma", "f16c"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import struct
 import time
 from typing import Any
 
@@ -247,7 +248,35 @@ def bad_reserve(group: Any, text: str) -> str:
 
 
 def test_a_reserve_that_cannot_be() -> None:
-    (outcome,) = fresh_ranks(1, bad_reserve, "lots")
-    assert outcome.unwrap() == "ValueError: FUSED_TP_SHM_RESERVE is 'lots'; set it to a positive number of bytes."
-    for outcome in fresh_ranks(2, bad_reserve, str(1 << 62)):
+    for text in ("lots", str(2**64 - 4096)):  # the second wraps around with what lies before the reserve
+        (outcome,) = fresh_ranks(1, bad_reserve, text)
+        wanted = f"ValueError: FUSED_TP_SHM_RESERVE is '{text}'; set it to a positive number of bytes, at most 2**56."
+        assert outcome.unwrap() == wanted
+    for outcome in fresh_ranks(2, bad_reserve, str(1 << 55)):
         assert re.search(r"rank 0: cannot (reserve|map) \d+ bytes of shared memory", outcome.unwrap())
+    from fused_tp import _core
+
+    for bytes_ in (2**64 - 4096, 2**64 - (1 << 21), 2**57):
+        with pytest.raises(FusedTPError, match=f"cannot reserve {bytes_} bytes of shared memory: at most"):
+            _core.Group(0, 1, bytes_, lambda: 1.0)
+
+
+def test_segments_that_could_shrink_or_are_too_small_are_refused() -> None:
+    from fused_tp import _core
+
+    mine, theirs = (_core.Group(rank, 2, 1 << 20, lambda: 1.0) for rank in range(2))
+    address = bytearray(theirs.address)
+    pid, fd, size = struct.unpack_from("iiQ", address)
+    with pytest.raises(OSError), open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
+        file.truncate(0)
+    open_fd = os.memfd_create("another")
+    os.truncate(open_fd, size)
+    for offset, kind, value, said in (
+        (8, "Q", 4096, "has 4096 bytes, too few"),
+        (4, "i", open_fd, "may shrink"),
+    ):
+        other = bytearray(address)
+        struct.pack_into(kind, other, offset, value)
+        with pytest.raises(FusedTPError, match=said):
+            mine.connect([mine.address, bytes(other)])
+    os.close(open_fd)

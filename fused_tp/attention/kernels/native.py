@@ -16,6 +16,7 @@ from fused_tp.attention.kernels.torch_flash import plain_enough
 from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
+from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.transport.base import accumulate_dtype
 
@@ -51,6 +52,7 @@ class NativeCpu(AttentionKernel):
             return unavailable("the native core is not built")
         if query.device.type != "cpu":
             return unavailable(f"it takes CPU tensors, not tensors on {query.device}")
+        settings.isa()  # what cannot be raises before anything is sent; the core reads it by itself
         if query.dtype not in _DTYPES:
             kind = str(query.dtype).removeprefix("torch.")
             return unavailable(f"it takes float32, bfloat16, float16 or float64, not {kind}")
