@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -54,6 +55,17 @@ def when(moving: Pending[object], out: T) -> Pending[T]:
         return out
 
     return After(finish)
+
+
+def start_thread(thread: Thread) -> None:
+    """Starts it; RuntimeError that names the limit where the system gives none."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"No thread could be started ({error}): most likely this user has as many threads as RLIMIT_NPROC allows "
+            "(ulimit -u), or this container as its limit of pids; raise that, or run fewer processes and threads."
+        ) from error
 
 
 def current_stream(device: torch.device) -> int:

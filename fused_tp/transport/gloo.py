@@ -30,6 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fused_tp.transport.base import start_thread
+
 AT_ONCE = timedelta(milliseconds=1)  # 0 is "no timeout" to torch
 _PROBE_TAG, _CLOSE_TAG = 1_937_006_961, 1_937_006_962
 _END_SECONDS = 0.3  # what has been ended is seen to be within a millisecond, where the machine is not busy
@@ -66,6 +68,11 @@ def outlive(group: dist.ProcessGroup, works: Sequence[Any]) -> bool:
             return True
         time.sleep(0.001)  # a thread of gloo's has to wake up first, without notice
     return False
+
+
+def serves_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether gloo moves the group's CPU tensors."""
+    return not {"gloo", "cpu:gloo"}.isdisjoint(dist.get_backend_config(group).split(","))
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
@@ -148,8 +155,8 @@ class _Waiter:
         self._next: SimpleQueue[Messages | None] = SimpleQueue()
         # A daemon: the process may end while it waits.
         thread = Thread(target=self._run, name="fused_tp messages", daemon=True)
+        start_thread(thread)
         _threads.add(thread)
-        thread.start()
 
     def put(self, messages: Messages | None) -> None:
         """Wait for these next; None: end."""

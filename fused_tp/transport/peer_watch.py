@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fused_tp.transport.base import start_thread
+
 _TICK_SECONDS = 0.2
 
 
@@ -73,8 +75,8 @@ class PeerWatch:
                 if not Path(f"/proc/{pid}").exists():
                     lost(owner, rank)
         thread = threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True)
+        start_thread(thread)
         _threads.add(thread)
-        thread.start()
 
     def _run(self) -> None:
         poll = select.poll()

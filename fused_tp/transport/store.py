@@ -24,7 +24,8 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport.gloo import closed_peers
+from fused_tp.transport.base import start_thread
+from fused_tp.transport.gloo import close_connections, closed_peers, serves_cpu
 
 T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
@@ -59,6 +60,10 @@ class NoAnswer(Exception):
     """The store has not answered in time. A store that has died with its host raises RuntimeError."""
 
 
+class NoThread(NoAnswer):
+    """There is no thread to ask the store; says why."""
+
+
 class BoundedStore:
     """Asks `store`, as `BoundedStore(store).ask(lambda store: store.get(key), seconds)`.
 
@@ -88,9 +93,9 @@ class BoundedStore:
 
         thread = Thread(target=ask, name="fused_tp store", daemon=True)
         try:
-            thread.start()
+            start_thread(thread)
         except RuntimeError as error:  # no more threads may be had, or the interpreter is shutting down
-            raise NoAnswer(f"There is no thread to ask: {error}.") from error
+            raise NoThread(str(error)) from error
         _threads.add(thread)
         thread.join(min(seconds, TIMEOUT_MAX))
         if not answer.done():
@@ -99,9 +104,13 @@ class BoundedStore:
         return answer.result()
 
 
-def _store_of(group: Group) -> BoundedStore:
+def _process_group(group: Group) -> dist.ProcessGroup:
     assert group.process_group is not None
-    return BoundedStore(dist.distributed_c10d._get_process_group_store(group.process_group))
+    return group.process_group
+
+
+def _store_of(group: Group) -> BoundedStore:
+    return BoundedStore(dist.distributed_c10d._get_process_group_store(_process_group(group)))
 
 
 STORES: GroupSlot[BoundedStore] = GroupSlot(_store_of)
@@ -155,6 +164,10 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
             f"{_WHERE} on rank {{rank}}: the group's store has not answered within {_deadline()}; the process that "
             "hosts it may be stopped.",
         )
+        if isinstance(error, NoThread):
+            silent = current.error(FusedTPError, f"{_WHERE} failed on rank {{rank}}. {{reason}}", reason=str(error))
+            if serves_cpu(process_group := _process_group(group)):  # peers hear nothing through the store
+                close_connections(process_group)
         publish_failure(group, silent)
         raise silent from error
     except FusedTPError as error:
@@ -314,9 +327,8 @@ class _Exchange:
         Not at the first look: a peer may join although its connection is closed, as a receive of its own that timed out
         closes it too.
         """
-        process_group, now = self._group.process_group, time.monotonic()
-        assert process_group is not None
-        if not {"gloo", "cpu:gloo"}.isdisjoint(dist.get_backend_config(process_group).split(",")):
+        process_group, now = _process_group(self._group), time.monotonic()
+        if serves_cpu(process_group):
             for rank in closed_peers(process_group):
                 self._closed_since.setdefault(rank, now)
         closed = [rank for rank, since in sorted(self._closed_since.items()) if now - since >= _LOST_SECONDS]
