@@ -77,7 +77,7 @@ def one_has_no_threads(world: Any) -> tuple[str, str, float]:
     return type(caught.value).__name__, str(caught.value), time.monotonic() - begun
 
 
-@pytest.mark.parametrize("schedule", ["one_sided", "plain"])
+@pytest.mark.parametrize("schedule", ["one_sided", "pipelined"])
 def test_a_rank_that_may_have_no_more_threads_says_so(schedule: str) -> None:
     found = run_fresh(2, one_has_no_threads, env={"FUSED_TP_SCHEDULE": schedule})
     (peers, _, soon), (own, said, at_once) = found
