@@ -159,7 +159,7 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
         current.give(json.dumps(mine).encode())
         return [json.loads(current.get(rank)) for rank in range(group.size)]
     except NoAnswer as error:
-        silent = current.error(
+        silent: FusedTPError = current.error(
             CollectiveTimeoutError,
             f"{_WHERE} on rank {{rank}}: the group's store has not answered within {_deadline()}; the process that "
             "hosts it may be stopped.",
