@@ -50,8 +50,8 @@ struct BackwardScratch : Layout<L> {
   Operand* rows = this->operands(2 * kKeys * this->widest());  // room for packing: a block of keys or queries, twice
   Real* s = this->reals(kKeys * kQueries);                     // S^T [key][query]
   Real* g = this->reals(kKeys * kQueries);                     // G^T
-  Operand* p = this->operands(kKeys * kQueries);               // P^T after dropout, rows
-  Operand* d = this->operands(kKeys * kQueries);               // D^T, rows
+  Operand* p = this->in_place_of(s);                           // P^T after dropout, rows
+  Operand* d = this->in_place_of(g);                           // D^T, rows
   Operand* d_pairs = L::kPair == 1 ? d : this->operands(kKeys * kQueries);
   Real* dk = this->reals(kKeys * this->dim);    // [key][dim], not yet scaled
   Real* dv = this->reals(kKeys * this->v_dim);  // [key][dim]

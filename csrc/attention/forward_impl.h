@@ -37,7 +37,7 @@ struct ForwardScratch : Layout<L> {
   Operand* rows = this->operands(2 * kKeys * this->widest());  // room for packing: a block of keys or queries, twice
   Operand* q = this->operands(kQueries * this->dim);           // lanes
   Real* s = this->reals(kKeys * kQueries);                     // [key][query]
-  Operand* p = this->operands(kKeys * kQueries);               // the same, as B of a product along keys
+  Operand* p = this->in_place_of(s);                           // the same, as B of a product along keys
   Real* o = this->reals(this->v_dim * kQueries);               // [dim of v][query]
 };
 

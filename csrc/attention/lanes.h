@@ -67,7 +67,7 @@ struct GenericLanes {
   using Mask = Integers;
   using Operands = Vector;  // what one step takes of all lanes
 
-  static Vector broadcast(Real x) { return Vector{} + x; }
+  static Vector broadcast(Real x) { return x - Vector{}; }  // not 0 + x, which is computed: it makes 0 of -0
   static Vector zero() { return Vector{}; }
   static Vector load(const Real* p) {
     Vector v{};

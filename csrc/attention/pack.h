@@ -209,6 +209,11 @@ class Layout {
   }
   Real* reals(int64_t count) { return take<Real>(count); }
   Operand* operands(int64_t count) { return take<Operand>(count); }
+  // For what is computed element by element from `reals` [kKeys][kQueries]: in their place, where it is of their type.
+  Operand* in_place_of(Real* reals) {
+    if constexpr (std::is_same_v<Operand, Real>) return reals;
+    return operands(kKeys * kQueries);
+  }
   int64_t widest() const { return dim > v_dim ? dim : v_dim; }
 
   const int64_t dim, v_dim;  // padded

@@ -26,7 +26,8 @@ inline void tile(const typename L::Operand* a, int64_t a_row, const typename L::
     FUSED_TP_UNROLL
     for (int v = 0; v < kVectors; ++v) sums[r][v] = kAdd ? L::load(c + r * c_row + v * L::kWidth) : L::zero();
   }
-  for (int64_t s = 0; s < steps; ++s) {
+  int64_t s = 0;
+  do {  // a loop that may end before it begins costs copies of all sums
     typename L::Operands of_b[kVectors];
     FUSED_TP_UNROLL
     for (int v = 0; v < kVectors; ++v) of_b[v] = L::load_operand(b + s * b_step + v * L::kWidth * L::kPair);
@@ -36,7 +37,7 @@ inline void tile(const typename L::Operand* a, int64_t a_row, const typename L::
       FUSED_TP_UNROLL
       for (int v = 0; v < kVectors; ++v) sums[r][v] = L::product(of_a, of_b[v], sums[r][v]);
     }
-  }
+  } while (++s < steps);
   FUSED_TP_UNROLL
   for (int r = 0; r < L::kRows; ++r) {
     FUSED_TP_UNROLL

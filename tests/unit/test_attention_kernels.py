@@ -10,7 +10,10 @@ import functools
 import itertools
 import os
 import random
+import re
+import shutil
 import signal
+import subprocess
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -447,6 +450,18 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     lse = state.result(torch.float32)[1]
     sums = Sums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
     NativeCpu().backward(step, scores, Saved(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (binutils)")
+def test_products_do_nothing_but_load_and_multiply() -> None:
+    """Intel's cores add and shuffle 512 bits on the two ports that multiply: each such instruction costs a product."""
+    text = subprocess.check_output(["objdump", "-d", "--no-show-raw-insn", core.__file__], text=True)
+    tiles = [body for body in text.split("\n\n") if re.match(r"[0-9a-f]+ <[^>]*4tile[^>]*Avx(2|512)Lanes", body)]
+    if not tiles:
+        pytest.skip("the native core has no kernels for x86, or no symbols")
+    for body in tiles:
+        assert "vfmadd" in body
+        assert re.findall(r"vadd.*|vbroadcastss %.*|.*[yz]mm\d+,[-\w]*\(%rsp\)", body) == [], body.partition("\n")[0]
 
 
 @pytest.mark.full
