@@ -1,8 +1,9 @@
-"""Measure the schedules of the matmul ops here and write the dispatch table that follows: `fused-tp bench --tune`.
+"""Measure the schedules of the matmul ops and the kernels of attention, and write the dispatch table that follows:
+`fused-tp bench --tune`.
 
-The table in force is the incumbent. A schedule takes its place at a size only if it is faster by a clear margin in
-three quarters of the rounds, so a noisy run changes nothing, and tuning twice gives what tuning once gave. Other ops
-keep the choices they had.
+The table in force is the incumbent. A schedule or a kernel takes its place at a size only if it is faster by a clear
+margin in three quarters of the rounds, so a noisy run changes nothing, and tuning twice gives what tuning once gave.
+Other ops keep the choices they had.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 
 import torch
 
+from fused_tp.attention.kernels.base import KernelQuery
+from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.settings import environment
 
@@ -41,8 +44,13 @@ SECONDS = 300.0  # the longest that one size may take
 TUNED_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp32")}
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 SCHEDULES = {"shm": ("one_sided", "pipelined", "plain"), "gloo": ("pipelined", "plain")}  # of each transport
+KERNELS = ("native-cpu", "torch-cpu")
+HEAD_DIMS = (64, 128)
+TOKENS, HEADS = 2048, 2
 
 Rule = dict[str, Any]
+Directions = dict[tuple[str, bool], dict[int, Mapping[str, Sequence[float]]]]
+"""Seconds by kernel and round, by head dim, by (dtype, backward)."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +81,15 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
     if named is not None and Path(named) == path and not path.exists():
         del os.environ["FUSED_TP_TABLE"]  # it is about to be written: until then the shipped table is in force
     table = dispatch.load_table(settings.table_path())
+    rules = dispatch.attention_rules(settings.table_path())
     tuned, changes = _rewritten(table, _measure(world_size, rounds, say), world_size)
+    rules, of_kernels = _rewritten_kernels(rules, _measure_kernels(world_size, rounds, say))
+    changes += of_kernels
     for change in changes:
         say(change)
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
     # JSON with a rule to a line: people read and edit tables.
-    text = json.dumps({"about": about, "arch": tuned}, indent=1)
+    text = json.dumps({"about": about, "arch": tuned, "attention": rules}, indent=1)
     write_whole(path, re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
     choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
     use = f"to use it: export FUSED_TP_TABLE={shlex.quote(str(path.resolve()))}"
@@ -98,9 +109,48 @@ def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[M
                 say(f"{schedule} {reason}")
             seconds = {schedule: slowest([t.seconds[schedule] for t in times]) for schedule in times[0].seconds}
             measured.append(Measured(op, dtype, rows, seconds))
-            medians = (f"{schedule} {1e3 * statistics.median(t):.3g} ms" for schedule, t in seconds.items())
-            say(f"{case.name}: {', '.join(medians)}")
+            say(f"{case.name}: {_medians(seconds)}")
     return measured
+
+
+def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -> Directions:
+    measured: Directions = {}
+    with Ranks(world_size) as ranks:
+        for dtype, backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
+            name = _name(dtype, backward, head_dim)
+            case = Case(name, kernels_of, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
+            times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
+            seconds = {kernel: slowest([t.seconds[kernel] for t in times]) for kernel in times[0].seconds}
+            measured.setdefault((dtype, backward), {})[head_dim] = seconds
+            say(f"{case.name}: {_medians(seconds)}")
+    return measured
+
+
+def _rewritten_kernels(rules: list[Rule], measured: Directions) -> tuple[list[Rule], list[str]]:
+    """As `_rewritten`, of the kernels of attention."""
+    changes: list[str] = []
+    for (dtype, backward), by_head_dim in measured.items():
+        winners, before = [], len(changes)
+        for head_dim, seconds in by_head_dim.items():
+            query = KernelQuery(torch.device("cpu"), DTYPES[dtype], head_dim, head_dim, backward=backward)
+            with environment({"FUSED_TP_ATTENTION": ""}):
+                old = choose_kernel(query)[0].name
+            new = challenge(old, seconds)
+            winners.append((head_dim, new))
+            if new != old:
+                changes.append(f"{_name(dtype, backward, head_dim)}: {_change(seconds, old, new)}")
+        if len(changes) > before:
+            scope = {"dtypes": [str(DTYPES[dtype]).removeprefix("torch.")], "backward": backward}
+            rules = _by_size("kernel", "max_head_dim", winners, scope) + _others(rules, scope)
+    return rules, changes
+
+
+def _name(dtype: str, backward: bool, head_dim: int) -> str:
+    return f"attention {'backward' if backward else 'forward'}/{dtype}/D={head_dim}"
+
+
+def _medians(seconds: Mapping[str, Sequence[float]]) -> str:
+    return ", ".join(f"{name} {1e3 * statistics.median(times):.3g} ms" for name, times in seconds.items())
 
 
 def _rewritten(
@@ -114,7 +164,7 @@ def _rewritten(
             continue  # no shared memory here
         winners = [(m.nbytes, _winner(m, transport, world_size)) for m in mine]
         changed = [
-            f"{op}/{name}/M={m.rows} over {transport}: {_change(m, _incumbent(m, transport, world_size), new)}"
+            f"{op}/{name}/M={m.rows} over {transport}: {_change(m.seconds, _incumbent(m, transport, world_size), new)}"
             for m, (_, new) in zip(mine, winners, strict=True)
             if new != _incumbent(m, transport, world_size)
         ]
@@ -124,10 +174,10 @@ def _rewritten(
     return table, changes
 
 
-def _change(measured: Measured, old: str, new: str) -> str:
-    if old not in measured.seconds:
+def _change(seconds: Mapping[str, Sequence[float]], old: str, new: str) -> str:
+    if old not in seconds:
         return f"{new} in place of {old}, which did not run"
-    ratio = paired(measured.seconds[new], measured.seconds[old])
+    ratio = paired(seconds[new], seconds[old])
     return f"{new} in place of {old}, in {ratio.median:.2f} [{ratio.q1:.2f}, {ratio.q3:.2f}] of its time"
 
 
@@ -161,16 +211,25 @@ def retuned(
     transports = tuned.setdefault("cpu", copy.deepcopy(tuned.get("default", {})))
     ops = transports.setdefault(transport, copy.deepcopy(transports.get("default", {})))
     scope = {"dtypes": [str(dtype).removeprefix("torch.")], "world_sizes": [world_size]}
-    kept = [rule for rule in ops.get(op, ops.get("default", [])) if any(rule.get(key) != scope[key] for key in scope)]
-    new: list[Rule] = []
-    for (nbytes, schedule), following in zip(winners, [*winners[1:], None], strict=True):
-        if following is None:
-            new.append({"schedule": schedule, **scope})
-        elif following[1] != schedule:
-            # Between two sizes that want different schedules the change is put at their geometric mean.
-            new.append({"schedule": schedule, "max_bytes": math.isqrt(nbytes * following[0]), **scope})
-    ops[op] = new + kept
+    kept = _others(ops.get(op, ops.get("default", [])), scope)
+    ops[op] = _by_size("schedule", "max_bytes", winners, scope) + kept
     return tuned
+
+
+def _by_size(what: str, limit: str, winners: Sequence[tuple[int, str]], scope: Rule) -> list[Rule]:
+    """Rules for (size, winner), sizes ascending."""
+    new: list[Rule] = []
+    for (size, winner), following in zip(winners, [*winners[1:], None], strict=True):
+        if following is None:
+            new.append({what: winner, **scope})
+        elif following[1] != winner:
+            # Between two sizes that want different ones the change is put at their geometric mean.
+            new.append({what: winner, limit: math.isqrt(size * following[0]), **scope})
+    return new
+
+
+def _others(rules: Sequence[Rule], scope: Rule) -> list[Rule]:
+    return [rule for rule in rules if any(rule.get(key) != scope[key] for key in scope)]
 
 
 def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers:
@@ -191,6 +250,27 @@ def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers
         return Contestant(run)
 
     return {schedule: partial(contestant, schedule) for schedule in SCHEDULES["shm"]}
+
+
+def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
+    """One direction of causal attention on one rank, by each of KERNELS."""
+    from fused_tp.ops.ring_attention import attention_over
+
+    tensors = (torch.randn(1, TOKENS, HEADS, head_dim).to(DTYPES[dtype]) for _ in range(4))
+    q, k, v, d_out = (tensor.requires_grad_(backward) for tensor in tensors)
+
+    def contestant(kernel: str) -> Contestant:
+        out = attention_over(q, k, v, None, alone=True, causal=True) if backward else q
+
+        def run() -> object:
+            with environment({"FUSED_TP_ATTENTION": kernel}):
+                if backward:
+                    return torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+                return attention_over(q, k, v, None, alone=True, causal=True)
+
+        return Contestant(run)
+
+    return {kernel: partial(contestant, kernel) for kernel in KERNELS}
 
 
 def _winner(measured: Measured, transport: str, world_size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import GroupLike, resolve_group
 from fused_tp.schedules.registry import ALONE, SCHEDULES, Decision, decide
+from fused_tp.transport.base import accumulate_dtype
 from fused_tp.transport.torch_dist import backend_of
 
 
@@ -166,7 +167,7 @@ def _explain(
     device, provider = torch.device(place.device_type), None
     if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
-        single = place.size == 1 or op == "ulysses_attention"  # whose attention is that of one rank
+        single = place.size == 1 or accumulate_dtype(dtype) == dtype or op == "ulysses_attention"  # on whole sequences
         query = KernelQuery(device, dtype, q[-1], v[-1], single=single)
         if op == "ring_attention" and forward is not None and forward.schedule == FusedRing.name:
             forward, backward = _of_fused_ring(forward, place.fused_ring(query), place.messages())
@@ -196,6 +197,9 @@ def _of_steps(query: KernelQuery) -> Provider:
     if chosen in (TORCH_CPU, TORCH_CUDA):
         pieces = " in one piece" if query.single else ""
         reason += f"; this holds for plain scores{pieces}"
+    backward, why = choose_kernel(replace(query, backward=True))
+    if backward is not chosen:
+        reason += f"; its backward by {backward.name}: {why}"
     return Provider(chosen.name, reason)
 
 

@@ -191,8 +191,9 @@ def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring,
     spec, ring = a.attention.spec(q.dtype), _ring(schedule, a)
     kernel: AttentionKernel = TRITON
     if not isinstance(ring, FusedRing):
-        single = group.size == 1 and spec.mask.is_one_piece
-        kernel = kernel_for(q, v, spec.scores, grad_lse=grad_lse, single=single)
+        single = spec.mask.is_one_piece and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
+        backward = isinstance(a, _Grads)
+        kernel = kernel_for(q, v, spec.scores, grad_lse=grad_lse, single=single, backward=backward)
     plan = ring_plan(spec.mask, group.size, spec.layout)
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         if a.attention.seed is not None:

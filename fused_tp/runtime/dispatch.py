@@ -122,7 +122,8 @@ def load_table(path: str | None = None) -> dict[str, Any]:
     """
     file = SHIPPED if path is None else Path(path)
     try:
-        table = json.loads(file.read_text())["arch"]
+        content = json.loads(file.read_text())
+        table = content["arch"]
         for transports in table.values():
             for ops in transports.values():
                 for rules in ops.values():
@@ -133,6 +134,26 @@ def load_table(path: str | None = None) -> dict[str, Any]:
                         chunks, chunked = rule.get("chunks", 1), rule["schedule"] in CHUNKED or "chunks" not in rule
                         if not chunked or type(chunks) is not int or chunks < 1:
                             raise ValueError(f"rule {rule}: chunks is a number from 1 on, for {sorted(CHUNKED)}")
+        for rule in content.get("attention", []):
+            if {*rule} - {"max_head_dim"} != {"kernel", "dtypes", "backward"}:
+                raise ValueError(f"rule {rule} of attention needs kernel, dtypes, backward and may have max_head_dim")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{file} is not a dispatch table ({error}); see {SHIPPED.name} for the format.") from error
     return dict(table)
+
+
+@cache
+def attention_rules(path: str | None = None) -> list[dict[str, Any]]:
+    """What a table has of attention: which kernel was measured as faster on the CPU. Raises as `load_table`."""
+    load_table(path)
+    return list(json.loads((SHIPPED if path is None else Path(path)).read_text()).get("attention", []))
+
+
+def attention_kernel(dtype: torch.dtype, head_dim: int, backward: bool) -> str | None:
+    """The kernel that the first such rule names for one direction of attention; None without one."""
+    name = str(dtype).removeprefix("torch.")
+    for rule in attention_rules(settings.table_path()):
+        named = name in rule["dtypes"] and backward == rule["backward"]
+        if named and head_dim <= rule.get("max_head_dim", head_dim):
+            return str(rule["kernel"])
+    return None

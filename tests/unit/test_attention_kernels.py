@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import os
 import random
 import re
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ from fused_tp.attention.kernels.torch_flash import TORCH_CPU
 from fused_tp.attention.layout import Tokens
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
+from fused_tp.ops.explain import explain_for
+from fused_tp.runtime import dispatch
 from fused_tp.runtime.availability import AVAILABLE, unavailable
 from tests.attention_reference import Gradients, Inputs, backward, forward, one_step, whole_reference
 from tests.attention_reference import kernel_inputs as inputs
@@ -176,13 +180,43 @@ def test_choice_of_provider(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_serves_single_plain_steps_where_the_cpu_has_matrix_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NATIVE, "is_faster", lambda dtype: False)
+    monkeypatch.setattr(core, "has_matrix_tiles", lambda: True)
     select._choose.cache_clear()
     q = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16)
     assert kernel_for(q, q, PLAIN) is TORCH_CPU
     assert kernel_for(q, q, PLAIN, single=False).name == "native-cpu"
     assert kernel_for(q, q, Scores(1.0, softcap=2.0)).name == "native-cpu"
     select._choose.cache_clear()
+
+
+def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules: list[dict[str, Any]] = [
+        {"kernel": "native-cpu", "dtypes": ["float32"], "backward": True, "max_head_dim": 90},
+        {"kernel": "torch-cpu", "dtypes": ["float32", "bfloat16"], "backward": True},
+    ]
+    table = tmp_path / "dispatch.json"
+    table.write_text(json.dumps({"arch": dispatch.load_table(), "attention": rules}))
+    monkeypatch.setenv("FUSED_TP_TABLE", str(table))
+    cpu = partial(KernelQuery, torch.device("cpu"))
+    for wanted, name in (
+        (cpu(torch.float32, 64, 64), "native-cpu"),
+        (cpu(torch.float32, 64, 64, backward=True), "native-cpu"),
+        (cpu(torch.float32, 64, 128, backward=True), "torch-cpu"),
+        (cpu(torch.float32, 128, 128, backward=True, grad_lse=True), "native-cpu"),
+        (cpu(torch.bfloat16, 8, 8, backward=True), "torch-cpu"),
+        (cpu(torch.bfloat16, 8, 8, backward=True, single=False), "native-cpu"),  # which rounds once in all steps
+        (cpu(torch.float64, 8, 8, backward=True), "native-cpu"),
+    ):
+        assert choose_kernel(wanted)[0].name == name, wanted
+    shapes, place = [(1, 8, 2, 128)] * 3, {"world_size": 2, "transport": "shm", "arch": "cpu"}
+    provider = explain_for("ring_attention", *shapes, dtype=torch.float32, **place).provider
+    assert provider is not None and provider.name == "native-cpu"
+    assert "; its backward by torch-cpu: " in provider.reason and "by the dispatch table" in provider.reason
+    table.with_name("bad.json").write_text(json.dumps({"arch": {}, "attention": [{"kernel": "torch-cpu"}]}))
+    with pytest.raises(
+        ValueError, match=r"bad.json is not .* \(rule {'kernel': 'torch-cpu'} of attention needs kernel, "
+    ):
+        dispatch.load_table(str(table.with_name("bad.json")))
 
 
 def test_a_provider_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:

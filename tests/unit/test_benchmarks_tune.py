@@ -19,6 +19,11 @@ from fused_tp.runtime import dispatch
 pytestmark = pytest.mark.full
 
 
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_measure_kernels", lambda *_: {})
+
+
 def test_who_takes_the_incumbents_place() -> None:
     noisy = {"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.97, 1.1, 0.5]}
     assert challenge("plain", noisy) == "plain"
@@ -102,6 +107,34 @@ def test_a_table_elsewhere_says_how_to_use_it(tmp_path: Path, monkeypatch: pytes
     (line,) = said
     assert f"no choices changed; to use it: export FUSED_TP_TABLE='{tmp_path}/my tables/one.json'." in line
     assert dispatch.load_table(str(tmp_path / "my tables" / "one.json")) == dispatch.load_table()
+
+
+def test_the_kernels_of_attention_go_into_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "dispatch.json"
+    monkeypatch.setenv("FUSED_TP_TABLE", str(path))
+    monkeypatch.setattr(tune, "_measure", lambda *_: [])
+    native, torchs = (
+        {"native-cpu": [1.0] * 9, "torch-cpu": [2.0] * 9},
+        {"native-cpu": [2.0] * 9, "torch-cpu": [1.0] * 9},
+    )
+    measured = {("fp32", False): {64: native, 128: native}, ("fp32", True): {64: native, 128: torchs}}
+    monkeypatch.setattr(tune, "_measure_kernels", lambda *_: measured)
+    said: list[str] = []
+    tune.tune(path, 2, say=said.append)
+    assert (
+        said[0] == "attention backward/fp32/D=128: torch-cpu in place of native-cpu, in 0.50 [0.50, 0.50] of its time"
+    )
+    scope = {"dtypes": ["float32"], "backward": True}
+    assert json.loads(path.read_text())["attention"] == [
+        {"kernel": "native-cpu", "max_head_dim": 90, **scope},
+        {"kernel": "torch-cpu", **scope},
+    ]
+    monkeypatch.setenv("FUSED_TP_TABLE", str(path))
+    chosen = {dim: dispatch.attention_kernel(torch.float32, dim, backward=True) for dim in (64, 90, 91, 128)}
+    assert chosen == {64: "native-cpu", 90: "native-cpu", 91: "torch-cpu", 128: "torch-cpu"}
+    before = path.read_bytes()
+    tune.tune(path, 2, say=said.append)
+    assert path.read_bytes() == before and "no choices changed" in said[-1]
 
 
 def test_too_few_rounds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,10 @@ class KernelQuery:
     Attributes:
         plain: scores are scale * q.k, and nothing is dropped.
         grad_lse: the log-sum-exp has a gradient.
-        single: there is one step only, in one tile, so that what torch's kernels round is rounded once.
+        single: there is one step only, in one tile, so that what torch's kernels round is rounded once; or there are
+            steps of a few tiles, whose sums are in this dtype anyway.
         positive_scale: scale is above 0.
+        backward: gradients are computed.
     """
 
     device: torch.device
@@ -34,6 +36,7 @@ class KernelQuery:
     grad_lse: bool = False
     single: bool = True
     positive_scale: bool = True
+    backward: bool = False
 
 
 class Saved(NamedTuple):

@@ -16,7 +16,7 @@ from fused_tp.attention.kernels.torch_flash import plain_enough
 from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
-from fused_tp.runtime import settings
+from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.transport.base import accumulate_dtype
 
@@ -59,14 +59,16 @@ class NativeCpu(AttentionKernel):
         return AVAILABLE
 
     def deprioritized(self, query: KernelQuery) -> str:
-        if query.single and plain_enough(query) and not self.is_faster(query.dtype):
-            return "torch's kernels use this CPU's matrix tiles (AMX)"
-        return ""
+        return self.slower_because(query) if query.single and plain_enough(query) else ""
 
-    def is_faster(self, dtype: torch.dtype) -> bool:
-        """Whether it is faster here than torch's kernels, which use matrix tiles (AMX) where the CPU has them."""
-        tiles: bool = _core.has_matrix_tiles()
-        return not (dtype == torch.bfloat16 and tiles)
+    def slower_because(self, query: KernelQuery) -> str:
+        """Why torch's kernels are faster here: by the dispatch table, else because they use matrix tiles (AMX)."""
+        head_dim = max(query.head_dim, query.v_head_dim)
+        measured = dispatch.attention_kernel(query.dtype, head_dim, query.backward)
+        if measured is not None:
+            return "" if measured == self.name else "torch's kernels are faster here by the dispatch table"
+        tiles: bool = query.dtype == torch.bfloat16 and _core.has_matrix_tiles()
+        return "torch's kernels use this CPU's matrix tiles (AMX)" if tiles else ""
 
     def forward(
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False

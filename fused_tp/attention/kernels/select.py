@@ -1,8 +1,9 @@
 """Which kernel computes the steps of a call: the first in the order of KERNELS that can, or FUSED_TP_ATTENTION's.
 
 The order holds what was measured: on CPUs the native kernels are the fastest but for bf16 where torch's have matrix
-tiles (AMX). On GPUs nothing has been measured yet: Triton's kernels round once however many steps there are, torch's
-once each tile of a step; so torch's serve what is a single one.
+tiles (AMX), or where a dispatch table says otherwise (`fused-tp bench --tune` measures it). On GPUs nothing has been
+measured yet: Triton's kernels round once however many steps there are, torch's once each tile of a step; so torch's
+serve what is a single one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def choose_kernel(query: KernelQuery) -> tuple[AttentionKernel, str]:
     Raises:
         ValueError: FUSED_TP_ATTENTION names none, or one that cannot.
     """
-    return _choose(query, forced_kernel())
+    return _choose(query, forced_kernel(), settings.table_path())
 
 
 def forced_kernel() -> str | None:
@@ -46,15 +47,19 @@ def forced_kernel() -> str | None:
     return forced
 
 
-def kernel_for(q: Tensor, v: Tensor, scores: Scores, *, grad_lse: bool = False, single: bool = True) -> AttentionKernel:
+def kernel_for(
+    q: Tensor, v: Tensor, scores: Scores, *, grad_lse: bool = False, single: bool = True, backward: bool = False
+) -> AttentionKernel:
     """The kernel for q and v [B, S, H, D]."""
+    dims = q.shape[-1], v.shape[-1]
     return choose_kernel(
-        KernelQuery(q.device, q.dtype, q.shape[-1], v.shape[-1], scores.plain, grad_lse, single, scores.scale > 0)
+        KernelQuery(q.device, q.dtype, *dims, scores.plain, grad_lse, single, scores.scale > 0, backward)
     )[0]
 
 
 @lru_cache(maxsize=256)
-def _choose(query: KernelQuery, forced: str | None) -> tuple[AttentionKernel, str]:
+def _choose(query: KernelQuery, forced: str | None, table: str | None) -> tuple[AttentionKernel, str]:
+    """`table`: the one in force, which kernels read by themselves; here it tells calls apart."""
     if forced is not None:
         # Only ranks whose log-sum-exp has a gradient know of it, in the backward: it must not make them alone raise.
         available = KERNELS[forced].available(replace(query, grad_lse=False))
