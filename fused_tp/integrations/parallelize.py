@@ -15,6 +15,7 @@ from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import Style, check_head_counts, resolve_plan
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding
 from fused_tp.integrations.state_dict import check_buffers, materialize
+from fused_tp.ops.arguments import check_bool
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -101,6 +102,7 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
+    check_bool(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, grad_sync=grad_sync)
     tp_mesh, cp_mesh = _find_dims(mesh, tp_dim, cp_dim)
     if tp_mesh is None and (sequence_parallel or loss_parallel):
         asked = "sequence_parallel" if sequence_parallel else "loss_parallel"

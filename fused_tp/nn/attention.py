@@ -28,6 +28,7 @@ from fused_tp.nn.linear import (
 from fused_tp.nn.local_attention import attention_with_mask, local_attention
 from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local, shard_parameter
+from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.attention_arguments import checked_softcap, checked_window, on_host
 from fused_tp.ops.context_parallel_decode import DecodeArguments, decode
 from fused_tp.ops.ring_attention import attention_over
@@ -170,6 +171,7 @@ class ParallelAttention(nn.Module):
         check_positive("head_dim", head_dim)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
+        check_bool(qk_norm=qk_norm, causal=causal, sinks=sinks)
         check_layout(cp_layout, documents=True)
         checked_window(window)
         world_size = check_mesh(mesh).size()

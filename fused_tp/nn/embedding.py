@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from fused_tp.nn.linear import check_positive, check_sequence_dim
 from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local, shard_parameter, shard_rows
+from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.collectives import all_reduce, reduce_scatter
 
 
@@ -57,6 +58,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         check_positive("num_embeddings", num_embeddings)
         check_positive("embedding_dim", embedding_dim)
+        check_bool(sequence_parallel=sequence_parallel)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx is {padding_idx}; it must be one of the {num_embeddings} embeddings.")
         self.mesh = check_mesh(mesh)
@@ -151,9 +153,9 @@ def lookup(
 
 
 def check_integer_ids(ids: Tensor) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, not {given}.")
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.layout is not torch.strided:
+        given = f"{ids.dtype} with {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, dense, not {given}.")
 
 
 def check_ids_inside(ids: Tensor, num_embeddings: int) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard
 from fused_tp.nn.norm import reduce_grad
 from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local, shard_parameter
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
+from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.collectives import gather, scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
@@ -67,6 +68,7 @@ class _ParallelLinear(nn.Module):
         super().__init__()
         check_positive("in_features", in_features)
         check_positive("out_features", out_features)
+        check_bool(bias=bias, sequence_parallel=sequence_parallel)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"dtype must be a floating point type, not {dtype}.")
         self.mesh = check_mesh(mesh)
@@ -178,6 +180,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         **keywords: Unpack[LayerKeywords],
     ) -> None:
+        check_bool(gather_output=gather_output)
         super().__init__(in_features, out_features, bias, **keywords)
         self.gather_output = gather_output
         self._shared: tuple[SharedGather, int] | None = None  # with this layer's index in it; set by share_gather
@@ -226,6 +229,7 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = True,
         **keywords: Unpack[LayerKeywords],
     ) -> None:
+        check_bool(input_is_parallel=input_is_parallel)
         if keywords.get("sequence_parallel") and not input_is_parallel:
             # x cut by sequence and y cut by sequence would be a plain linear layer with a needless all-to-all.
             raise ValueError(

@@ -20,6 +20,7 @@ from fused_tp.nn.linear import (
     linear_of,
 )
 from fused_tp.nn.sharding import Memo
+from fused_tp.ops.arguments import check_bool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -77,6 +78,7 @@ class ParallelMLP(nn.Module):
         super().__init__()
         check_positive("hidden_size", hidden_size)
         check_positive("intermediate_size", intermediate_size)
+        check_bool(gated=gated)
         self.activation = _activation(activation)
         self._names: tuple[str | None, str, str] = ("gate_proj" if gated else None, "up_proj", "down_proj")
 

@@ -7,7 +7,16 @@ from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, resized, spread, token_dim, total_size
+from fused_tp.ops.arguments import (
+    as_lists,
+    bias_grads,
+    check_bool,
+    checked_linears,
+    resized,
+    spread,
+    token_dim,
+    total_size,
+)
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_identity
 from fused_tp.runtime.partition import SymInt
@@ -135,6 +144,7 @@ class _Grads(NamedTuple):
 
 def _prepare(a: _Args) -> _Args:
     x_shard, weights, biases = checked_linears("x_shard", *a[:4], least_dims=2)
+    check_bool(return_gathered=a.return_gathered)
     dim = token_dim("gather_dim", a.gather_dim, "x_shard", x_shard)
     _, size, rank = group_identity(a.group)
     total = total_size("gather_size", a.gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")

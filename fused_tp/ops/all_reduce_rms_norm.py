@@ -10,6 +10,7 @@ from torch import Tensor
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor, checked_number
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
+from fused_tp.schedules.gemm import as_rows
 from fused_tp.transport.base import accumulate_dtype
 
 
@@ -91,7 +92,7 @@ def rms_norm_backward(d_normed: Tensor, new_residual: Tensor, norm_weight: Tenso
     h_hat = h * scale
     d_hat = d * norm_weight.to(dtype)
     d_h = scale * (d_hat - h_hat * (d_hat * h_hat).mean(-1, keepdim=True))
-    d_weight = (d * h_hat).flatten(0, -2).sum(0)
+    d_weight = as_rows(d * h_hat).sum(0)
     return d_h, d_weight
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from fused_tp.runtime.partition import shard_range
@@ -19,13 +20,29 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def check_local(name: str, t: Any) -> None:
-    """A tensor that is this rank's own, of any dtype."""
+    """A dense tensor that is this rank's own, of any dtype."""
     if type(t) is Tensor or type(t) is Parameter:
+        if not is_dynamo_compiling():
+            _check_memory(name, t)
         return
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
     if hasattr(t, "to_local"):  # importing DTensor to ask for it costs every program 0.6 s
         raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's part of it, {name}.to_local().")
+
+
+def _check_memory(name: str, t: Tensor) -> None:
+    """Memory that holds what `t` shows: native code and peers read it."""
+    if t.layout is not torch.strided or t.is_nested:
+        kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.").removeprefix("_")
+        raise TypeError(f"{name} is a {kind} tensor; pass a dense one ({name}.to_dense(), or a nested one padded).")
+    if t.is_quantized:
+        raise TypeError(f"{name} is quantized; pass {name}.dequantize().")
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if not torch._C._are_functorch_transforms_active():
+            raise TypeError(f"{name} has left a transform of torch.func, which its numbers depend on; return it first.")
+    elif not t.is_meta and t.numel() and not (t.data_ptr() or t._is_zerotensor()):
+        raise ValueError(f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed; fill it again first.")
 
 
 def check_tensor(name: str, t: Any, *, least_dims: int = 1) -> None:
@@ -176,6 +193,8 @@ def check_int(name: str, value: Any, least: int | None = None, what: str = "") -
         raise TypeError(f"{name} must be an int, not {type(value).__name__}.")
     if least is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}{what}.")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} is {value}; it must fit in 64 bits.")
 
 
 def check_integers(name: str, t: Any) -> None:
@@ -194,10 +213,11 @@ def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed
     return float(value)
 
 
-def check_bool(name: str, value: Any) -> None:
-    """True or False, and not what only counts as one of them: "False" counts as True."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, not {type(value).__name__}.")
+def check_bool(**given: Any) -> None:
+    """True or False, by name, and not what only counts as one of them: "False" counts as True."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, not {type(value).__name__}.")
 
 
 def total_size(name: str, given: Any, length: int, world_size: int, rank: int, what: str) -> int:

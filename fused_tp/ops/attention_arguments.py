@@ -129,7 +129,7 @@ def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: i
         TypeError, ValueError: one of them does not fit.
     """
     check_heads(q, k, v)
-    check_bool("causal", given.causal)
+    check_bool(causal=given.causal)
     bounds, bounds_kv = on_host("cu_seqlens", given.cu_seqlens), on_host("cu_seqlens_kv", given.cu_seqlens_kv)
     layout, seq_len_kv = given.layout, cast("int | None", given.seq_len_kv)
     check_layout(layout, documents=bounds is not None)
@@ -274,6 +274,8 @@ def checked_window(window: Any) -> tuple[int, int]:
         raise TypeError(f"window must be (left, right), how many keys on each side a query sees, not {window!r}.")
     if not all(map(is_int, window)):
         raise TypeError(f"window is {tuple(window)}; each side must be an int, and -1 where there is no limit.")
+    for side in window:
+        check_int("window", side)  # of 64 bits
     if min(window) < UNLIMITED:
         raise ValueError(f"window is {tuple(window)}; each side must be at least 0, or -1 for no limit.")
     left, right = window

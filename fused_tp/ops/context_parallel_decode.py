@@ -179,6 +179,8 @@ def context_parallel_decode(
     Scalable Million-Token Inference", arXiv:2411.01783; pages: Kwon et al., PagedAttention, arXiv:2309.06180.
     """
     check_keywords("context_parallel_decode", keywords, SCORE_KEYWORDS)
+    if type(return_lse) is not bool:  # no frame of its own in decoding
+        check_bool(return_lse=return_lse)  # type: ignore[unreachable]
     given: dict[str, Any] = {"block": block, "group": group, **keywords}
     out, lse = decode(DecodeArguments(q, k_cache_shard, v_cache_shard, cache_seqlens, page_table, **given))
     return (out, lse) if return_lse else out
@@ -213,7 +215,7 @@ def _checked(args: DecodeArguments, world_size: int) -> DecodeArguments:
     lengths, pages = _checked_integers("cache_seqlens", args.cache_seqlens, (args.q.shape[0],)).cpu(), args.page_table
     if pages is not None:
         pages = _checked_integers("page_table", pages, (args.q.shape[0], -1)).cpu()
-    check_bool("causal", args.causal)
+    check_bool(causal=args.causal)
     check_int("block", args.block, 1, ": how many tokens in a row lie on one rank")
     return checked_scores(args, args.q)._replace(cache_seqlens=lengths, page_table=pages, world_size=world_size)
 

@@ -186,7 +186,7 @@ class Op(Generic[A]):
             kind = type(value)
             if kind is Tensor or kind is Parameter:
                 try:
-                    key = key, value.shape, value.dtype, value.device
+                    key = key, value.shape, value.dtype, value.device, value.layout
                 except RuntimeError:  # a nested tensor has no shape: the checks refuse it
                     return self._call(values)
                 if grad_mode and value.requires_grad:
@@ -197,7 +197,7 @@ class Op(Generic[A]):
                 parts: list[Any] = []
                 for one in value:
                     if type(one) is Tensor or type(one) is Parameter:
-                        parts += one.shape, one.dtype, one.device
+                        parts += one.shape, one.dtype, one.device, one.layout
                         if grad_mode and one.requires_grad:
                             needs_grad = True
                     elif isinstance(one, Tensor):
@@ -224,7 +224,7 @@ class Op(Generic[A]):
             return repeatable(*given)
         for value in given:
             for one in value if type(value) is list else (value,):
-                if type(one) in _PLAIN and (one.is_neg() or one.is_conj() or one._is_zerotensor()):
+                if type(one) in _PLAIN and (one.is_neg() or one.is_conj() or not one.data_ptr()):
                     return self._call(values)
         if needs_grad:
             return self._with_grad(schedule, self.pack((*self._into_main_grads(given), name)))
@@ -256,6 +256,11 @@ class Op(Generic[A]):
                 "numbers, no traces. Call it with a batch, and differentiate by backward() or torch.autograd.grad."
             )
         args = self.pack((*given, GroupName(name)))
+        if self.key is not None and group_by_name(name).size > 1 and any(t.is_meta for t in _tensors(given)):
+            raise ValueError(
+                f"{self.name} was given tensors on the meta device, which hold no numbers to send; trace shapes over "
+                "several ranks under FakeTensorMode."
+            )
         schedule = self.select(args)
         if key is not None:
             self._remember(key, values, args, schedule)

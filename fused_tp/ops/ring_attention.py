@@ -16,7 +16,7 @@ from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
 from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 from fused_tp.attention.spec import AttentionArguments
-from fused_tp.ops.arguments import autocast_dtype, cast
+from fused_tp.ops.arguments import autocast_dtype, cast, check_bool
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     OutAndLseKeywords,
@@ -112,6 +112,7 @@ def ring_attention(
     Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv:2310.01889; the
     zigzag order of Zhu, "ring-flash-attention", 2024; Dao et al., FlashAttention, arXiv:2205.14135.
     """
+    check_bool(return_lse=return_lse)
     out, lse = RING_ATTENTION(q, k, v, *arguments_of(OP, keywords), group)
     return (out, lse) if return_lse else out
 

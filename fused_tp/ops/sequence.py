@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_length
 from fused_tp.attention.spec import read_bounds
-from fused_tp.ops.arguments import any_dim, check_int, check_local, resized
+from fused_tp.ops.arguments import any_dim, check_bool, check_int, check_local, resized
 from fused_tp.ops.attention_arguments import on_host, total_length
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime import settings
@@ -61,10 +61,11 @@ def sequence_positions(
     """
     bounds = _checked_documents(layout, cu_seqlens)
     check_int("seq_len", seq_len, least=0)
+    check_bool(within_documents=within_documents)
     if within_documents and bounds is None:
         raise ValueError("within_documents=True counts from where documents begin; pass cu_seqlens, which says where.")
     if bounds is not None:
-        positions: Tensor = SEQUENCE_POSITIONS(bounds, seq_len, layout, bool(within_documents), group)
+        positions: Tensor = SEQUENCE_POSITIONS(bounds, seq_len, layout, within_documents, group)
         return positions.to(torch.empty(0, device=device).device)  # the default device where None
     _, size, rank = group_identity(group)
     ranges = all_tokens(seq_len, size, layout)[rank].ranges

@@ -97,7 +97,7 @@ def sequence_balance(
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
     check_layout(layout, documents=bool(bounds))
     left_right = checked_window(window)
-    check_bool("causal", causal)
+    check_bool(causal=causal)
     mask = AttentionMask(length, length, causal, left_right, bounds, bounds)
     _, starts, stops = mask.seen(np.arange(length))
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(stops - starts)])

@@ -23,6 +23,7 @@ from fused_tp.ops.all_to_all import (
     check_shared,
     moved_columns,
 )
+from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     OutAndLseKeywords,
@@ -115,6 +116,7 @@ def attention_by_heads(
     The rank of number i in `inner` and r in `ring` holds part r * inner.size + i of the layout; where `strided`, part
     i * ring.size + r.
     """
+    check_bool(return_lse=return_lse)
     first, stride = (ring.rank, ring.size) if strided else (ring.rank * inner.size, 1)
     parts = inner.size * ring.size
     q, k, v, arguments = checked_call(q, k, v, arguments, parts, first + inner.rank * stride)
@@ -123,7 +125,7 @@ def attention_by_heads(
         out, lse = RING_ATTENTION.named(q, k, v, *arguments, ring.name)
         return (out, lse) if return_lse else out
     heads, columns = Heads(q.shape[2], k.shape[2], inner.size), moved_columns(q.shape, k.shape, v.shape)
-    given = (arguments.alibi_slopes is not None, arguments.sinks is not None, bool(return_lse))
+    given = (arguments.alibi_slopes is not None, arguments.sinks is not None, return_lse)
     exchange = HeadsExchange("qkk", heads.heads, heads.kv_heads, columns, *given, parts, first, stride)
     rest = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), inner.name)
     q, k, v = SEQUENCE_TO_HEADS.named([q, k, v], *exchange, *rest)

@@ -9,7 +9,7 @@ it: were a file that is rewritten read again, ranks would do that at different c
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -23,7 +23,6 @@ from fused_tp.runtime import settings
 
 SHIPPED = Path(__file__).with_name("dispatch.json")
 _LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
-_RULE_KEYS = _LIMITS | {"schedule", "chunks"}
 CHUNKED = frozenset({"copy_engine", "nccl_pipeline"})  # schedules that a rule may give a number of chunks
 
 
@@ -122,24 +121,58 @@ def load_table(path: str | None = None) -> dict[str, Any]:
     """
     file = SHIPPED if path is None else Path(path)
     try:
-        content = json.loads(file.read_text())
-        table = content["arch"]
-        for transports in table.values():
-            for ops in transports.values():
-                for rules in ops.values():
-                    for rule in rules:
-                        unknown = set(rule) - _RULE_KEYS
-                        if unknown or "schedule" not in rule:
-                            raise ValueError(f"rule {rule} needs a schedule and may have {sorted(_RULE_KEYS)}")
-                        chunks, chunked = rule.get("chunks", 1), rule["schedule"] in CHUNKED or "chunks" not in rule
-                        if not chunked or type(chunks) is not int or chunks < 1:
-                            raise ValueError(f"rule {rule}: chunks is a number from 1 on, for {sorted(CHUNKED)}")
-        for rule in content.get("attention", []):
-            if {*rule} - {"max_head_dim"} != {"kernel", "dtypes", "backward"}:
-                raise ValueError(f"rule {rule} of attention needs kernel, dtypes, backward and may have max_head_dim")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        content = _entries(json.loads(file.read_text()), "the file")
+        table = _entries(content.get("arch"), "arch")
+        for arch, transports in table.items():
+            for transport, ops in _entries(transports, arch).items():
+                for op, rules in _entries(ops, f"{arch}/{transport}").items():
+                    _check_rules(f"{arch}/{transport}/{op}", rules, ("schedule",), (*_LIMITS, "chunks"))
+        _check_rules("attention", content.get("attention", []), ("kernel", "dtypes", "backward"), ("max_head_dim",))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} is not a dispatch table ({error}); see {SHIPPED.name} for the format.") from error
-    return dict(table)
+    return table
+
+
+def _entries(level: Any, where: str) -> dict[str, Any]:
+    if not isinstance(level, dict):
+        raise ValueError(f"{where} is {level!r}; it must be an object of named entries")
+    return level
+
+
+# By key of a rule: whether a value fits, and what it is.
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "schedule": (lambda value: isinstance(value, str), "the name of a schedule"),
+    "kernel": (lambda value: isinstance(value, str), "the name of a kernel"),
+    "backward": (lambda value: isinstance(value, bool), "true or false"),
+    "dtypes": (
+        lambda value: (
+            isinstance(value, list) and all(isinstance(getattr(torch, str(x), None), torch.dtype) for x in value)
+        ),
+        "a list of names of dtypes",
+    ),
+    "world_sizes": (
+        lambda value: isinstance(value, list) and all(type(x) is int for x in value),
+        "a list of numbers of ranks",
+    ),
+    "chunks": (lambda value: type(value) is int and value > 0, f"a number from 1 on, for {sorted(CHUNKED)}"),
+    **dict.fromkeys(
+        ("max_m", "max_bytes", "max_head_dim"),
+        (lambda value: type(value) in (int, float) and value >= 0, "a number from 0 on"),
+    ),
+}
+
+
+def _check_rules(where: str, rules: Any, needs: Sequence[str], may: Sequence[str]) -> None:
+    if not isinstance(rules, list):
+        raise ValueError(f"{where} is {rules!r}; it must be a list of rules")
+    for number, rule in enumerate(rules):
+        of = f"rule {number} of {where}, {rule!r}"
+        if not isinstance(rule, dict) or set(rule) - {*needs, *may} or set(needs) - set(rule):
+            raise ValueError(f"{of}: it needs {', '.join(needs)} and may have {', '.join(sorted(may))}")
+        for key, value in rule.items():
+            fits, what = _VALUES[key]
+            if not fits(value) or (key == "chunks" and rule["schedule"] not in CHUNKED):
+                raise ValueError(f"{of}: {key} is {what}")
 
 
 @cache

@@ -134,7 +134,10 @@ def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
         choice = dispatch.choose(key, group.size, transport, group_arch(group, device), tuple(reasons))
         if choice.schedule not in SCHEDULES:
             names = ", ".join(SCHEDULES)
-            raise ValueError(f"The dispatch table names schedule {choice.schedule!r}; there are {names}.")
+            raise ValueError(
+                f"Dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}, names schedule "
+                f"{choice.schedule!r}; there are {names}."
+            )
         spec = SCHEDULES[choice.schedule]
         # Asked one after the other and not ahead of need, because the ranks must find out together.
         usable = spec.supports(key.op, key.dtype)

@@ -40,6 +40,22 @@ mm_norm = with_defaults(fused_tp.matmul_all_reduce_rms_norm, x=X, weight=W, resi
 ce = with_defaults(fused_tp.vocab_parallel_cross_entropy, logits_shard=LOGITS, target=TARGET)
 
 
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(x, 1.0, 0, torch.qint8)
+
+
+def freed(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def escaped(x: torch.Tensor) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+    torch.vmap(lambda row: (seen.append(row), row)[1])(x)
+    return seen[0]
+
+
 def linear_cases(op: Callable[..., Any], x: str) -> list[Refusal]:
     """What every op with x, weight and bias refuses."""
     return [
@@ -98,6 +114,14 @@ CASES: list[Refusal] = [
     *dim_cases(ag, "gather_dim", "x_shard"),
     (lambda: ag(gather_size=7), ValueError, "gather_size=7 cut over 1 ranks as torch.chunk does gives rank 0 7, but"),
     (lambda: ag(gather_size=-1), ValueError, "gather_size=-1 cut over 1 ranks"),
+    (lambda: ag(return_gathered=1), TypeError, "return_gathered must be a bool, not int."),
+    (lambda: ce(ignore_index=2**63), ValueError, "ignore_index is 9223372036854775808; it must fit in 64 bits."),
+    (lambda: ar(X.to_sparse()), TypeError, "x is a sparse_coo tensor; pass a dense one (x.to_dense(), or a nested"),
+    (lambda: ar(X.to_mkldnn()), TypeError, "x is a mkldnn tensor; pass a dense one"),
+    (lambda: ar(weight=torch.nested.as_nested_tensor([W])), TypeError, "weight is a nested tensor; pass a dense one"),
+    (lambda: fused_tp.shard_sequence(quantized(X), 0, group=None), TypeError, "x is quantized; pass x.dequantize()."),
+    (lambda: ar(weight=freed(W)), ValueError, "weight of shape (5, 4) has no memory: its storage was freed"),
+    (lambda: ar(escaped(X)), TypeError, "x has left a transform of torch.func"),
     (lambda: ag(gather_size=3.0), TypeError, "gather_size must be an int, not float."),
     *linear_cases(rs, "x"),
     *bias_cases(rs),
@@ -216,6 +240,14 @@ def test_keywords_of_inner_functions_are_unknown(op: Callable[..., Any], name: s
     q = torch.ones(1, 4, 2, 8)
     with pytest.raises(TypeError, match=f"^{op.__name__}\\(\\) got an unexpected keyword argument '{name}'"):
         op(q, q, q, group=None, **more, **{name: 1})
+
+
+def test_one_dim_has_gradients() -> None:
+    for op in (norm, mm_norm):
+        given = [R[0].clone().requires_grad_(), NW.clone().requires_grad_()]
+        args = {"partial": X[0, :1].expand(5)} if op is norm else {"x": X[0]}
+        normed, _ = op(**args, residual=given[0], norm_weight=given[1])
+        assert all(grad.shape == (5,) for grad in torch.autograd.grad(normed.sum(), given))
 
 
 def test_mesh_of_two_dims(monkeypatch: pytest.MonkeyPatch) -> None:
