@@ -503,12 +503,11 @@ def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         dist.destroy_process_group()
     else:
         for group in groups:
-            dist.destroy_process_group(group)
+            if group in _world.pg_map:  # it may have gone with the group that it is a part of
+                dist.destroy_process_group(group)
     groups.clear()
     for name, module in list(sys.modules.items()):
-        if name == "fused_tp.runtime.group":
-            module.drop_destroyed()
-        elif name.startswith("torch.distributed.tensor"):
+        if name.startswith("torch.distributed.tensor"):
             # Meshes of the same ranks are equal: DTensor would take the name of a destroyed group from its caches.
             for attribute, cached in list(vars(module).items()):
                 if isinstance(cached, functools._lru_cache_wrapper):

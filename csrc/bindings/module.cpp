@@ -72,18 +72,19 @@ class Memory {
   size_t bytes_;
 };
 
-// Memory of this rank's pool; goes back to the pool with the last tensor over it.
+// Memory of this rank's pool; goes back to the pool with the last tensor over it. It keeps no group, and with it the
+// segments of peers: results may outlive the group for as long as a caller likes.
 class PooledMemory : public Memory {
  public:
-  PooledMemory(std::shared_ptr<Group> group, size_t offset, size_t bytes)
-      : Memory(group->segment(group->rank()), group->segment(group->rank())->data() + offset, bytes),
-        group_(std::move(group)),
+  PooledMemory(Group& group, size_t offset, size_t bytes)
+      : Memory(group.segment(group.rank()), group.segment(group.rank())->data() + offset, bytes),
+        heap_(group.heap()),
         offset_(offset) {}
-  ~PooledMemory() override { group_->heap().release(offset_); }
+  ~PooledMemory() override { heap_->release(offset_); }
   size_t offset() const { return offset_; }
 
  private:
-  std::shared_ptr<Group> group_;
+  std::shared_ptr<shm::Heap> heap_;
   size_t offset_;
 };
 
@@ -150,16 +151,16 @@ void bind_group(py::module_& m) {
       .def_property_readonly("size", &Group::size)
       .def_property_readonly("calls", &Group::calls, "How many this rank has begun.")
       .def_property_readonly("waited_seconds", &Group::waited_seconds)
-      .def_property_readonly("bytes_in_use", [](Group& group) { return group.heap().bytes_in_use(); })
-      .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap().high_water(); })
+      .def_property_readonly("bytes_in_use", [](Group& group) { return group.heap()->bytes_in_use(); })
+      .def_property_readonly("high_water_bytes", [](Group& group) { return group.heap()->high_water(); })
       .def("close", &Group::close)
       .def("give_up", &Group::give_up, "because"_a,
            "Leaves the group: later calls of this rank raise, and peers that wait for it are told that it has left.")
       .def("dead_peer", &Group::dead_peer, "A peer whose process has ended, or -1.")
       .def(
           "allocate",
-          [](const std::shared_ptr<Group>& group, size_t bytes) {
-            return std::make_unique<PooledMemory>(group, group->allocate(bytes), bytes);
+          [](Group& group, size_t bytes) {
+            return std::make_unique<PooledMemory>(group, group.allocate(bytes), bytes);
           },
           NoGil())  // another thread may begin a call, and want the GIL while it waits
       .def(

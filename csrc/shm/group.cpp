@@ -117,7 +117,7 @@ Group::Group(int rank, int size, size_t reserve_bytes, std::function<double()> t
     throw GroupError("cannot reserve " + std::to_string(reserve_bytes) + " bytes of shared memory: at most " +
                      std::to_string(kMaxReserve) + " (FUSED_TP_SHM_RESERVE)");
   segments_[rank] = Segment::create(kHeapBegin + reserve_bytes);
-  heap_ = std::make_unique<Heap>(kHeapBegin, segments_[rank]->bytes());
+  heap_ = std::make_shared<Heap>(kHeapBegin, segments_[rank]->bytes());
 }
 
 void Group::connect(const std::vector<SegmentAddress>& addresses) {

@@ -95,7 +95,7 @@ class Group : public std::enable_shared_from_this<Group> {
   // Until `done`, bounded by the deadline.
   void wait_until(const Wait& wait);
 
-  Heap& heap() { return *heap_; }
+  const std::shared_ptr<Heap>& heap() { return heap_; }
   // A range of the heap; takes back what ended calls have left there first, if it must.
   size_t allocate(size_t bytes);
   // A peer whose process has ended, or -1.
@@ -135,7 +135,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::function<void()> interrupted_;
   std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<int> pidfds_;
-  std::unique_ptr<Heap> heap_;
+  std::shared_ptr<Heap> heap_;
   std::mutex mutex_;                                   // order of calls
   std::atomic<uint64_t> last_call_{0};                 // written with mutex_ held
   uint64_t own_ended_ = 0;                             // this rank has ended all calls up to here

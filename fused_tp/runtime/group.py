@@ -7,6 +7,7 @@ is the way back. Both directions are a dict lookup, since every op call pays for
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _pg_map, _resolve_process_group, _world
+
+from fused_tp.runtime.errors import FusedTPError
 
 GroupLike: TypeAlias = "ProcessGroup | DeviceMesh | None"
 T = TypeVar("T")
@@ -27,7 +30,8 @@ class Group:
     """The ranks that share an op. What modules keep for a group is in a `GroupSlot` of each.
 
     `process_group` is None where torch.distributed is not initialised (a world of one); `ranks` are the global ranks,
-    by group rank; `owned` are groups that were made for this one, and are destroyed once it has been.
+    by group rank; `owned` are groups that were made for this one, and are destroyed once it has been; `process` is that
+    which described it.
     """
 
     process_group: ProcessGroup | None
@@ -36,6 +40,18 @@ class Group:
     size: int
     ranks: tuple[int, ...]
     owned: list[ProcessGroup] = field(default_factory=list, repr=False)
+    process: int = field(default_factory=os.getpid, repr=False)
+
+    def check_process(self) -> None:
+        """Raises FusedTPError in a forked child, which has all that its parent has, and would take its rank's place."""
+        if self.size > 1 and self.process != os.getpid():
+            raise FusedTPError(
+                "This process is a fork of rank {rank} of group {group!r}; only the rank itself can call the group's "
+                "ops. Fork before init_process_group(), or start the process by spawn, and give it groups of its own.",
+                group=self.name,
+                rank=self.rank,
+                size=self.size,
+            )
 
 
 class GroupSlot(dict[Group, T]):
@@ -71,28 +87,62 @@ def _describe(process_group: ProcessGroup) -> Group:
     known = _groups.get(process_group)
     if known is not None:
         return known
-    drop_destroyed()
-    group = Group(
-        process_group=process_group,
-        name=process_group.group_name,
-        rank=process_group.rank(),
-        size=process_group.size(),
-        ranks=tuple(dist.get_process_group_ranks(process_group)),
-    )
-    _groups[process_group] = _groups[group.name] = group
+    name = process_group.group_name
+    if process_group not in _pg_map:
+        raise ValueError(f"group {name!r} has been destroyed; its ops cannot be called any more.")
+    ranks = _world.pg_group_ranks[process_group] = _Ranks(_world.pg_group_ranks[process_group])
+    process = 0 if process_group in _inherited else os.getpid()
+    group = Group(process_group, name, process_group.rank(), process_group.size(), tuple(ranks), process=process)
+    group.check_process()
+    weakref.finalize(ranks, _leave, group).atexit = False
+    _groups[process_group] = _groups[name] = group
     return group
 
 
-def drop_destroyed() -> None:
-    """Forgets the groups that torch has destroyed, with the memory that their ranks share and the groups they own."""
-    while gone := [key for key, one in _groups.items() if one.process_group not in _world.pg_map]:
-        for key in gone:
-            group = _groups.pop(key)
-            for slot in _slots:
-                slot.pop(group, None)
-            for owned in group.owned:
-                if owned in _world.pg_map:
-                    dist.destroy_process_group(owned)
+# -- groups that end --------------------------------------------------------------------------------------------------
+
+
+class _Ranks(dict[int, int]):
+    """A group's ranks as torch keeps them, of which a weak reference tells when torch drops them.
+
+    It does so within destroy_process_group, whoever calls that, and has no hook. A function of ours in its place would
+    miss those who have imported torch's; a look now and then, a rank that calls no op again.
+    """
+
+
+_on_destroy: list[Callable[[Group], None]] = []
+
+
+def on_destroy(leave: Callable[[Group], None]) -> Callable[[Group], None]:
+    """Have `leave(group)` called once torch has destroyed a group, before what is kept for it is dropped."""
+    _on_destroy.append(leave)
+    return leave
+
+
+def _leave(group: Group) -> None:
+    for key in (group.process_group, group.name):
+        if _groups.get(key) is group:
+            del _groups[key]
+    own = group.process == os.getpid()
+    for leave in _on_destroy if own else ():
+        leave(group)
+    for slot in _slots:
+        slot.pop(group, None)
+    for owned in group.owned if own else ():
+        if owned in _pg_map:
+            dist.destroy_process_group(owned)
+
+
+_inherited: set[ProcessGroup] = set()  # what this process has as a fork of a rank
+
+
+def _forked() -> None:
+    """In the child every call describes its group anew, and is refused there: calls of a rank compare no pids."""
+    _inherited.update(_pg_map)
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _process_group(group: object) -> ProcessGroup | None:

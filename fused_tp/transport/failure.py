@@ -16,6 +16,7 @@ to the store costs more than many an op.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -381,6 +382,16 @@ class GroupCalls:
 
 # The transports that count their calls of a group.
 _CALLS: GroupSlot[list[GroupCalls]] = GroupSlot(lambda group: [])
+
+
+def _forked() -> None:
+    """A child has its parent's connections, and would speak for its rank: what it may hold of a group refuses."""
+    for calls in (one for made in _CALLS.values() for one in made):
+        if calls.broken is None:
+            calls.broken = calls.error(FusedTPError, calls.last_call("a call"), ": this process is a fork of it.")
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def calls_of(group: Group) -> list[GroupCalls]:

@@ -90,7 +90,8 @@ def _has_closed(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
-    return dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=group, group_src=rank, tag=tag)
+    # Not by dist.irecv, which refuses a group that has been destroyed.
+    return group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, tag)
 
 
 # -- sends and receives, waited for in slices --------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import Tensor
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError, raised_midway
-from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.runtime.group import Group, GroupSlot, on_destroy
 from fused_tp.transport.store import exchange, first_reason, made_together
 
 _core: Any = None
@@ -391,6 +391,12 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
     tracing.add_wait_source(core_group, lambda core: core.waited_seconds)
     _open.add(core_group)
     return transport
+
+
+@on_destroy
+def _leave(group: Group) -> None:
+    if (transport := known_shm_transport(group)) is not None:
+        transport.core_group.give_up("its process group was destroyed")
 
 
 _open: weakref.WeakSet[Any] = weakref.WeakSet()

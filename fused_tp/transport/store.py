@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.runtime.group import Group, GroupSlot, on_destroy
 from fused_tp.transport.base import start_thread
 from fused_tp.transport.gloo import close_connections, closed_peers, serves_cpu
 
@@ -147,6 +147,7 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
             Or the store had died with its host before this rank could give anything.
         FusedTPError: that was so before. The ranks no longer mean the same by their calls.
     """
+    group.check_process()
     if (failed := _EXCHANGES[group].failed) is not None:
         raise FusedTPError(
             "Group {group!r} is unusable since its ranks failed to agree: {cause} " + _MAKE_A_NEW_ONE,
@@ -244,6 +245,14 @@ def _place(group: Group, store: dist.Store) -> str:
     return exchanges.place
 
 
+@on_destroy
+def _leave(group: Group) -> None:
+    """Peers that wait for this rank in an exchange, now or later, hear that it has destroyed the group."""
+    if group in _EXCHANGES and group.size > 1:
+        with contextlib.suppress(RuntimeError, NoAnswer):  # as in `publish_failure`
+            STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/left/{group.rank}", b""))
+
+
 def _set(store: dist.Store, key: str, value: bytes) -> None:
     store.set(key, value)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
 
@@ -332,7 +341,12 @@ class _Exchange:
             for rank in closed_peers(process_group):
                 self._closed_since.setdefault(rank, now)
         closed = [rank for rank, since in sorted(self._closed_since.items()) if now - since >= _LOST_SECONDS]
-        return [rank for rank in closed if absent is None or rank in absent]
+
+        def left(store: dist.Store) -> list[int]:
+            place = _place(self._group, store)
+            return [rank for rank in absent or () if store.check([f"{place}/left/{rank}"])]
+
+        return self._known(left) or [rank for rank in closed if absent is None or rank in absent]
 
     def _published(self) -> FusedTPError | None:
         """What a peer has failed with."""

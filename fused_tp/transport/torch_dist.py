@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.runtime.group import Group, GroupSlot, on_destroy
 from fused_tp.transport.base import (
     After,
     Done,
@@ -337,6 +337,15 @@ def torch_dist(group: Group, device_type: str) -> TorchDist:
     if device_type not in made:
         made[device_type] = TorchDist(group, device_type)
     return made[device_type]
+
+
+@on_destroy
+def _leave(group: Group) -> None:
+    """Closes its connections, as torch does once nobody holds the process group: peers may wait for this rank."""
+    for made in _TRANSPORTS.get(group, {}).values():
+        if made.broken is None:
+            made.broken = made.error(FusedTPError, made.last_call("a call"), ": its process group was destroyed.")
+            made._depart()
 
 
 def known_torch_dist(group: Group, device_type: str) -> TorchDist | None:

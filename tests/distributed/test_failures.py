@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,6 +36,7 @@ from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.torch_dist import torch_dist
 from tests.beside import beside
 from tests.distributed.schedule_cases import CPU, low_limits
+from tests.distributed.shm_tools import core_resources
 from tests.faults import (
     MATMULS,
     NOTICE_SECONDS,
@@ -244,29 +245,104 @@ def test_nothing_is_left_when_all_ranks_are_killed() -> None:
 
 def forked(_: Any, transport: str) -> str:
     """A rank forks a child, as data loaders do: the child may not speak for the rank, nor is its end the rank's."""
+    read, write = os.pipe()
     with group_on(transport) as group:
         run = calls_of(group, MATMULS)
-        run()
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.write(write, str(error_of(run)).encode())
-            del run
-            gc.collect()
-            atexit._run_exitfuncs()
-            os._exit(0)
-        os.waitpid(child, 0)
-        dist.barrier()
-        for _call in range(20):
-            run()
+        for _time in range(2):  # before the first call, and after it
+            child = os.fork()
+            if child == 0:
+                os.write(write, str(error_of(run)).encode())
+                dist.destroy_process_group(group)
+                del run
+                gc.collect()
+                atexit._run_exitfuncs()
+                os._exit(0)
+            os.waitpid(child, 0)
+            dist.barrier()
+            for _call in range(20):
+                run()
         return os.read(read, 10_000).decode()
 
 
-@on("one_sided", "nccl_pipeline")
+@on()
 def test_forked_child_does_not_speak_for_its_rank(transport: str) -> None:
     build_doubles(transport)
-    for rank, outcome in enumerate(fresh_ranks(3, forked, transport)):
-        assert f"a fork of rank {rank}" in outcome.unwrap()
+    for rank, outcome in enumerate(fresh_ranks(WORLD, forked, transport)):
+        assert outcome.unwrap().count(f"This process is a fork of rank {rank}") == 2
+
+
+# ---- destroyed -------------------------------------------------------------------------------------------------------
+
+ON_MEMORY_OR_GLOO = ("one_sided", "plain", "pipelined", "hierarchical")
+
+
+def destroys(_: Any, transport: str) -> list[tuple[float, Any]]:
+    """The last rank destroys a group that it has not used, one whose results it holds, and all; the others wait for its
+    next call. When, and what they say; of it what is left, with the result and without, and what its next call says."""
+    last, found = dist.get_rank() == WORLD - 1, []
+    for which in ("unused", "used", "all"):
+        before = core_resources()
+        with group_on(transport) as group:
+            run, kept = calls_of(group, MATMULS), []
+            if which != "unused":
+                for _op in MATMULS:
+                    run()
+                kept.append(fused_tp.matmul_all_reduce(torch.ones(4, 6), torch.ones(80_000, 6), group=group))
+            dist.barrier()
+            if not last:
+                with pytest.raises(PeerLostError) as raised:
+                    while True:
+                        run(lost=True)
+                found.append((time.monotonic(), str(raised.value)))
+            else:
+                time.sleep(0.2)  # the others wait, most likely
+                at = time.monotonic()
+                dist.destroy_process_group(None if which == "all" else group)
+                with_result = core_resources()
+                kept.clear()
+                again = "" if which == "unused" else str(error_of(fused_tp.all_reduce, torch.ones(1), group=group))
+                left = {what: count - before[what] for what, count in with_result.items()}, core_resources() == before
+                if which == "unused":
+                    del group, run  # what nobody has asked anything of only torch can close
+                found.append((at, (left, again)))
+        if which != "all":
+            dist.barrier()
+    time.sleep(2.0 if last else 0.0)  # its end would tell the others, too
+    return found
+
+
+@pytest.mark.parametrize(
+    "transport", ["one_sided", "plain", *(pytest.param(one, marks=pytest.mark.full) for one in TRANSPORTS[2:4])]
+)
+def test_destroyed_group_is_gone_for_all_ranks_at_once(transport: str) -> None:
+    *others, own = (one.unwrap() for one in fresh_ranks(WORLD, destroys, transport))
+    for number, (at, (left, again)) in enumerate(own):
+        noticed = [one[number][0] - at for one in others]
+        assert all(0 <= seconds < 2.0 for seconds in noticed), (number, noticed, others)
+        # A result that is kept has this rank's segment, and nothing of the peers'.
+        kept = int(transport == "one_sided" and number > 0)
+        assert left == ({"segments": kept, "pidfds": 0, "mappings": kept}, True), (number, left)
+        assert number == 0 or "was it destroyed?" in again
+
+
+def destroy_in_some_order(_: Any, order: Sequence[int]) -> None:
+    for transport in ("one_sided", "plain", "pipelined", "hierarchical"):
+        with group_on(transport) as group:
+            run = calls_of(group, MATMULS)
+            for _op in MATMULS:
+                run()
+            time.sleep(0.05 * order[dist.get_rank()])
+            dist.destroy_process_group(group)
+    group = dist.new_group(list(range(WORLD)))
+    fused_tp.all_reduce(torch.ones(1), group=group)
+    time.sleep(0.1 * order[dist.get_rank()])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), pytest.param((3, 2, 1, 0), marks=pytest.mark.full)])
+def test_ranks_destroy_in_any_order(order: Sequence[int]) -> None:
+    for outcome in fresh_ranks(WORLD, destroy_in_some_order, order):
+        outcome.unwrap()
 
 
 # ---- raising in the middle of an op ----------------------------------------------------------------------------------

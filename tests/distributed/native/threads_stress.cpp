@@ -63,7 +63,7 @@ void play(Group& group, int calls, unsigned seed) {
         for (size_t i = 0; i < count; ++i) require(mine[i] == 3 * value(i, 0, call) + 3, "sum_workspaces");
         std::fill(mine, mine + count, -1.0f);
         summing->end();
-        group.heap().release(offset);
+        group.heap()->release(offset);
         break;
       }
       default: {  // a few calls in flight, ended in another order
