@@ -7,6 +7,7 @@ function as a keyword argument, which transformers' models hand down unread.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fused_tp.attention.spec import read_bounds
 from fused_tp.integrations.forward_shard import ForwardShard
-from fused_tp.integrations.hf_attention import RING, has_eager, register_attention
+from fused_tp.integrations.hf_attention import has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
@@ -53,7 +54,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind = type(model).__name__
-    is_base = model.base_model is model
+    is_base = _is_base(model)
     asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
     if parallelism.shards_sequence:
         if not model._supports_attention_backend:
@@ -81,6 +82,11 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             "entropy of ForCausalLMLoss themselves. Compute another loss from the logits instead: call the model "
             "without labels."
         )
+    if parallelism.computes_loss and not is_base and not _calls_loss_function(model):
+        raise ValueError(
+            f"{kind}.forward computes its loss by other means than self.loss_function, which loss_parallel and cp_dim "
+            "replace by the loss over all ranks. Use neither, or give the class a forward that calls it."
+        )
     if not is_base and (parallelism.sequence_parallel or parallelism.loss_parallel):
         head = model.get_output_embeddings()
         name = next((name for name, module in model.named_modules() if module is head), None)
@@ -90,6 +96,20 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
                 f"{asked}=True needs the output layer of {kind} ({name!r}) cut by columns; add "
                 f"{{{name or 'lm_head'!r}: 'colwise_gather_output'}} to the plan."
             )
+
+
+def _is_base(model: nn.Module) -> bool:
+    """Whether `model` returns hidden states, and no logits or loss. (`model.base_model is model` says so also where
+    `base_model_prefix` names a part that a class does not have: Llama4ForCausalLM.)"""
+    return "labels" not in inspect.signature(model.forward).parameters
+
+
+def _calls_loss_function(model: nn.Module) -> bool:
+    """Whether the source of its forward says so; True where there is no source to read."""
+    try:
+        return "loss_function" in inspect.getsource(type(model).forward)
+    except (OSError, TypeError):
+        return True
 
 
 class TransformersSequence(SequenceSharding):
@@ -102,8 +122,11 @@ class TransformersSequence(SequenceSharding):
 
     def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__(model, parallelism)
-        self.is_base = model.base_model is model
+        self.is_base = _is_base(model)
         self.config = model.config
+        # RoBERTa's family counts positions from behind that of the padding.
+        counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
+        self._counts_positions: Any = next(counts, None)
 
     def adapt(self, model: PreTrainedModel) -> None:
         """Point the model's attention, masks and loss to ours. Its layers have been replaced."""
@@ -115,7 +138,7 @@ class TransformersSequence(SequenceSharding):
         save_whole(model)
         if parallelism.shards_sequence:
             _own_config(model)
-            model.config._attn_implementation = register_attention(model.config._attn_implementation)
+            model.config._attn_implementation = register_attention(model, self)
         if parallelism.computes_loss and not self.is_base:
             model.loss_function = self.global_loss(model.loss_function)
 
@@ -162,11 +185,15 @@ class TransformersSequence(SequenceSharding):
             arguments["position_ids"] = torch.cat(counted).to(source.device).unsqueeze(0)
 
     def entrances(self, model: nn.Module) -> list[nn.Module]:
-        base = getattr(model, "base_model", model)
-        return [] if base is model else [base]
+        return [module for module in model.modules() if module is not model and is_transformers_model(module)]
 
-    def default_positions(self, positions: Tensor) -> Tensor:
-        return positions.unsqueeze(0)
+    def default_positions(self, tokens: Tensor) -> Tensor:
+        counts = self._counts_positions
+        if counts is None:
+            return super().default_positions(tokens).unsqueeze(0)
+        given = "input_ids" if tokens.ndim == 2 else "inputs_embeds"
+        positions: Tensor = getattr(counts, f"create_position_ids_from_{given}")(tokens, counts.padding_idx)
+        return positions
 
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> CachedPass | None:
         held = arguments.get("past_key_values")
@@ -213,15 +240,13 @@ class TransformersSequence(SequenceSharding):
             or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
         )
 
-    def extra_arguments(self, shard: ForwardShard | None, cache: object | None) -> dict[str, Any]:
-        if not self.parallelism.shards_sequence:
-            return {}
+    def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
         if shard is None or shard.cp is None:
-            return {RING: cache}
+            return {}
         # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
         # packed documents.
         ones = torch.ones((shard.batch, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
-        return {RING: shard.cp, "attention_mask": ones}
+        return {"attention_mask": ones}
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from fused_tp.integrations.forward_shard import CpContext, running_forward
 from fused_tp.integrations.layers import holds_sharded_heads
+from fused_tp.integrations.sequence import SequenceSharding
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from fused_tp.integrations.hf_cache import CachedPass
 
-# The keyword argument that carries the CpContext, or the CachedPass, or None, to the attention function.
-RING = "context_parallel"
 PREFIX = "fused_tp_"
+SEQUENCE = "_fused_tp_sequence"  # of modules: the SequenceSharding of the model that they are in
 EAGER = "eager_attention_forward"  # what a file of models calls the attention that it runs by itself
 # Keyword arguments of attention functions that change the result and that the ring does not compute.
 UNSERVED = ("sinks", "position_bias", "head_mask", "cache")
@@ -36,14 +38,19 @@ class Window:
     sides: tuple[int, int]
 
 
-def register_attention(implementation: str) -> str:
-    """Make "fused_tp_<implementation>" known to transformers and return that name.
+def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> str:
+    """The name of what computes attention for `model`, known to transformers from here on.
 
-    It is ring attention in forward passes that are cut over context parallel ranks, and `implementation` in all others.
+    It is ring attention in forward passes that are cut over context parallel ranks, and the implementation that the
+    model has now in all others. It finds `sequence` by the module that calls it. Rejected: a keyword argument, which
+    not all models hand down to their attention.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    for module in model.modules():
+        setattr(module, SEQUENCE, sequence)
+    implementation: str = model.config._attn_implementation
     if implementation.startswith(PREFIX):  # the config of a parallel model, used for another
         return implementation
     name = PREFIX + implementation
@@ -84,14 +91,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
     kind = type(module).__name__
-    if running_forward() is None and RING not in kwargs:  # a module inside was called apart: see SequenceSharding
-        return own(module, query, key, value, attention_mask, **kwargs)
-    if RING not in kwargs:
-        raise ValueError(
-            f"{kind} does not pass keyword arguments on to its attention function, so attention over context or "
-            "sequence parallel ranks cannot reach it; use neither cp_dim nor sequence_parallel for this model."
-        )
-    over: CpContext | CachedPass | None = kwargs.pop(RING)
+    sequence: SequenceSharding | None = getattr(module, SEQUENCE, None)  # none in another model of the same config
+    over = None if sequence is None else _attends_over(sequence)
     if over is None:
         return own(module, query, key, value, attention_mask, **kwargs)
     for name in UNSERVED:
@@ -119,9 +120,36 @@ def _attention(
             f"{kind} is not causal, so its tokens would attend to the padding in attention_mask, which context "
             "parallel ranks do not mask. Use rows of equal length, or no cp_dim."
         )
+    query = _scaled_by_position(module, query, over)
     dropout = kwargs.get("dropout", 0.0)
     out = over.attention(query, key, value, dropout_p=dropout, heads_sharded=holds_sharded_heads(module), **how)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attends_over(sequence: SequenceSharding) -> CpContext | CachedPass | None:
+    """What the attention of a forward pass is shared over; None where each rank computes all of it."""
+    cp = sequence.state_now().cp
+    frame = running_forward()
+    if cp is not None or frame is None or frame.owner is not sequence:
+        return cp
+    return cast("CachedPass | None", frame.cache)
+
+
+def _scaled_by_position(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
+    """`query` [batch, heads, seq, head_dim] with the scale of its tokens' places in the whole sequence.
+
+    Llama 4's layers without rotary embeddings scale queries by log1p(floor((place + 1) / floor_scale)) * attn_scale + 1
+    (Llama4TextAttention of transformers), and count the place from the first token that they are given.
+    """
+    if not getattr(attention, "attn_temperature_tuning", False) or getattr(attention, "use_rope", True):
+        return query
+
+    def scales(places: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((places.float() + 1.0) / attention.floor_scale)) * attention.attn_scale + 1.0
+
+    given = torch.arange(query.shape[2], device=query.device)
+    change = scales(cp.positions(query.device)) / scales(given)
+    return (query * change.unsqueeze(-1)).to(query.dtype)
 
 
 def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
@@ -150,7 +178,8 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 "The model adds a mask of its own to attention, which context parallel ranks do not serve."
             )
         size = kwargs.get("local_size")
-        return None if size is None or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
+        # transformers' mask of a window of 0 shows nothing: the config means no window, and no layer uses the mask.
+        return None if not size or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
     if shard is None:
         return own(*args, **kwargs)
     # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.

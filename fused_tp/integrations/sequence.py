@@ -123,15 +123,15 @@ class SequenceSharding:
     def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
         """Make arguments mean in a forward pass that is too short to be cut what they mean in one that is cut."""
 
-    def default_positions(self, positions: Tensor) -> Tensor:
-        """`positions` [seq] in the shape that the model expects."""
-        return positions
+    def default_positions(self, tokens: Tensor) -> Tensor:
+        """The positions of `tokens`, those of the whole sequence, that the model counts where it is given none."""
+        return torch.arange(tokens.shape[1], device=tokens.device)
 
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> object | None:
         """The cache of this forward pass of `new` tokens, which is not cut, if each CP rank holds a part of it."""
         return None
 
-    def extra_arguments(self, shard: ForwardShard | None, cache: object | None) -> dict[str, Any]:
+    def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
         """More keyword arguments for the model's forward."""
         return {}
 
@@ -170,7 +170,7 @@ class SequenceSharding:
             self._history.note(self._state)
         self._switch_layers(self._state)
         enter_forward(self, shard, cache)
-        return (), {**arguments, **self.extra_arguments(shard, cache)}
+        return (), {**arguments, **self.extra_arguments(shard)}
 
     def _tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
         """The tokens, or their embeddings, and which argument holds them."""
@@ -255,13 +255,10 @@ class SequenceSharding:
         seq_len = tokens.shape[1]
         given = arguments.get(name)
         if given is None:
-            mine = torch.arange(seq_len, device=tokens.device) if cp is None else cp.positions(tokens.device)
-            arguments[name] = self.default_positions(mine)
-            return
+            given = self.default_positions(tokens)
         if given.shape[-1] != seq_len:
             raise ValueError(f"{name} has shape {tuple(given.shape)}; its last dim must be the {seq_len} tokens.")
-        if cp is not None:
-            arguments[name] = cp.shard(given, given.ndim - 1)
+        arguments[name] = given if cp is None else cp.shard(given, given.ndim - 1)
 
     def _shard_tokens(self, tokens: Tensor, cp: CpContext, own: bool) -> Tensor:
         if own:

@@ -1,0 +1,232 @@
+"""Every type of causal language model that transformers has, tiny, through `parallelize`: served, refused, or wrong.
+
+    python -m tests.integrations.sweep --out out/sweep [llama gpt_oss ...]
+
+Each type is made small and given random weights. A loss and all gradients of two ranks are compared with those of the
+whole model, for each of MODES. What comes out is one of:
+
+| outcome  | meaning                                                                                                |
+|----------|--------------------------------------------------------------------------------------------------------|
+| right    | the loss and every gradient are those of the whole model                                               |
+| refused  | `parallelize` raised ValueError or TypeError in its own words, and the model is as it was              |
+| late     | a refusal after the model, or something in it, was changed                                             |
+| wrong    | another loss, or another gradient                                                                      |
+| crashed  | an error in other words than ours                                                                      |
+| alone    | the whole model by itself does not run on this machine, or is too large to be made small by its config |
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fused_tp
+from fused_tp.integrations.parallelize import parallelize
+from tests.integrations.models import full
+from tests.workers import RanksFailed, run_ranks
+
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp": ("tp", {}),
+    "tp+sp": ("tp", {"sequence_parallel": True}),
+    "cp": ("cp", {}),
+}
+VOCAB = 128
+TOKENS = (2, 24)
+MOST_PARAMETERS = 8_000_000
+LOSS, GRADIENT = 2e-5, 2e-3  # differences; a gradient's relative to its largest element. Wrong ones are off by 1e-2.
+
+# Names that configs have for the same few sizes. A type is given those that its config knows.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "output_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 128),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_key_value_heads", "encoder_layers"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("n_group", "topk_group", "bos_token_id"), 1),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("pad_token_id", "num_nextn_predict_layers"), 0),
+    "eos_token_id": 2,
+    "is_decoder": True,
+    "use_cache": False,
+}
+DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
+RANDOM = ("dropout", "pdrop", "jitter")  # parts of names of what would draw numbers
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "llama4_text": {"floor_scale": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+}
+
+
+def small_config(kind_of_config: Any) -> Any:
+    """A config with few layers, at least one of each kind that it has, and small sizes."""
+    usual = kind_of_config()
+    known = {*usual.to_dict(), *getattr(kind_of_config, "attribute_map", {})}
+    depth = next((getattr(usual, name) for name in DEPTHS if isinstance(getattr(usual, name, None), int)), 2)
+    # Lists of one entry per layer: the first few layers that have one of each.
+    lists = {name: value for name, value in usual.to_dict().items() if isinstance(value, list) and len(value) == depth}
+    layers = 2
+    for value in lists.values():
+        words = [str(one) for one in value]
+        layers = max(layers, *(words.index(word) + 1 for word in set(words)))
+    layers = min(layers, 8)
+    sizes = {name: value for name, value in SMALL.items() if name in known}
+    sizes |= {name: layers for name in DEPTHS if name in known} | {name: v[:layers] for name, v in lists.items()}
+    sizes |= {name: 0.0 for name in known if any(part in name for part in RANDOM) and not name.startswith("is_")}
+    if "qk_rope_head_dim" in known:  # latent attention: head_dim is that of the rotated part
+        sizes |= {"head_dim": 8, "num_key_value_heads": 4}
+    sizes |= OWN_SIZES.get(kind_of_config.model_type, {})
+    for name, kind_of_part in kind_of_config.sub_configs.items():
+        if getattr(usual, name, None) is not None and hasattr(kind_of_part, "model_type"):
+            sizes[name] = small_config(kind_of_part)
+    return kind_of_config(**sizes)
+
+
+def make_model(kind: str) -> Any:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = small_config(CONFIG_MAPPING[kind])
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size:,} parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)  # norms of ones would hide wrong gradients
+    return model.float().train()
+
+
+def outline(model: nn.Module) -> dict[str, object]:
+    """What must be as before once a model has been refused."""
+    seen: dict[str, object] = {f"parameter {name}": id(p) for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+        seen[f"module {name}"] = type(module), hooks, tuple(sorted(vars(module)))
+    seen["attention"] = model.config._attn_implementation  # type: ignore[union-attr]  # of a transformers model
+    return seen
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether it was raised by a line of fused_tp as one of the refusals that it documents."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    inside = trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(fused_tp.__file__).parent))
+    return inside and isinstance(error, ValueError | TypeError | NotImplementedError)
+
+
+def compare(kind: str, mesh: DeviceMesh, keywords: dict[str, Any], expected: Any, tokens: Tensor) -> tuple[str, str]:
+    """The outcome for one type and mode, and what there is to say of it."""
+    model = make_model(kind)
+    before = outline(model)
+    try:
+        parallelize(model, mesh, **keywords)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if not is_ours(error):
+            return "crashed", said
+        return "refused" if outline(model) == before else "late", said
+    try:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    except Exception as error:
+        return "late" if is_ours(error) else "crashed", f"{type(error).__name__}: {error}"
+    whole_loss, gradients = expected
+    worst, where = 0.0, ""
+    for name, parameter in model.named_parameters():
+        wanted = gradients.get(name)
+        if parameter.grad is None or wanted is None:
+            other = wanted if parameter.grad is None else full(parameter.grad)
+            error = 0.0 if other is None or not bool(other.any()) else float("inf")
+        else:
+            scale = wanted.abs().max().clamp_min(1e-6)
+            error = float((full(parameter.grad) - wanted).abs().max() / scale)
+        if not error <= worst:
+            worst, where = error, name
+    off = abs(float(loss.detach()) - whole_loss)
+    cut = sum(p.numel() for p in model.parameters() if any(x.is_shard() for x in getattr(p, "placements", ())))
+    share = cut / sum(p.numel() for p in model.parameters())
+    said = f"loss {off:.0e}, gradient {worst:.0e} {where}, {share:.0%} of the parameters cut"
+    return "right" if off < LOSS and worst < GRADIENT else "wrong", said
+
+
+def sweep_rank(group: dist.ProcessGroup, kind: str) -> dict[str, tuple[str, str]]:
+    """Outcomes by mode, on this rank."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.manual_seed(2)
+    tokens = torch.randint(3, VOCAB, TOKENS)
+    try:
+        whole = make_model(kind)
+        loss = whole(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+    except Exception as error:
+        return dict.fromkeys(MODES, ("alone", f"{type(error).__name__}: {error}"))
+    expected = float(loss.detach()), {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    found = {}
+    for mode, (dim, keywords) in MODES.items():
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dim,))
+        found[mode] = compare(kind, mesh, keywords, expected, tokens)
+    return found
+
+
+def sweep(kind: str, ranks: int = 2) -> dict[str, tuple[str, str]]:
+    """Outcomes of all ranks by mode: the rank that fared worst."""
+    order = ["alone", "right", "refused", "late", "wrong", "crashed"]
+    try:
+        results = run_ranks(ranks, sweep_rank, kind, timeout=120)
+    except RanksFailed as error:  # also: one rank refused what another took, and waited for it
+        return dict.fromkeys(MODES, ("crashed", str(error)))
+    return {mode: max((one[mode] for one in results), key=lambda one: order.index(one[0])) for mode in MODES}
+
+
+def all_kinds() -> list[str]:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in CONFIG_MAPPING)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Every causal language model of transformers through parallelize.")
+    parser.add_argument("kinds", nargs="*", help="model types, such as llama; all of them where none is given")
+    parser.add_argument("--out", type=Path, required=True, help="folder for outcomes.json")
+    chosen = parser.parse_args()
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    outcomes: dict[str, dict[str, tuple[str, str]]] = {}
+    for kind in chosen.kinds or all_kinds():
+        outcomes[kind] = sweep(kind)
+        for mode, (outcome, said) in outcomes[kind].items():
+            print(f"{kind:24} {mode:6} {outcome:8} {' '.join(said.split())[:200]}", flush=True)
+        (chosen.out / "outcomes.json").write_text(json.dumps(outcomes, indent=1) + "\n")
+    counts = Counter((mode, outcome[0]) for modes in outcomes.values() for mode, outcome in modes.items())
+    for (mode, outcome), count in sorted(counts.items()):
+        print(f"{mode:6} {outcome:8} {count:4}")
+    return int(any(outcome in ("late", "wrong", "crashed") for _, outcome in counts))
+
+
+if __name__ == "__main__":
+    from tests.integrations import sweep as importable  # whose functions ranks can find
+
+    sys.exit(importable.main())
