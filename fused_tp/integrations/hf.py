@@ -19,6 +19,7 @@ from fused_tp.integrations.forward_shard import ForwardShard
 from fused_tp.integrations.hf_attention import has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.plan import Style, spec_of
+from fused_tp.integrations.readers import source_of_forward
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.nn import ColumnParallelLinear
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # What a model returns next to its logits on demand, of each token or of a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+# How a model asks transformers for a mask where attention could do without one: it will change the mask.
+OWN_MASK = "allow_is_causal_skip=False"
 PADDED_DOCUMENTS = (
     "attention_mask has padding in rows of packed documents; make the padding a document of its own and leave the mask "
     "out."
@@ -74,6 +77,10 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
                 f"{kind} has layers that mix tokens by other means than attention ({', '.join(others) or 'a state'}); "
                 f"{asked} does not serve them."
             )
+        if parallelism.cp_mesh is not None and any(
+            OWN_MASK in (source_of_forward(m) or "") for m in model.modules() if is_transformers_model(m)
+        ):
+            raise ValueError(f"{kind} adds a mask of its own to attention, which context parallel ranks do not serve.")
         if not is_base and model.loss_type != "ForCausalLM":
             raise ValueError(f"{kind} is neither a causal language model nor a base model; {asked} serves only these.")
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
@@ -82,7 +89,11 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             "entropy of ForCausalLMLoss themselves. Compute another loss from the logits instead: call the model "
             "without labels."
         )
-    if parallelism.computes_loss and not is_base and not _calls_loss_function(model):
+    if (
+        parallelism.computes_loss
+        and not is_base
+        and "loss_function" not in (source_of_forward(model) or "loss_function")
+    ):
         raise ValueError(
             f"{kind}.forward computes its loss by other means than self.loss_function, which loss_parallel and cp_dim "
             "replace by the loss over all ranks. Use neither, or give the class a forward that calls it."
@@ -102,14 +113,6 @@ def _is_base(model: nn.Module) -> bool:
     """Whether `model` returns hidden states, and no logits or loss. (`model.base_model is model` says so also where
     `base_model_prefix` names a part that a class does not have: Llama4ForCausalLM.)"""
     return "labels" not in inspect.signature(model.forward).parameters
-
-
-def _calls_loss_function(model: nn.Module) -> bool:
-    """Whether the source of its forward says so; True where there is no source to read."""
-    try:
-        return "loss_function" in inspect.getsource(type(model).forward)
-    except (OSError, TypeError):
-        return True
 
 
 class TransformersSequence(SequenceSharding):

@@ -7,34 +7,35 @@ change. Everything is decided from the plan before the first module is touched.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.integrations.plan import HEAD_PROJECTIONS, Style, embedding_scale, spec_of
+from fused_tp.integrations.readers import parameters_read
 from fused_tp.integrations.sequence import SequenceSharding
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.nn.norm import replicate_own
 from fused_tp.nn.sharding import Memo
 from fused_tp.nn.share_gather import share_gather
-from fused_tp.ops.collectives import scatter
+from fused_tp.ops.collectives import copy_to_group, scatter
 
 GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "wi_1"}
 
 
-def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parallel: bool) -> None:
-    """Refuse what `cut_layers` could not do, before it has done half of it.
+def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, sequence_parallel: bool) -> None:
+    """Refuse what `shard_layers` could not do over so many ranks, before it has done half of it.
 
     Raises:
         TypeError: a parameter is a DTensor already.
-        ValueError: tied weights that the plan cuts differently; with `sequence_parallel`, a module that would need the
-            whole sequence.
+        ValueError: tied weights that the plan cuts differently; a cut weight that is read by another module than its
+            own; with `sequence_parallel`, a module that would need the whole sequence.
     """
     dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
@@ -46,7 +47,17 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parall
                     "fully_shard or any other sharding."
                 )
             if not isinstance(style, ParallelStyle):
-                dims_of[id(parameter)][name] = spec_of(style).shard_dim
+                own = plan.get(_path(name, key), style)
+                dims_of[id(parameter)][name] = spec_of(own).shard_dim
+            if _path(name, key) in plan and parameter.shape[0] % ranks:
+                raise ValueError(
+                    f"{_path(name, key)!r} has {parameter.shape[0]} elements, which {ranks} tensor parallel ranks "
+                    "cannot share evenly."
+                )
+        if plan:
+            _check_reads(name, module, plan)
+        if style is not None and spec_of(style).shares_rotary:
+            _rotary_width(model, module)
         if sequence_parallel:
             _check_runs_on_parts(name, module, style)
     for dims in dims_of.values():
@@ -59,6 +70,29 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], *, sequence_parall
             )
 
 
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _check_reads(name: str, module: nn.Module, plan: Mapping[str, Style]) -> None:
+    """Refuse a plan that cuts what code of `module` reads as if it were whole."""
+    for parameter in parameters_read(module, by_forward=True):
+        owner = _path(name, parameter.rpartition(".")[0])
+        if spec_of(plan.get(owner)).shard_dim is not None:
+            raise ValueError(
+                f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, and the plan cuts it: {owner!r} has "
+                f"the style {plan[owner]!r}. Leave {owner!r} out of the plan, and what is tied to it."
+            )
+
+
+def _rotary_width(model: Any, layer: nn.Module) -> int:
+    config = getattr(layer, "config", None) or model.config
+    width = getattr(config.get_text_config(), "qk_rope_head_dim", None)
+    if not isinstance(width, int):
+        raise ValueError("The style 'mla_kv_a_proj' needs qk_rope_head_dim in the model's config; it has none.")
+    return width
+
+
 def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> None:
     """Between embedding and head a rank has a part of the sequence: what runs there must treat tokens one by one."""
     kind = type(module).__name__
@@ -67,7 +101,7 @@ def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> N
             f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
             "parallelize knows what each module does with the sequence."
         )
-    if spec_of(style).splits_input:
+    if spec_of(style).splits_input or spec_of(style).shares_rotary:
         raise ValueError(
             f"{name!r} has the style {style!r}, which takes whole sequences; pass sequence_parallel=False."
         )
@@ -83,11 +117,16 @@ def shard_layers(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceSharding, memo: Memo
 ) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
+    modules = dict(model.named_modules())
     for name, style in plan.items():
-        module: Any = model.get_submodule(name)  # check_style has seen that it is what its style needs
+        module: Any = modules.get(name)  # check_style has seen that it is what its style needs
+        if module is None:
+            continue  # a parameter: see `replicate_parameters`
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
             continue
+        if spec_of(style).shares_rotary:
+            module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(model, module)))
         convert = spec_of(style).convert
         if convert is None:
             continue
@@ -108,6 +147,11 @@ def shard_layers(
 
 def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output * torch.tensor(scale, dtype=output.dtype).item()  # rounded as transformers rounds it
+
+
+def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+    latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
+    return torch.cat([latent, copy_to_group(rotary, group=mesh)], dim=-1)
 
 
 def holds_sharded_heads(attention: nn.Module) -> bool:
@@ -173,9 +217,10 @@ def _take_part(
 def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
     """Let q, k and v, and gate and up, read their common input by one op."""
     families: dict[tuple[Any, ...], list[ColumnParallelLinear]] = defaultdict(list)
+    modules = dict(model.named_modules())
     for name in plan:
         parent, _, leaf = name.rpartition(".")
-        layer = model.get_submodule(name)
+        layer = modules.get(name)
         # In cross-attention q reads another tensor than k and v do.
         crosses = "cross" in parent or "encoder_attn" in parent
         if isinstance(layer, ColumnParallelLinear) and leaf in HEAD_PROJECTIONS | GATED_PROJECTIONS and not crosses:
@@ -191,14 +236,21 @@ def replicate_parameters(
     """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
 
     FSDP2, clip_grad_norm_ and checkpoints want all parameters of a model on the same mesh. The modules' own forward
-    keeps computing on plain tensors. Where a rank's gradient covers only its heads (style
-    "replicated_with_grad_allreduce") or its part of the sequence, backward sums it over the ranks.
+    keeps computing on plain tensors, those that it reads of other modules included. Where a rank's gradient covers only
+    its heads (style "replicated_with_grad_allreduce") or its part of the sequence, backward sums it over the ranks.
     """
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+
+    def sums(name: str) -> Callable[[], bool]:
         # Token ids are whole on every rank: an embedding computes the whole sequence, and the rank takes its part.
-        embeds = isinstance(module, nn.Embedding)
-        sums = partial(_sums_gradient, sequence, spec_of(plan.get(name)).sums_gradient, embeds)
-        if replicate_own(module, mesh, memo, sums=sums) and embeds:
+        embeds = isinstance(modules[name], nn.Embedding)
+        return partial(_sums_gradient, sequence, spec_of(plan.get(name)).sums_gradient, embeds)
+
+    for name, module in modules.items():
+        cut = {key: Shard(0) for key in module._parameters if _path(name, key) in plan}
+        read = {p: sums(_path(name, p.rpartition(".")[0])) for p in parameters_read(module)}
+        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=read)
+        if held and isinstance(module, nn.Embedding):
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 
 

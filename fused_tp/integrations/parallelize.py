@@ -12,7 +12,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
 from fused_tp.integrations.layers import check_layers, replicate_parameters, shard_layers
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
-from fused_tp.integrations.plan import Style, check_head_counts, resolve_plan
+from fused_tp.integrations.plan import (
+    Style,
+    check_head_counts,
+    resolve_plan,
+    settle_between,
+    warn_of_small_share,
+)
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding
 from fused_tp.integrations.state_dict import check_buffers, materialize
 from fused_tp.ops.arguments import check_bool
@@ -79,11 +85,13 @@ def parallelize(
     Args:
         model: a transformers model or any nn.Module; `fused_tp.integrations.plain` has the contract of the latter.
         mesh: DeviceMesh with named dims, at least one of `tp_dim` and `cp_dim`. Others, such as "dp", are left alone.
-        tp_dim, cp_dim: the names of the dims; one that the mesh does not have counts as size 1.
+        tp_dim, cp_dim: the names of the dims; one that the mesh does not have counts as size 1. A dim of size 1 cuts
+            nothing and needs no plan.
         plan: "auto" reads the model's `tp_plan`; else {module name, `*` for one part of it: style}, a style being one
             of transformers' words ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise",
             "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only
-            this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce".
+            this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce". The name of a parameter of one
+            dim (attention sinks) takes "colwise".
         sequence_parallel: also cut the residual stream and the norms, which saves their memory; any sequence length.
         loss_parallel: leave the logits cut by vocabulary and compute the loss over the ranks.
         grad_sync: see above.
@@ -106,7 +114,9 @@ def parallelize(
     tp_mesh, cp_mesh = _find_dims(mesh, tp_dim, cp_dim)
     if tp_mesh is None and (sequence_parallel or loss_parallel):
         asked = "sequence_parallel" if sequence_parallel else "loss_parallel"
-        raise ValueError(f"{asked}=True needs tensor parallel ranks, and mesh has no dim {tp_dim!r}.")
+        if tp_dim not in (mesh.mesh_dim_names or ()):
+            raise ValueError(f"{asked}=True needs tensor parallel ranks, and mesh has no dim {tp_dim!r}.")
+        sequence_parallel = loss_parallel = False  # over one rank there is nothing to cut
     if hasattr(model, _DONE):
         raise TypeError("model has been parallelized already; start from the whole model.")
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync)
@@ -116,10 +126,12 @@ def parallelize(
     # that is needed.
     has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else {}
-    check_layers(model, resolved, sequence_parallel=sequence_parallel)
-    check_buffers(model, hf=hf)
     if tp_mesh is not None:
+        resolved = settle_between(model, resolved)
         check_head_counts(model, resolved, tp_mesh.size())
+    ranks = 1 if tp_mesh is None else tp_mesh.size()
+    check_layers(model, resolved, ranks, sequence_parallel=sequence_parallel)
+    check_buffers(model, hf=hf)
     sequence: SequenceSharding
     if hf:
         check_transformers_model(model, resolved, parallelism)
@@ -129,6 +141,7 @@ def parallelize(
         sequence = PlainSequence(model, parallelism, resolved)
 
     if tp_mesh is not None:
+        warn_of_small_share(model, resolved)
         memo = WeakIdKeyDictionary()
         shard_layers(model, tp_mesh, resolved, sequence, memo)
         replicate_parameters(model, tp_mesh, resolved, sequence, memo)
@@ -141,7 +154,7 @@ def parallelize(
 
 
 def _find_dims(mesh: DeviceMesh, tp_dim: str, cp_dim: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The 1-D meshes of both dims; None for one that is missing, or for context parallelism over one rank."""
+    """The 1-D meshes of both dims; None for one that is missing or has one rank."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh must be a DeviceMesh, not {type(mesh).__name__}; see torch.distributed.init_device_mesh."
@@ -157,6 +170,5 @@ def _find_dims(mesh: DeviceMesh, tp_dim: str, cp_dim: str) -> tuple[DeviceMesh |
         )
     if mesh.get_coordinate() is None:
         raise ValueError("mesh does not contain this rank; only its members can hold a part of the model.")
-    tp_mesh = mesh[tp_dim] if tp_dim in names else None
-    cp_mesh = mesh[cp_dim] if cp_dim in names else None
-    return tp_mesh, cp_mesh if cp_mesh is not None and cp_mesh.size() > 1 else None
+    tp_mesh, cp_mesh = (mesh[dim] if dim in names and mesh[dim].size() > 1 else None for dim in (tp_dim, cp_dim))
+    return tp_mesh, cp_mesh

@@ -135,7 +135,7 @@ def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> li
     parents = {
         name.rpartition(".")[0]
         for name, spec in specs.items()
-        if spec.needs is not nn.Embedding and not spec.gathers_output
+        if spec.shard_dim is not None and spec.needs is not nn.Embedding and not spec.gathers_output
     }
     if parents:
         return [model.get_submodule(name) for name in sorted(parents)]

@@ -1,11 +1,13 @@
 """Which module of a model is cut how: names and styles, checked in full before the first module is touched.
 
-A plan maps module names to styles. `*` in a name matches one part between dots ("model.layers.*.mlp.up_proj"), as in
-transformers' `tp_plan` and in `parallelize_module`. Styles are transformers' words, or torch's `ParallelStyle` objects.
+A plan maps names of modules, and of parameters of one dim, to styles. `*` in a name matches one part between dots
+("model.layers.*.mlp.up_proj"), as in transformers' `tp_plan` and in `parallelize_module`. Styles are transformers'
+words, or torch's `ParallelStyle` objects.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -32,6 +34,8 @@ class StyleSpec:
         gathers_output: every rank gets all output features.
         splits_input: the module is given all input features, and with them the whole sequence.
         sums_gradient: the module sees a part of the heads, so that a rank's gradient is one term of a sum.
+        shares_rotary: the last qk_rope_head_dim features of the output go to all heads, past the layer that is cut by
+            heads: each rank finds the gradient of its own heads, which is summed.
     """
 
     needs: type[nn.Module] = nn.Module
@@ -40,6 +44,7 @@ class StyleSpec:
     gathers_output: bool = False
     splits_input: bool = False
     sums_gradient: bool = False
+    shares_rotary: bool = False
 
 
 WHOLE = StyleSpec()
@@ -50,6 +55,8 @@ STYLES = {
     "colwise_gather_output": _GATHERED,
     "colwise_rep": _GATHERED,
     "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
+    "local_params": WHOLE,  # next to entries for the module's own parameters
+    "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
     "replicate": WHOLE,
     "replicated_with_grad_allreduce": StyleSpec(sums_gradient=True),
     "rowwise": StyleSpec(nn.Linear, RowParallelLinear.from_linear, 1),
@@ -65,7 +72,10 @@ def spec_of(style: Style | None) -> StyleSpec:
 
 
 # What people call the projections whose output is split into heads, and the attributes that say how many heads.
-HEAD_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"}
+HEAD_PROJECTIONS = {
+    *("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"),
+    "query_key_value",  # of GPT-NeoX, whose rows lie head by head
+}
 # Norms of what these projections return, of which a rank has its heads.
 HEAD_NORMS = {
     *("q_norm", "k_norm", "query_norm", "key_norm"),
@@ -77,6 +87,40 @@ HEAD_COUNTS = (
 )
 
 
+def _in_layers(parent: str, style: Style, *leaves: str) -> dict[str, Style]:
+    return {f"layers.*.{parent}.{leaf}": style for leaf in leaves}
+
+
+_ATTENTION = _in_layers("self_attn", "colwise", "q_proj", "k_proj", "v_proj") | _in_layers(
+    "self_attn", "rowwise", "o_proj"
+)
+_GATED_MLP = _in_layers("mlp", "colwise", "gate_proj", "up_proj") | _in_layers("mlp", "rowwise", "down_proj")
+# Of transformers' base models whose own plan has no layers, by model type.
+PLANS = {
+    # Its attention pairs heads of the first half with heads of the second, which a rank's part would tear apart.
+    "diffllama": _GATED_MLP,
+    "emu3_text_model": _ATTENTION | _GATED_MLP,
+    "gpt_oss": {
+        **_ATTENTION,
+        "layers.*.self_attn": "local_params",
+        "layers.*.self_attn.sinks": "colwise",
+    },
+    "hunyuan_v1_dense": {
+        **_ATTENTION,
+        **_GATED_MLP,
+        **_in_layers("self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm"),
+    },
+}
+
+
+def _own_plan(model: nn.Module) -> dict[str, Style]:
+    """PLANS' entry for a transformers model, by the names in `model`."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    base = getattr(model, "base_model", model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
+    return {prefix + pattern: style for pattern, style in PLANS.get(kind, {}).items()}
+
+
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str, Style]:
     """Concrete module names and their styles, from "auto" (the model's own `tp_plan`) or from a dict of patterns.
 
@@ -85,12 +129,13 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
         ValueError: no plan to be found, a pattern that no module has, an unknown style, or one that does not suit its
             module.
     """
-    own = isinstance(plan, str)
+    # The property is newer than the attribute.
+    own_plan = {**_own_plan(model), **(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})}
+    patterns: Mapping[str, Style]
     if isinstance(plan, str):
         if plan != "auto":
             raise ValueError(f"plan is {plan!r}; pass 'auto' or a dict from module names to styles.")
-        # The property is newer than the attribute.
-        patterns = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+        patterns = own_plan
         if not patterns:
             raise ValueError(
                 f"{type(model).__name__} has no tp_plan of its own, so plan='auto' has nothing to read; pass "
@@ -102,22 +147,62 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
         raise TypeError(f"plan must be 'auto' or a dict from module names to styles, not {type(plan).__name__}.")
 
     modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     resolved: dict[str, Style] = {}
+    unserved: dict[str, Style] = {}
     for pattern, style in patterns.items():
-        names = [name for name in modules if _matches(name, pattern)]
-        # A model's own plan may name layers that only some of its configurations have; a plan that somebody wrote
-        # for this call and that matches nothing is a mistake.
-        if not names and any(_matches(name, pattern) for name, _ in model.named_parameters()):
-            raise ValueError(
-                f"The plan gives the parameter {pattern!r} the style {style!r}; only whole modules can be cut. "
-                "Leave it out of the plan."
-            )
-        if not names and not own:
+        names = [name for name in modules if _matches(name, pattern) and not isinstance(modules[name], nn.Identity)]
+        cut = [name for name in parameters if _matches(name, pattern)]
+        # A model's own plan may name layers that only some of its configurations have; an entry that somebody wrote for
+        # this call and that matches nothing is a mistake.
+        known = own_plan.get(pattern) == style or any(_matches(name, pattern) for name in modules)
+        if not (names or cut or known):
             raise ValueError(f"plan names {pattern!r}, but {type(model).__name__} has no such module.")
+        if any(style != "colwise" or parameters[name].ndim != 1 for name in cut) or (
+            isinstance(style, str) and names and style not in STYLES
+        ):
+            unserved[pattern] = style
+            continue
         for name in names:
             check_style(name, modules[name], style)
-            resolved[name] = style
+        resolved |= dict.fromkeys((*names, *cut), style)
+    if unserved:
+        raise ValueError(
+            f"The plan has styles that fused_tp does not serve: {unserved}. Modules are served as "
+            f"{', '.join(sorted(STYLES))}, parameters of one dim as 'colwise'. Leave these names out of the plan, and "
+            "what they stand for stays whole on every rank: "
+            f"plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unserved)}}}."
+        )
+    if not resolved:
+        adapters = hasattr(model, "merge_and_unload")
+        raise ValueError(
+            f"Nothing in the plan {dict(patterns)} is a module of {type(model).__name__}, so nothing would be cut. "
+            + ("Parallelize the model without adapters: see merge_and_unload()." if adapters else "Pass plan=.")
+        )
     return resolved
+
+
+def warn_of_small_share(model: nn.Module, plan: Mapping[str, Style]) -> None:
+    """Say how little the plan cuts where it is less than a quarter: a TP rank would then compute most of the model."""
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    cut: dict[int, int] = {}
+    for name, style in plan.items():
+        parent, _, leaf = name.rpartition(".")
+        owner: Any = model.get_submodule(parent)
+        if isinstance(style, ParallelStyle):
+            return  # what it cuts is its own affair
+        of = owner if leaf in owner._parameters else model.get_submodule(name)
+        names = (leaf,) if of is owner else ("weight", "bias") if spec_of(style).shard_dim is not None else ()
+        for one in names:
+            if isinstance(parameter := getattr(of, one, None), nn.Parameter):
+                cut[id(parameter)] = parameter.numel()
+    share = sum(cut.values()) / max(1, sum(sizes.values()))
+    if share < 0.25:
+        warnings.warn(
+            f"The plan cuts {len(cut)} of the {len(sizes)} parameters of {type(model).__name__}, {share:.0%} of their "
+            "elements; each tensor parallel rank holds and computes all of the others.",
+            stacklevel=3,
+        )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -126,17 +211,12 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def check_style(name: str, module: nn.Module, style: Style) -> None:
-    """Refuse a style that is unknown, or that `module` cannot take, with a sentence."""
+    """Refuse a style that `module` cannot take, with a sentence."""
     if isinstance(style, ParallelStyle):
         return
     if not isinstance(style, str):
         raise TypeError(f"The style of {name!r} must be a string or a ParallelStyle, not {type(style).__name__}.")
     kind = type(module).__name__
-    if style not in STYLES:
-        raise ValueError(
-            f"The plan gives {name!r} ({kind}) the style {style!r}, which fused_tp does not serve. It serves "
-            f"{', '.join(sorted(STYLES))}; leave {name!r} out of the plan to keep it whole on every rank."
-        )
     wanted = STYLES[style].needs
     # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
     served = type(module) is wanted or (wanted is nn.Embedding and embedding_scale(module) is not None)
@@ -144,6 +224,12 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
         raise ValueError(
             f"The plan gives {name!r} the style {style!r}, which needs a plain nn.{wanted.__name__}; it is a {kind}."
         )
+    for key, parameter in module.named_parameters(recurse=False):
+        if STYLES[style].shard_dim is not None and not parameter.is_floating_point():
+            raise ValueError(
+                f"{name}.{key} holds {parameter.dtype}; only layers of floating-point weights can be cut. Parallelize "
+                f"the model before it is quantized, or leave {name!r} out of the plan."
+            )
 
 
 def embedding_scale(module: nn.Module) -> float | None:
@@ -165,13 +251,6 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         if spec.shard_dim != 0 or spec.gathers_output or leaf not in HEAD_PROJECTIONS:
             continue
         parent = model.get_submodule(parent_name)
-        for norm, child in parent.named_children():
-            path = f"{parent_name}.{norm}".lstrip(".")
-            if norm in HEAD_NORMS and path not in plan and next(child.parameters(), None) is not None:
-                raise ValueError(
-                    f"{path!r} is not in the plan, and its parent's {leaf} is cut by heads: each rank would find the "
-                    "gradient of its own heads only. Add it to the plan as 'replicated_with_grad_allreduce'."
-                )
         counts = _head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if any(count % world_size for count in counts.values()):
             sizes = [w for w in range(1, min(counts.values()) + 1) if all(c % w == 0 for c in counts.values())]
@@ -190,3 +269,73 @@ def _head_counts(*sources: object) -> dict[str, int]:
         found = {key: getattr(source, key, None) for key in HEAD_COUNTS}
         counts = {key: n for key, n in found.items() if isinstance(n, int) and n > 0} | counts
     return counts
+
+
+# ---- what sees a part of the features -------------------------------------------------------------------------------
+#
+# A column layer's backward sums the gradient of its input, so modules before it find whole gradients. A module behind
+# it, which sees this rank's features, finds one term of a sum. Which it is shows in the widths of its parameters.
+
+ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+
+
+def settle_between(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+    """`plan`, and a style for each module that has parameters and must lie between two that are cut.
+
+    Raises:
+        ValueError: a module whose place cannot be known by its widths, and that the plan says nothing of.
+    """
+    settled = dict(plan)
+    for name, parent in model.named_modules():
+        prefix = f"{name}." if name else ""
+        cut = {leaf: spec_of(plan.get(prefix + leaf)) for leaf, _ in parent.named_children()}
+        column = [leaf for leaf, spec in cut.items() if spec.needs is nn.Linear and _cuts_output(spec)]
+        if not column:
+            continue
+        whole = {parent.get_submodule(leaf).in_features for leaf in column}  # widths of what all ranks have
+        whole |= {parent.get_submodule(leaf).out_features for leaf, spec in cut.items() if spec.shard_dim == 1}
+        if name not in plan:
+            for key, parameter in parent.named_parameters(recurse=False):
+                if prefix + key not in plan and (parameter.ndim != 1 or parameter.numel() not in whole):
+                    raise ValueError(
+                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, and {prefix + column[0]!r} is "
+                        "cut: whether a rank uses all of it is not known. Add it to the plan as 'colwise' if each rank "
+                        f"is to have its part; or {name!r} as 'replicated_with_grad_allreduce' if each rank adds one "
+                        "term to its gradient, or as 'replicate' if all ranks find the same."
+                    )
+        for leaf, child in parent.named_children():
+            path = prefix + leaf
+            planned = any(one == path or one.startswith(f"{path}.") for one in plan)
+            if planned or next(child.parameters(), None) is None or _sees_all(child, whole, leaf, column):
+                continue
+            if type(child).__module__ in ACTIVATIONS and all(p.numel() == 1 for p in child.parameters()):
+                settled[path] = "replicated_with_grad_allreduce"
+                continue
+            style = "mla_kv_a_proj" if leaf == LATENT else "replicated_with_grad_allreduce"
+            raise ValueError(
+                f"{path!r} ({type(child).__name__}) is not in the plan, and its parent's {column[0]} is cut: if it "
+                "sees this rank's features, each rank would find the gradient of these only. Add it to the plan as "
+                f"{style!r}, or as 'replicate' if it sees what all ranks have."
+            )
+    return settled
+
+
+LATENT = "kv_a_proj_with_mqa"
+
+
+def _cuts_output(spec: StyleSpec) -> bool:
+    return spec.shard_dim == 0 and not spec.gathers_output
+
+
+def _sees_all(module: nn.Module, whole: set[int], leaf: str, column: list[str]) -> bool:
+    """Whether the widths of what `module` holds are those of what all ranks have."""
+    if leaf == LATENT or (leaf in HEAD_NORMS and not HEAD_PROJECTIONS.isdisjoint(column)):
+        return False
+    inside = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
+    linears = [m for m in inside if isinstance(m, nn.Linear)]
+    if linears:  # what follows them inside is made of what they return
+        return any(m.in_features in whole for m in linears)
+    return all(
+        isinstance(m, nn.Embedding) or all(p.ndim == 1 and p.numel() in whole for p in m.parameters(recurse=False))
+        for m in inside
+    )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.nn import gather_state_dict
 from fused_tp.nn.sharding import copy_full_
@@ -102,7 +103,11 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
             reset_buffers()
         elif lost and hf:
             init_weights: Any = model._init_weights
-            init_weights(module)  # transformers' own way to fill such buffers (RoPE frequencies)
+            # transformers' own way to fill such buffers (RoPE frequencies), which fills parameters too: others.
+            parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+            whole = {n: torch.empty(p.shape, dtype=p.dtype, device=device_type) for n, p in parts.items()}
+            with _reparametrize_module(module, whole):
+                init_weights(module)
     tensors = (*model.parameters(), *model.buffers())
     if any(t.device.type != device_type for t in tensors):
         model.to(device_type)

@@ -7,13 +7,14 @@ returns, as everywhere here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.nn.sharding import Memo, check_mesh, local, shard_parameter
@@ -56,20 +57,31 @@ def _always() -> bool:
 
 
 def replicate_own(
-    module: nn.Module, mesh: DeviceMesh, memo: Memo | None, *, sums: Callable[[], bool] | None = None
+    module: nn.Module,
+    mesh: DeviceMesh,
+    memo: Memo | None,
+    *,
+    sums: Callable[[], bool],
+    cut: Mapping[str, Placement] | None = None,
+    read: Mapping[str, Callable[[], bool]] | None = None,
 ) -> bool:
-    """Whether `module` itself held plain parameters, which are replicated DTensors now; its forward sees plain tensors.
+    """Whether `module` itself held plain parameters, which are DTensors now; its forward sees plain local tensors.
 
-    `sums` is asked in each forward whether the gradients of this pass are to be summed over `mesh`; without it they
-    never are. The class of the module becomes a subclass of what it was. Rejected: to wrap the instance's forward and
-    to write to its parameters there, which torch.compile cannot trace inside of selective checkpointing.
+    `sums` is asked in each forward whether the gradients of this pass are to be summed over `mesh`. `cut` names own
+    parameters of which each rank has a part, and `read` parameters of modules inside that this one's forward reads by
+    itself, each with the question that its owner asks. The class of the module becomes a subclass of what it was.
+    Rejected: to wrap the instance's forward and to write to its parameters there, which torch.compile cannot trace
+    inside of selective checkpointing.
     """
     plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
     for name, parameter in plain.items():
-        module.register_parameter(name, shard_parameter(parameter, mesh, Replicate(), memo))
-    if plain:
+        placement = (cut or {}).get(name, Replicate())
+        module.register_parameter(name, shard_parameter(parameter, mesh, placement, memo))
+    if plain or read:
         replicated = cast(Any, module)
-        replicated._grad_mesh, replicated._sums_grad = mesh, sums
+        replicated._grad_mesh = mesh
+        # Each question, and the parameters that it is asked for.
+        replicated._asks = [(sums, tuple(plain)), *((asks, (name,)) for name, asks in (read or {}).items())]
         # One that was set on the instance, as transformers sets kernels from the hub, would hide that of the class.
         replicated._own_forward = module.__dict__.pop("forward", None)
         replicated.__class__ = _replicated(replicated.__class__)
@@ -82,11 +94,14 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
 
     @wraps(kind.forward)  # with its signature, which transformers reads
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sums = self._sums_grad is not None and self._sums_grad()
         own: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            if isinstance(parameter, DTensor):
-                own[name] = reduce_grad(parameter, self._grad_mesh) if sums else local(parameter)
+        for sums, names in self._asks:
+            summed = bool(names) and sums()
+            for name in names:
+                parameter = self.get_parameter(name)
+                if isinstance(parameter, DTensor):
+                    whole = parameter.placements[0].is_replicate()
+                    own[name] = reduce_grad(parameter, self._grad_mesh) if summed and whole else local(parameter)
         # Called from inside of itself: what is local already is not summed again. Nor are plain tensors that a caller
         # has put in place of the parameters: their gradients are this rank's terms.
         if not own:

@@ -65,7 +65,7 @@ def shard_block(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> Bloc
 def replicate(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make the parameters that are still whole DTensors, too."""
     for module in model.modules():
-        replicate_own(module, mesh, None)
+        replicate_own(module, mesh, None, sums=lambda: False)
 
 
 def shard_model(model: Model, mesh: DeviceMesh, sequence_parallel: bool) -> Model:

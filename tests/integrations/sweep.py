@@ -3,7 +3,7 @@
     python -m tests.integrations.sweep --out out/sweep [llama gpt_oss ...]
 
 Each type is made small and given random weights. A loss and all gradients of two ranks are compared with those of the
-whole model, for each of MODES. What comes out is one of:
+whole model, for each of MODES; "advised" leaves out of the plan what refusals say to leave out. Outcomes:
 
 | outcome  | meaning                                                                                                |
 |----------|--------------------------------------------------------------------------------------------------------|
@@ -18,11 +18,14 @@ whole model, for each of MODES. What comes out is one of:
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import logging
+import re
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from tests.workers import RanksFailed, run_ranks
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp": ("tp", {}),
+    "advised": ("tp", {}),
     "tp+sp": ("tp", {"sequence_parallel": True}),
     "cp": ("cp", {}),
 }
@@ -136,8 +140,34 @@ def is_ours(error: BaseException) -> bool:
     return inside and isinstance(error, ValueError | TypeError | NotImplementedError)
 
 
-def compare(kind: str, mesh: DeviceMesh, keywords: dict[str, Any], expected: Any, tokens: Tensor) -> tuple[str, str]:
+def advised_plan(kind: str, mesh: DeviceMesh) -> dict[str, str]:
+    """The plan of that type without the names that refusals ask to leave out."""
+    plan = dict(make_model(kind).tp_plan or {})
+    for _ in range(20):
+        with torch.device("meta"):
+            model = make_model(kind)
+        try:
+            parallelize(model, mesh, plan=plan)
+        except ValueError as error:
+            listed, one = re.search(r"not in (\[.*?\])", str(error)), re.search(r"[Ll]eave ('.*?') out of", str(error))
+            names = ast.literal_eval(listed[1]) if listed else [ast.literal_eval(one[1])] if one else []
+            left = {name: style for name, style in plan.items() if not any(matches(out, name) for out in names)}
+            if left != plan:
+                plan = left
+                continue
+        break
+    return plan
+
+
+def matches(name: str, pattern: str) -> bool:
+    return name == pattern or re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
+
+
+def compare(kind: str, mesh: DeviceMesh, mode: str, expected: Any, tokens: Tensor) -> tuple[str, str]:
     """The outcome for one type and mode, and what there is to say of it."""
+    keywords = MODES[mode][1]
+    if mode == "advised":
+        keywords = {"plan": advised_plan(kind, mesh) or "auto"}
     model = make_model(kind)
     before = outline(model)
     try:
@@ -171,7 +201,7 @@ def compare(kind: str, mesh: DeviceMesh, keywords: dict[str, Any], expected: Any
     return "right" if off < LOSS and worst < GRADIENT else "wrong", said
 
 
-def sweep_rank(group: dist.ProcessGroup, kind: str) -> dict[str, tuple[str, str]]:
+def sweep_rank(group: dist.ProcessGroup, kind: str, modes: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Outcomes by mode, on this rank."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -182,23 +212,23 @@ def sweep_rank(group: dist.ProcessGroup, kind: str) -> dict[str, tuple[str, str]
         loss = whole(input_ids=tokens, labels=tokens).loss
         loss.backward()
     except Exception as error:
-        return dict.fromkeys(MODES, ("alone", f"{type(error).__name__}: {error}"))
+        return dict.fromkeys(modes, ("alone", f"{type(error).__name__}: {error}"))
     expected = float(loss.detach()), {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
     found = {}
-    for mode, (dim, keywords) in MODES.items():
-        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dim,))
-        found[mode] = compare(kind, mesh, keywords, expected, tokens)
+    for mode in modes:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(MODES[mode][0],))
+        found[mode] = compare(kind, mesh, mode, expected, tokens)
     return found
 
 
-def sweep(kind: str, ranks: int = 2) -> dict[str, tuple[str, str]]:
+def sweep(kind: str, ranks: int = 2, modes: Sequence[str] = tuple(MODES)) -> dict[str, tuple[str, str]]:
     """Outcomes of all ranks by mode: the rank that fared worst."""
     order = ["alone", "right", "refused", "late", "wrong", "crashed"]
     try:
-        results = run_ranks(ranks, sweep_rank, kind, timeout=120)
+        results = run_ranks(ranks, sweep_rank, kind, modes, timeout=120)
     except RanksFailed as error:  # also: one rank refused what another took, and waited for it
-        return dict.fromkeys(MODES, ("crashed", str(error)))
-    return {mode: max((one[mode] for one in results), key=lambda one: order.index(one[0])) for mode in MODES}
+        return dict.fromkeys(modes, ("crashed", str(error)))
+    return {mode: max((one[mode] for one in results), key=lambda one: order.index(one[0])) for mode in modes}
 
 
 def all_kinds() -> list[str]:

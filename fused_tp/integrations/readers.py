@@ -1,0 +1,74 @@
+"""Which parameters a module's own code reads from the modules inside of it, as in `F.conv1d(x, self.conv1d.weight)`.
+
+Such code finds the parameter without calling its owner, so what the owner's forward does with it (a DTensor becomes a
+plain tensor, see `replicate_own`) must be done around the reader's forward too. Only the source of a class shows it:
+attribute chains that begin at `self`. Where there is no source to read nothing is found.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+# Methods that prepare weights, and attributes that need no values.
+_PREPARE = ("__init__", "_init_weights", "extra_repr", "reset_parameters", "tie_weights", "_tie_weights")
+_DESCRIBE = {"dtype", "device", "shape", "ndim", "requires_grad", "is_meta", "is_cuda"}
+
+
+def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]:
+    """Names, seen from `module`, of the parameters of modules inside of it that its code reads.
+
+    `by_forward`: that its method `forward` reads; other methods may never be called.
+    """
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(module._parameters)
+    kind: Any = type(module)
+    chains = _chains(kind, by_forward)
+    return sorted(name for name in names if name in chains)
+
+
+@cache  # of classes
+def _chains(kind: Any, by_forward: bool) -> frozenset[str]:
+    """Every `a.b.c` of a `self.a.b.c` in the methods of a class and its bases."""
+    found: set[str] = set()
+    for base in kind.__mro__:
+        if not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for method in ast.walk(tree):
+            if not isinstance(method, ast.FunctionDef) or method.name in _PREPARE:
+                continue
+            if method.name == "forward" or not by_forward:
+                described = {
+                    id(node.value)
+                    for node in ast.walk(method)
+                    if isinstance(node, ast.Attribute) and node.attr in _DESCRIBE
+                }
+                found |= {
+                    _chain(n) for n in ast.walk(method) if isinstance(n, ast.Attribute) and id(n) not in described
+                }
+    return frozenset(found)
+
+
+def _chain(node: ast.expr) -> str:
+    """`a.b` of `self.a.b`; "" of anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join(reversed(parts)) if isinstance(node, ast.Name) and node.id == "self" else ""
+
+
+def source_of_forward(module: nn.Module) -> str | None:
+    """The source of the class's forward; None where there is none to read."""
+    try:
+        return inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return None
