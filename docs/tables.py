@@ -72,6 +72,8 @@ STYLES = {
     "rowwise_split_input": "the same, of an input that every rank has in full",
     "rowwise_rep": "the same, by its older name",
     "embedding_rowwise": "an embedding cut along the vocabulary",
+    "local_params": "whole on every rank, but for its own parameters that the plan names (`colwise`: attention sinks)",
+    "mla_kv_a_proj": "whole on every rank; the part of its output that all heads share gets the sum of their gradients",
     "replicate": "whole on every rank",
     "sequence_parallel": "whole on every rank, on this rank's tokens",
     "replicated_with_grad_allreduce": "whole on every rank, on this rank's heads or features",

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fused_tp.integrations.batch_check import BatchCheck
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
 from fused_tp.integrations.layers import check_layers, replicate_parameters, shard_layers
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
@@ -19,7 +20,7 @@ from fused_tp.integrations.plan import (
     settle_between,
     warn_of_small_share,
 )
-from fused_tp.integrations.sequence import Parallelism, SequenceSharding
+from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
 from fused_tp.ops.arguments import check_bool
 
@@ -41,9 +42,11 @@ def parallelize(
 ) -> Model:
     """Make `model` compute over the ranks of `mesh`, in place; its callers need not change.
 
-    Every rank calls the model with the same full batch and full labels. Inside, `tp_dim` cuts linear layers and heads
-    (Megatron-LM, arXiv:1909.08053), `sequence_parallel` cuts what lies between them along the sequence over the same
-    ranks (arXiv:2205.05198), and `cp_dim` cuts the tokens, with ring attention (arXiv:2310.01889) between the ranks.
+    Every rank calls the model with the same full batch and full labels. The ranks compare them at the first calls and
+    now and then (`FUSED_TP_CHECK_BATCH`; not under torch.compile), and RankMismatchError names what differs. Inside,
+    `tp_dim` cuts linear layers and heads (Megatron-LM, arXiv:1909.08053), `sequence_parallel` cuts what lies between
+    them along the sequence over the same ranks (arXiv:2205.05198), and `cp_dim` cuts the tokens, with ring attention
+    (arXiv:2310.01889) between the ranks.
     The loss is the mean over all tokens, the same value on every rank, and its gradients are those of the whole model.
 
     What a call returns (tokens [batch, seq]):
@@ -149,6 +152,10 @@ def parallelize(
     sequence.adapt(model)
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
+    meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
+    if meshes:
+        model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
+        in_one_order(model._forward_pre_hooks)
     setattr(model, _DONE, parallelism)
     return model
 

@@ -92,7 +92,7 @@ class SequenceSharding:
         self._layers = [m for m in model.modules() if hasattr(m, "sequence_parallel") and hasattr(m, "mesh")]
         for layer in [*self._layers, *self.entrances(model)]:
             layer.register_forward_pre_hook(self._ask, prepend=True)
-            _in_one_order(layer._forward_pre_hooks)
+            in_one_order(layer._forward_pre_hooks)
         # Hooks on parameters, for one, cannot be set up by a traced program. These run before the first and after the
         # last of the model's own code, which is traced by itself then.
         traced = self.sync is None
@@ -411,7 +411,7 @@ def _leaves(t: Tensor) -> list[Tensor]:
     return leaves
 
 
-def _in_one_order(hooks: dict[int, Any]) -> None:
+def in_one_order(hooks: dict[int, Any]) -> None:
     """Make the order of an OrderedDict that was reordered that of the plain dict, too: torch.compile of torch 2.11
     looks a hook up in the latter by its number in the former."""
     for key in list(hooks):

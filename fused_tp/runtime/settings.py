@@ -105,6 +105,15 @@ timeout_seconds = Setting(
 check_ranks = _switch(
     "FUSED_TP_CHECK", "0", "1: ranks compare op, shapes and dtypes before every op on gloo and NCCL", False
 )
+batch_check_every = Setting(
+    "FUSED_TP_CHECK_BATCH",
+    "1000",
+    "calls of a parallel model between comparisons of the tokens, labels and masks that its ranks were given; the "
+    "first 3 calls are compared too; 0: none",
+    1000,
+    lambda text: _count(text.strip(), 0),
+    "a number of calls, 0 for none",
+)
 forced_schedule = _text(
     "FUSED_TP_SCHEDULE", "the dispatch table", "the schedule of every op that it has an implementation for"
 )

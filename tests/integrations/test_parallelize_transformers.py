@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from fused_tp import RankMismatchError
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.state_dict import load_full_state_dict, save_whole
+from fused_tp.runtime import settings
 from tests.integrations.models import (
     LAYOUTS,
     assert_near,
@@ -277,6 +280,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ),
     ("tp", {"num_key_value_heads": 1}, {}, ValueError, "num_key_value_heads=1.*TP sizes that work: 1"),
     ("tp", {}, {"plan": {"lm_head": "packed_colwise"}}, ValueError, "'lm_head'.*'packed_colwise'"),
+    ("tp", {}, {"plan": {"model.layers.*.mlp.up_proj.weight": "colwise"}}, ValueError, "parameters of one dim"),
+    ("tp", {}, {"plan": {"model.norm": "mla_kv_a_proj"}}, ValueError, "plain nn.Linear"),
+    ("tp", {}, {"plan": {"model.layers.*.mlp.up_proj": "mla_kv_a_proj"}}, ValueError, "needs qk_rope_head_dim"),
     ("tp", {}, {"plan": {"lm_heat": "colwise"}}, ValueError, "plan names 'lm_heat'"),
     ("tp", {}, {"plan": {"model.norm": "colwise"}}, ValueError, "plain nn.Linear"),
     ("tp", {}, {"plan": "fastest"}, ValueError, "'auto'"),
@@ -388,3 +394,63 @@ def test_fsdp2_over_the_cp_ranks(group: dist.ProcessGroup) -> None:
     summed = parallelize(make("llama"), mesh)
     fully_shard(summed, mesh=mesh["cp"])
     refuses(ValueError, "grad_sync=False", summed, tokens, labels=tokens)
+
+
+class Wrapper(torch.nn.Module):
+    """As adapters wrap a model: it shows the plan, and calls the modules by other names."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model, self.tp_plan, self.config = model, model.tp_plan, model.config
+
+    def merge_and_unload(self) -> Any:
+        return self.base_model
+
+
+@on_ranks(2)
+def test_plans_that_cut_nothing_or_little(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 1, 2)
+    refuses(ValueError, "Nothing in the plan.*merge_and_unload", parallelize, Wrapper(make("llama")), mesh)
+    plan = {"model.layers.*.self_attn.q_norm": "replicated_with_grad_allreduce", "lm_head": "colwise_gather_output"}
+    with pytest.warns(UserWarning, match=r"cuts 1 of the 25 parameters of Qwen3ForCausalLM, 11% of"):
+        parallelize(make("qwen3"), mesh, plan=plan)
+    quantized = make("llama")
+    quantized.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.ones(44, 32, dtype=torch.int8), False)
+    before = dict(quantized.named_parameters())
+    refuses(ValueError, r"model\.layers\.1\.mlp\.up_proj\.weight holds torch\.int8", parallelize, quantized, mesh)
+    assert all(before[name] is p for name, p in quantized.named_parameters())
+
+
+@on_ranks(2)
+def test_removed_modules_stay_removed(group: dist.ProcessGroup) -> None:
+    whole = make("llama")
+    whole.model.layers[0].mlp.gate_proj = torch.nn.Identity()  # as pruning leaves them; of [.., hidden] then
+    whole.model.layers[0].mlp.up_proj = whole.model.layers[0].mlp.down_proj = torch.nn.Identity()
+    tokens = make_tokens(2, 9)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
+
+
+@on_ranks(4)
+def test_a_dim_of_one_rank_needs_no_plan(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(4, 1), mesh_dim_names=("cp", "tp"))
+    whole, tokens = make("llama"), make_tokens(2, 9)
+    whole._tp_plan = {"lm_head": "nothing_that_is_served"}
+    parallel = parallelize(copy_of(whole), mesh, sequence_parallel=True, loss_parallel=True)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
+
+
+@on_ranks(4)
+def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
+    parallel = parallelize(make("llama"), mesh_of(group, 2, 2))
+    tokens = make_tokens(2, 9)
+    own = (tokens + (dist.get_rank(group) == 2)) % 67
+    says = r"ranks of 'tp' and 'cp' were given different batches.*: input_ids and labels .*DistributedSampler"
+    for _ in range(3):
+        refuses(RankMismatchError, says, parallel, input_ids=own, labels=own, attention_mask=torch.ones(2, 9))
+    parallel(own, labels=own)  # the fourth call is not compared
+    with settings.environment({"FUSED_TP_CHECK_BATCH": "2"}):
+        parallel(input_ids=own)
+        refuses(RankMismatchError, ": argument 0 of", parallel, own)
+    whole = make("llama")
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)

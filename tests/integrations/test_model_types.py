@@ -1,0 +1,47 @@
+"""Types of transformers models that once were wrong, crashed, or were refused too late; and all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+from tests.integrations.sweep import MODES, all_kinds, sweep
+
+RIGHT = [
+    ("apertus", "tp"),  # a parameter of the activation, between two cut layers
+    ("bamba", "tp"),  # reads the weight of a convolution inside
+    ("beam", "advised"),  # a bias that is cut by itself
+    ("deepseek_v2", "advised"),  # keys that all heads share; a plan for more than its layers
+    ("gpt_neox", "tp+sp"),  # q, k and v of one layer
+    ("gpt_oss", "tp"),  # sinks; a plan of our own
+    ("hunyuan_v1_dense", "tp+sp"),
+    ("llama4_text", "cp"),  # another base model; queries scaled by place
+    ("minicpm3", "tp"),
+    ("nemotron", "cp"),  # hands no keywords down to attention
+    ("qwen2_moe", "cp"),  # a window of 0
+    ("qwen3_moe", "advised"),
+    ("roberta", "cp"),  # counts positions from behind its padding
+]
+REFUSED = [("doge", "cp", "adds a mask of its own"), ("gemma4", "tp", "reads 'language_model.embed_tokens.weight'")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), RIGHT)
+def test_is_right(kind: str, mode: str) -> None:
+    outcome, said = sweep(kind, modes=[mode])[mode]
+    assert outcome == "right", said
+
+
+@pytest.mark.parametrize(("kind", "mode", "says"), REFUSED)
+def test_is_refused_before_anything_is_changed(kind: str, mode: str, says: str) -> None:
+    outcome, said = sweep(kind, modes=[mode])[mode]
+    assert outcome == "refused" and says in said, said
+
+
+@pytest.mark.full
+def test_every_type_is_right_or_refused() -> None:
+    outcomes = {kind: sweep(kind) for kind in all_kinds()}
+    found = [(kind, mode, *outcomes[kind][mode]) for kind in outcomes for mode in MODES]
+    bad = [one for one in found if one[2] in ("late", "wrong", "crashed")]
+    assert not bad, bad
+    assert sum(one[2] == "right" for one in found) >= 280
