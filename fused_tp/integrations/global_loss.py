@@ -9,11 +9,15 @@ share, all that comes later sees the sum. Rejected: buckets that move while back
 reads a gradient in the middle of backward (a hook, an optimizer that runs in backward, DDP itself) would see this
 rank's part, and a bucket that starts when it is full starts at different points of the ranks' ring attention where
 they do not run the same layers.
+
+A parameter that only some ranks have used (an expert that none of a rank's tokens was routed to) has its sum at the end
+of backward: a rank that does not use it does not get to its hook.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +25,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -117,7 +123,8 @@ class GradientSync:
     """Makes backward sum the gradients of a model's parameters over `mesh`.
 
     The hook sits before AccumulateGrad, so it sums what one backward adds and never what was there before: gradients
-    may be accumulated over several backwards. All ranks of `mesh` must find gradients of the same parameters.
+    may be accumulated over several backwards. All ranks of `mesh` must find gradients of the same parameters, but for
+    those that `note_use` has found out about.
 
     Example:
         >>> sync = GradientSync(mesh["cp"])
@@ -127,6 +134,10 @@ class GradientSync:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+        self._partly_used: dict[nn.Parameter, None] = {}  # in one order on all ranks
+        self._held: dict[nn.Parameter, Tensor] = {}  # gradients of these, until backward ends
+        self._queued = False
+        self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
 
     def watch(self, model: nn.Module) -> None:
         """Hook every trainable parameter of `model` that has not been.
@@ -143,8 +154,81 @@ class GradientSync:
                 "gradients."
             )
         for parameter in missing:
-            parameter.register_hook(partial(_sum_over, self.mesh))
+            parameter.register_hook(partial(self._sum, weakref.ref(parameter)))
             setattr(parameter, _HOOKED, id(parameter))
+
+    def note_use(self, model: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Find out which parameters only some ranks used for `outputs`. A collective call.
+
+        Once found, they are summed at the end of every backward, in one order: what uses them changes with the batch.
+        """
+        self._forget()  # what a backward that raised has left
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        used = {id(leaf) for t in outputs for leaf in leaves_of(t)}
+        here = torch.tensor([id(p) in used for p in parameters], dtype=torch.float32, device=self.mesh.device_type)
+        counts = all_reduce(here, group=self.mesh).tolist()
+        self._partly_used |= {p: None for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()}
+        if self._partly_used:
+            for t in outputs:
+                t.register_hook(self._queue)
+
+    def _sum(self, parameter: weakref.ref[nn.Parameter], grad: Tensor) -> Tensor:
+        held = parameter()
+        if held is None or held not in self._partly_used:
+            return _sum_over(self.mesh, grad)
+        self._only_asked |= not _accumulates(held)
+        self._held[held] = grad
+        return torch.zeros_like(grad)
+
+    def _queue(self, grad: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._sum_held)
+
+    @torch.no_grad()
+    def _sum_held(self) -> None:
+        held, asked = self._held, self._only_asked
+        self._forget()
+        here = [*(p in held for p in self._partly_used), asked]
+        *counts, asked = all_reduce(
+            torch.tensor(here, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
+        )
+        if asked:
+            raise ValueError(
+                "torch.autograd.grad asked for gradients of parameters that only some of the context parallel ranks "
+                "have used. Their sums are known when backward() has ended, in the parameters' grad."
+            )
+        for parameter, count in zip(self._partly_used, counts, strict=True):
+            if not count:
+                continue
+            total = _sum_over(self.mesh, held[parameter] if parameter in held else torch.zeros_like(parameter))
+            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+
+    def _forget(self) -> None:
+        self._held, self._queued, self._only_asked = {}, False, False
+
+
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether the backward that runs adds to `parameter.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad, of which torch cannot say
+        return False
+
+
+def leaves_of(t: Tensor) -> list[Tensor]:
+    """The tensors whose gradients a backward from `t` accumulates."""
+    if t.grad_fn is None:
+        return [t]
+    leaves, seen, nodes = [], {t.grad_fn}, [t.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]  # only this kind of node has one
+        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        seen |= following
+        nodes.extend(following)
+    return leaves
 
 
 @torch.no_grad()

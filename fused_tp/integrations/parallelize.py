@@ -75,7 +75,9 @@ def parallelize(
     times the CP size, to FSDP2 or DDP over a mesh that includes the CP ranks, which take the MEAN.
 
     With `grad_sync` a gradient is summed as soon as backward has it, before hooks that were registered after the first
-    forward, DistributedDataParallel and optimizers see it. All CP ranks must find gradients of the same parameters.
+    forward, DistributedDataParallel and optimizers see it. All CP ranks must find gradients of the same parameters, but
+    for models that have modules named "expert": their ranks compare at each forward which parameters they have used,
+    and those that only some ranks used are summed at the end of backward, in this and all later steps.
 
     Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must be the same on
     them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of different lengths

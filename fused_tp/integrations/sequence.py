@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from fused_tp.integrations.forward_shard import (
     UNSHARDED,
@@ -23,7 +23,7 @@ from fused_tp.integrations.forward_shard import (
     running_forward,
     running_node,
 )
-from fused_tp.integrations.global_loss import GlobalLoss, GradientSync, scale_gradient, shift
+from fused_tp.integrations.global_loss import GlobalLoss, GradientSync, leaves_of, scale_gradient, shift
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
 
@@ -85,6 +85,8 @@ class SequenceSharding:
         parameters = inspect.signature(model.forward).parameters.values()
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
         self._computed_alike = False
+        # Which of their parameters a forward pass uses depends on its tokens.
+        self._routes = any("expert" in name for name, _ in model.named_modules())
         self._layers: list[Any] = []
 
     def install(self, model: nn.Module) -> None:
@@ -334,6 +336,9 @@ class SequenceSharding:
         shard = leave_forward(self)
         if output is None:  # forward raised
             return None
+        if self._routes and self.sync is not None and torch.is_grad_enabled():
+            found = tree_flatten(dict(output) if isinstance(output, dict) else output)[0]
+            self.sync.note_use(model, [t for t in found if isinstance(t, Tensor) and t.requires_grad])
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
@@ -386,7 +391,7 @@ def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
-    leaves = {id(leaf) in parameters for leaf in _leaves(tokens)}
+    leaves = {id(leaf) in parameters for leaf in leaves_of(tokens)}
     if len(leaves) > 1:
         raise ValueError(
             f"{source} was computed from parameters of the model and from other tensors that require grad; over "
@@ -394,21 +399,6 @@ def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool
             "token ids and let the model embed them."
         )
     return leaves == {True}
-
-
-def _leaves(t: Tensor) -> list[Tensor]:
-    """The tensors whose gradients a backward from `t` accumulates."""
-    if t.grad_fn is None:
-        return [t]
-    leaves, seen, nodes = [], {t.grad_fn}, [t.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(node.variable)  # type: ignore[attr-defined]  # only this kind of node has one
-        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
-        seen |= following
-        nodes.extend(following)
-    return leaves
 
 
 def in_one_order(hooks: dict[int, Any]) -> None:

@@ -264,3 +264,43 @@ def test_sparse_gradients_are_refused(group: dist.ProcessGroup) -> None:
     model = nn.Embedding(5, 3, sparse=True)
     with pytest.raises(ValueError, match="sparse=False"):
         step(model, GradientSync(mesh_of(group, 2, 1)), torch.tensor([1, 2]))
+
+
+class Routed(nn.Module):
+    """Each token goes to one of many experts, so that some ranks have no token for some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(67, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.head = nn.Linear(8, 67)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = tokens % 7 == number
+            if bool(chosen.any()):
+                y[chosen] = expert(x[chosen])
+        return self.head(x + y)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("shm", ["1", "0"])
+def test_experts_that_some_ranks_have_no_token_for(group: dist.ProcessGroup, shm: str) -> None:
+    with mock.patch.dict(os.environ, FUSED_TP_SHM=shm):
+        whole = Routed()
+        parallel = parallelize(copy_of(whole), mesh_of(group, 3, 1))
+        for seed in range(6):  # some experts have tokens on no rank
+            tokens = torch.randint(67, (1, 9), generator=torch.Generator().manual_seed(seed))
+            for model in (whole, parallel):
+                model(tokens).square().mean().backward()
+        assert_same_gradients(parallel, whole)
+        loss = parallel(tokens).square().mean()
+        loss = parallel(tokens).square().mean()
+        with pytest.raises(ValueError, match="only some of the context parallel ranks have used"):
+            torch.autograd.grad(loss, list(parallel.experts.parameters()), allow_unused=True)
+        for model in (whole, parallel):
+            model(tokens).square().mean().backward()
+        assert_same_gradients(parallel, whole)
