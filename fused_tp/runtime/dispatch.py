@@ -9,6 +9,7 @@ it: were a file that is rewritten read again, ranks would do that at different c
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -110,6 +111,14 @@ def _choose(
     raise ValueError(
         f"No rule of the dispatch table below {'/'.join(keys)} covers this call; end it with a rule without limits."
     )
+
+
+def table_checksum() -> str:
+    """Of the text of the table that calls go by, to be compared between ranks."""
+    try:
+        return f"{zlib.crc32(Path(settings.table_path() or SHIPPED).read_bytes()):08x}"
+    except OSError as error:
+        return str(error)
 
 
 @cache

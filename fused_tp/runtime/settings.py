@@ -36,6 +36,7 @@ class Setting(Generic[T]):
         parse: its value of a text; raises ValueError or KeyError for what cannot be.
         wanted: what can be, as the end of "set it to".
         installing: it is read while fused_tp is installed, and not later.
+        equal: it must be the same on all ranks of a group, which compare theirs in its first call.
 
     Raises:
         ValueError: the variable holds what cannot be; says what can.
@@ -48,6 +49,7 @@ class Setting(Generic[T]):
     parse: Callable[[str], T]
     wanted: str = ""
     installing: bool = False
+    equal: bool = False
 
     def __post_init__(self) -> None:
         self.key: Any = getattr(os.environ, "encodekey", str)(self.name)  # in RAW
@@ -67,15 +69,28 @@ class Setting(Generic[T]):
         return value
 
 
+def equal_settings() -> dict[str, str]:
+    """The values of those that must be the same on all ranks; the text of one that cannot be, which its reader
+    refuses."""
+    found = {}
+    for one in SETTINGS:
+        if one.equal:
+            try:
+                found[one.name] = str(one())
+            except ValueError:
+                found[one.name] = os.environ[one.name]
+    return found
+
+
 _WORDS = dict.fromkeys(("1", "true", "on", "yes"), True) | dict.fromkeys(("0", "false", "off", "no", ""), False)
 
 
-def _switch(name: str, default: str, meaning: str, unset: T, *, installing: bool = False) -> Setting[bool | T]:
-    return Setting(name, default, meaning, unset, lambda text: _WORDS[text.strip().lower()], "1 or 0", installing)
+def _switch(name: str, default: str, meaning: str, unset: T, **more: Any) -> Setting[bool | T]:
+    return Setting(name, default, meaning, unset, lambda text: _WORDS[text.strip().lower()], "1 or 0", **more)
 
 
-def _text(name: str, default: str, meaning: str) -> Setting[str | None]:
-    return Setting(name, default, meaning, None, lambda text: text or None)
+def _text(name: str, default: str, meaning: str, **more: Any) -> Setting[str | None]:
+    return Setting(name, default, meaning, None, lambda text: text or None, **more)
 
 
 def _seconds(text: str) -> float:
@@ -103,7 +118,7 @@ timeout_seconds = Setting(
     "FUSED_TP_TIMEOUT", "600", "longest wait for a peer, in seconds", 600.0, _seconds, "a positive number of seconds"
 )
 check_ranks = _switch(
-    "FUSED_TP_CHECK", "0", "1: ranks compare op, shapes and dtypes before every op on gloo and NCCL", False
+    "FUSED_TP_CHECK", "0", "1: ranks compare op, shapes and dtypes before every op on gloo and NCCL", False, equal=True
 )
 batch_check_every = Setting(
     "FUSED_TP_CHECK_BATCH",
@@ -115,7 +130,7 @@ batch_check_every = Setting(
     "a number of calls, 0 for none",
 )
 forced_schedule = _text(
-    "FUSED_TP_SCHEDULE", "the dispatch table", "the schedule of every op that it has an implementation for"
+    "FUSED_TP_SCHEDULE", "the dispatch table", "the schedule of every op that it has an implementation for", equal=True
 )
 forced_attention = _text(
     "FUSED_TP_ATTENTION",
@@ -130,11 +145,11 @@ narrow_gradients = Setting(
     False,
     lambda text: {"wide": False, "": False, "input": True}[text],
     "'wide' (float32, float64 for float64) or 'input' (the dtype of the keys)",
+    equal=True,
 )
 table_path = _text(
     "FUSED_TP_TABLE", "the shipped one", "a dispatch table, as fused-tp bench --tune writes; a process reads it once"
 )
-# The same on all ranks: programs of the ranks' kernels wait for each other one by one.
 sm_margin = Setting(
     "FUSED_TP_SM_MARGIN",
     "0",
@@ -142,12 +157,13 @@ sm_margin = Setting(
     0,
     lambda text: _count((text or "0").strip(), 0),
     "a number of multiprocessors, 0 or more",
+    equal=True,
 )
 host_name = _text(
     "FUSED_TP_HOST", "the boot id", "names this host, where ranks of one machine share neither memory nor GPUs"
 )
 nvtx = _switch("FUSED_TP_NVTX", "while a tool listens", "1: NVTX ranges always; 0: never", None)
-shared_memory_allowed = _switch("FUSED_TP_SHM", "1", "0: no CPU shared memory", True)
+shared_memory_allowed = _switch("FUSED_TP_SHM", "1", "0: no CPU shared memory", True, equal=True)
 shared_memory_reserve = Setting(
     "FUSED_TP_SHM_RESERVE",
     "32 GiB",

@@ -11,6 +11,7 @@ import torch
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
 from fused_tp.runtime.dispatch import DispatchKey
+from fused_tp.runtime.errors import FusedTPError, RankMismatchError, listed
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.base import Schedule
@@ -29,7 +30,7 @@ from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
-from fused_tp.transport.store import agree, exchange
+from fused_tp.transport.store import agree, exchange, made_together
 from fused_tp.transport.symm_mem import GroupMemory, group_memory
 from fused_tp.transport.torch_dist import backend_of, torch_dist
 from fused_tp.transport.two_level import Hosts, errors_of_group, hosts_of
@@ -40,6 +41,7 @@ ALL_TO_ALL = "all_to_all"
 MAX_RANKS = 63  # of kernels that write into each other's memory: their error record has a bit for each
 LOCAL = Local()
 _MAX_REMEMBERED = 4096
+_DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # settings
 _SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by all that selects
 _MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by name, device and chunks
 _ARCHS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by type of device
@@ -91,6 +93,7 @@ def select_schedule(key: DispatchKey, group: Group) -> Schedule:
     Raises:
         ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group, or the group has no backend for
             tensors on the key's device.
+        RankMismatchError: in the first call, where settings differ that must not.
     """
     if group.size == 1:
         return LOCAL
@@ -105,7 +108,28 @@ def select_schedule(key: DispatchKey, group: Group) -> Schedule:
     return selected
 
 
+def _differing_settings(group: Group) -> str:
+    """Those that must be the same on all ranks and are not, with the ranks' values; empty where there are none. Ranks
+    that differ would wait for each other in different places, or read each other's bytes wrong."""
+    mine = {**settings.equal_settings(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
+    everyone = exchange(group, "the first call", mine)
+    said = []
+    for name in mine:
+        ranks: dict[str, list[str]] = {}
+        for rank, theirs in enumerate(everyone):
+            ranks.setdefault(theirs.get(name, "unknown"), []).append(str(rank))
+        if len(ranks) > 1:
+            values = listed(f"{value} on rank{'s'[len(of) < 2 :]} {listed(of)}" for value, of in ranks.items())
+            said.append(f"{name} is {values}")
+    return "; ".join(said)
+
+
 def _select(key: DispatchKey, group: Group) -> Schedule:
+    if _DIFFERING.get(group) != "" and (differing := made_together(_DIFFERING, group, _differing_settings)):
+        del _DIFFERING[group]  # the ranks compare again in their next call
+        raise RankMismatchError(
+            f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differing}."
+        )
     device = key.device
     name, chunks = settings.forced_schedule(), None
     if name is not None and name not in SCHEDULES:

@@ -112,7 +112,7 @@ def join_alone(group: Any) -> list[str]:
 def test_ranks_that_do_not_join_the_rendezvous_are_named(outcome: list[Outcome]) -> None:
     """They live, so that only the deadline can tell."""
     first, again = outcome[0].unwrap()
-    said = "Ranks 1 and 2 did not take part in the shared-memory rendezvous of group '0' within 1.5 s"
+    said = "Ranks 1 and 2 did not take part in the first call of group '0' within 1.5 s"
     assert said in first and "is unusable since its first call failed" in again
 
 
