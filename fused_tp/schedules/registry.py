@@ -134,8 +134,8 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
     name, chunks = settings.forced_schedule(), None
     if name is not None and name not in SCHEDULES:
         raise ValueError(f"FUSED_TP_SCHEDULE names schedule {name!r}; there are {', '.join(SCHEDULES)}.")
-    # What a schedule has no implementation for goes by the table, also where that schedule is asked for.
-    if name is None or not SCHEDULES[name].supports(key.op, key.dtype):
+    # What the forced schedule cannot serve goes by the table.
+    if name is None or not _forced_serves(name, key, group):
         choice = _choose(key, group)
         name, chunks = choice.schedule, choice.chunks
     made, what = _MADE[group], (name, device, chunks)
@@ -149,10 +149,21 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
     return schedule
 
 
+def _forced_serves(name: str, key: DispatchKey, group: Group) -> Availability:
+    """Whether calls go by this schedule where it is forced: where it has an implementation. A group that does not have
+    it is an error, but for two levels: of the groups of a mesh some lie inside of a host."""
+    supported = SCHEDULES[name].supports(key.op, key.dtype)
+    return SCHEDULES[name].available(group, key.device) if supported and name == "hierarchical" else supported
+
+
 def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
-    """The first rule of the table whose schedule can serve the call."""
+    """The first rule of the table whose schedule can serve the call. CPU ranks of several hosts take two levels where
+    no table was measured for them: messages between hosts cost the most by far."""
     device = key.device
     transport = "shm" if _shared_memory_available(group, device) else backend_of(group, device.type)
+    may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
+    if may_span_hosts and settings.table_path() is None and _forced_serves("hierarchical", key, group):
+        return dispatch.Choice("hierarchical", "CPU ranks of several hosts take two levels")
     reasons: dict[str, str] = {}
     while True:
         choice = dispatch.choose(key, group.size, transport, group_arch(group, device), tuple(reasons))
@@ -206,7 +217,7 @@ def decide(key: DispatchKey, group: Group) -> Decision:
     rule = _choose(key, group).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
     if forced is not None:
-        reason = f"FUSED_TP_SCHEDULE={forced}, but {SCHEDULES[forced].supports(key.op, key.dtype).reason}; {reason}"
+        reason = f"FUSED_TP_SCHEDULE={forced}, but {_forced_serves(forced, key, group).reason}; {reason}"
     if device.type == "cpu" and "no one_sided" not in rule and not (shared := _shared_memory_available(group, device)):
         reason += f"; no shared memory: {shared.reason}"
     return Decision(name, transport, reason)

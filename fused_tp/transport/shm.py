@@ -377,8 +377,11 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
         core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds)
     except RuntimeError as error:
         problem = str(error)
-    own = core_group.address.hex() if core_group is not None else ""
-    addresses = [bytes.fromhex(address) for address in exchange(group, _MEETING, own, gone)]
+    own = core_group.address.hex() if core_group is not None else "", settings.host_name()
+    found = exchange(group, _MEETING, own, gone)
+    if len(hosts := {host for _, host in found}) > 1:
+        return unavailable(f"FUSED_TP_HOST gives its ranks {len(hosts)} hosts")
+    addresses = [bytes.fromhex(address) for address, _ in found]
     if core_group is not None and all(addresses):
         try:
             core_group.connect(addresses)

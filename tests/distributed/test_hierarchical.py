@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from fused_tp.ops import collectives
 from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group, resolve_group
-from fused_tp.schedules import hierarchical
+from fused_tp.schedules import hierarchical, registry
 from fused_tp.schedules.hierarchical import Hierarchical
 from fused_tp.schedules.registry import select_schedule
+from fused_tp.transport import shm
 from fused_tp.transport import two_level as hosts_module
+from fused_tp.transport.store import made_together
 from fused_tp.transport.torch_dist import TorchDist
 from fused_tp.transport.two_level import Hosts, error_of_group, hosts_of, ranks_per_host
 from tests.beside import beside
@@ -186,35 +189,50 @@ def test_three_hosts_of_two_ranks_and_two_of_them(_: Any) -> None:
     dist.barrier()
 
 
-def refused(_: Any, names: str, without_shared_memory: str = "") -> str:
-    with on_hosts(names, **({"FUSED_TP_SHM": "0"} if str(dist.get_rank()) in without_shared_memory else {})) as group:
-        return refusal(group)
+def explained(_: Any, names: str, without_shared_memory: str = "") -> str:
+    core = None if str(dist.get_rank()) in without_shared_memory else shm._core
+    no_core = mock.patch.multiple(shm, _core=core, _why_no_core="there is no native core (for this test)")
+    with no_core, on_hosts(names) as group:
+        return explanation(group)
 
 
-def refusal(group: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
-    return str(caught.value)
+def explanation(group: Any) -> str:
+    y = fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
+    assert torch.equal(y, torch.full((2, 4), 12.0))
+    return str(fused_tp.explain("matmul_all_reduce", (2, 3), (4, 3), dtype=torch.float32, group=group))
 
 
-@pytest.mark.parametrize(("names", "why"), [("aaaa", "one host"), ("abcd", "a host of its own"), ("abab", "laid out")])
-def test_other_layouts_are_refused_in_a_sentence(names: str, why: str) -> None:
-    for said in run_ranks(4, refused, names, env=FORCED):
-        assert "Schedule 'hierarchical' cannot serve this group" in said and why in said
+@pytest.mark.parametrize(
+    ("names", "without_shared_memory", "taken", "why"),
+    [
+        ("aaaa", "", "one_sided", "but all of its ranks are on one host"),
+        ("abcd", "", "plain", "each of its ranks is on a host of its own"),
+        ("abab", "", "plain", "laid out"),
+        ("aabb", "23", "plain", "no fast links inside of a host"),  # one host lacks them, and then all do without
+        ("aabb", "", "hierarchical", "forces it"),
+    ],
+)
+def test_groups_without_two_levels_go_by_the_table(
+    names: str, without_shared_memory: str, taken: str, why: str
+) -> None:
+    for said in run_ranks(4, explained, names, without_shared_memory, env=FORCED):
+        assert f"forward: {taken} over" in said and why in said, said
 
 
-def test_without_fast_links_inside_there_is_nothing_to_gain() -> None:
-    for said in run_ranks(4, refused, "aabb", "23", env=FORCED):  # one host lacks them, and then all do without
-        assert "no fast links inside of a host" in said
+@on_ranks(4)
+def test_ranks_of_several_hosts_take_two_levels_by_themselves(world: Any) -> None:
+    assert "forward: hierarchical over" in (said := explained(world, "aabb")) and "several hosts" in said
+    said = explained(world, "abab")
+    assert "forward: plain over gloo" in said and "no shared memory: FUSED_TP_HOST gives its ranks 2 hosts" in said
 
 
 @pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters, reason="torch before 2.13 sorts a group's ranks"
 )
 @on_ranks(4, env=FORCED)
-def test_ranks_in_an_order_that_torch_would_not_keep_are_refused(_: Any) -> None:
+def test_ranks_in_an_order_that_torch_would_not_keep_go_by_the_table(_: Any) -> None:
     with on_hosts("bbaa"):
-        assert "its ranks [2, 3, 0, 1] do not ascend" in refusal(dist.new_group([2, 3, 0, 1], sort_ranks=False))
+        assert "its ranks [2, 3, 0, 1] do not ascend" in explanation(dist.new_group([2, 3, 0, 1], sort_ranks=False))
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------
@@ -241,7 +259,9 @@ def parts_that_rank_3_does_not_make() -> str:
 def memory_that_rank_3_does_not_join() -> tuple[str, str, float]:
     """The group's name, and what is said of it where only rank 2's host lacks a rank."""
     with on_hosts("aabb", FUSED_TP_TIMEOUT="1") as group:
-        assert isinstance(hosts_module.hosts_of(resolve_group(group)), hosts_module.Hosts)
+        described = resolve_group(group)
+        assert made_together(registry._DIFFERING, described, registry._differing_settings) == ""
+        assert isinstance(hosts_module.hosts_of(described), hosts_module.Hosts)
         begun = time.monotonic()
         if dist.get_rank() == 3:
             return group.group_name, "", 0.0
