@@ -21,18 +21,17 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 def check_local(name: str, t: Any) -> None:
     """A dense tensor that is this rank's own, of any dtype."""
-    if type(t) is Tensor or type(t) is Parameter:
-        if not is_dynamo_compiling():
-            _check_memory(name, t)
-        return
-    if not isinstance(t, Tensor):
+    plain = type(t) is Tensor or type(t) is Parameter
+    if not plain and not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
-    if hasattr(t, "to_local"):  # importing DTensor to ask for it costs every program 0.6 s
+    if not is_dynamo_compiling():
+        _check_memory(name, t, plain)
+    if not plain and hasattr(t, "to_local"):  # importing DTensor to ask for it costs every program 0.6 s
         raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's part of it, {name}.to_local().")
 
 
-def _check_memory(name: str, t: Tensor) -> None:
-    """Memory that holds what `t` shows: native code and peers read it."""
+def _check_memory(name: str, t: Tensor, plain: bool) -> None:
+    """Memory that holds what `t` shows: native code and peers read it. That of a subclass is its own affair."""
     if t.layout is not torch.strided or t.is_nested:
         kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.").removeprefix("_")
         raise TypeError(f"{name} is a {kind} tensor; pass a dense one ({name}.to_dense(), or a nested one padded).")
@@ -41,7 +40,7 @@ def _check_memory(name: str, t: Tensor) -> None:
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         if not torch._C._are_functorch_transforms_active():
             raise TypeError(f"{name} has left a transform of torch.func, which its numbers depend on; return it first.")
-    elif not t.is_meta and t.numel() and not (t.data_ptr() or t._is_zerotensor()):
+    elif plain and not t.is_meta and t.numel() and not (t.data_ptr() or t._is_zerotensor()):
         raise ValueError(f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed; fill it again first.")
 
 
@@ -208,9 +207,13 @@ def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed
     """A float of which `holds` is true, which is what `needed` says."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}, not {type(value).__name__}.")
+    try:
+        value = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is an int of {value.bit_length()} bits; it must be {needed}, and a float.") from None
     if not holds(value):
         raise ValueError(f"{name} is {value}; it must be {needed}.")
-    return float(value)
+    return value
 
 
 def check_bool(**given: Any) -> None:

@@ -23,7 +23,6 @@ from fused_tp.ops.arguments import (
     check_int,
     check_integers,
     check_like,
-    check_local,
     check_tensor,
     checked_number,
     is_int,
@@ -285,9 +284,7 @@ def checked_window(window: Any) -> tuple[int, int]:
 def check_per_head(name: str, value: Any, q: Tensor) -> None:
     if value is None:
         return
-    check_local(name, value)
-    if not value.is_floating_point():
-        raise TypeError(f"{name} has dtype {value.dtype}; it must be a floating-point tensor.")
+    check_tensor(name, value, least_dims=0)
     if tuple(value.shape) != (q.shape[2],):
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{q.shape[2]}], one for each head of q.")
     check_device(name, value, "q", q)

@@ -197,7 +197,10 @@ class Op(Generic[A]):
                 parts: list[Any] = []
                 for one in value:
                     if type(one) is Tensor or type(one) is Parameter:
-                        parts += one.shape, one.dtype, one.device, one.layout
+                        try:
+                            parts += one.shape, one.dtype, one.device, one.layout
+                        except RuntimeError:
+                            return self._call(values)
                         if grad_mode and one.requires_grad:
                             needs_grad = True
                     elif isinstance(one, Tensor):

@@ -1,0 +1,25 @@
+"""Odd inputs of every public op (tests/fuzz.py): some of them, and in the other tier 2,000 of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz import PROBLEMS, fuzz
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_some_odd_inputs(world_size: int) -> None:
+    assert [said for name in PROBLEMS for said in fuzz(name, 1, 12, world_size)] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_odd_inputs(name: str, world_size: int) -> None:
+    assert fuzz(name, 0, 2000, world_size) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_odd_inputs_over_messages(name: str) -> None:
+    assert fuzz(name, 2, 200, 2, "plain") == []
