@@ -27,6 +27,7 @@ from torch.autograd import profiler as _profiler
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from fused_tp.ops.counting import count_by_modes, count_collectives
 from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
@@ -160,6 +161,7 @@ class Op(Generic[A]):
             )
         self.overload = getattr(torch.ops.fused_tp, name).default
         OPS[name] = self
+        count_by_modes(self)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -224,7 +226,8 @@ class Op(Generic[A]):
             for index, value in changed:
                 fresh[index] = value
         if repeatable is not None and not needs_grad:  # it begins with one of torch's ops, which resolves its arguments
-            return repeatable(*given)
+            found = repeatable(*given)
+            return self._call(values) if found is None else found
         for value in given:
             for one in value if type(value) is list else (value,):
                 if type(one) in _PLAIN and (one.is_neg() or one.is_conj() or not one.data_ptr()):
@@ -246,6 +249,8 @@ class Op(Generic[A]):
             values = [_resolved(value) for value in values]
         *given, group = values if self.prepare is None else _flat(self.prepare(self.pack(values)))
         name = str(group) if isinstance(group, GroupName) else group_identity(group).name
+        if not is_dynamo_compiling() and _in_dispatch_mode():
+            count_collectives(OPS)
         if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(given)):
             return self.overload(*given, name)
         if forward_ad._current_level >= 0:

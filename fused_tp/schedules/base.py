@@ -88,7 +88,8 @@ class Schedule(ABC):
         """Forward of `op` for tensors like those in `args`, called with them one by one, without the group.
 
         Decoding repeats one call: what comes out the same for every token is done here, once. None, as here: the op
-        calls its own method of this class.
+        calls its own method of this class. What it returns may be None, too, before anything is sent: the op then
+        checks its arguments, and calls that method.
         """
         return None
 

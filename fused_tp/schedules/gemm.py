@@ -42,6 +42,7 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
         and x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN
         and _onednn_beats_mkl()
         and bool(torch.backends.mkldnn.enabled)
+        and not torch._C._len_torch_dispatch_stack()  # FlopCounterMode does not know oneDNN's op
         # oneDNN's op has no derivative: a backward that is itself differentiated would silently lose this term.
         and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
     )

@@ -169,8 +169,13 @@ class SharedMemory(RowSchedule):
         core_group, rank = self.transport.core_group, self.rank
         described = self.transport.described(op if bias is None else f"{op} with bias", x.dtype, shape)
 
-        def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-            y = linear(x, w, bias if rank == 0 else None)
+        def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
+            if bias is not None and not bias.data_ptr():  # which ranks but the first do not read
+                return None
+            try:
+                y = linear(x, w, bias if rank == 0 else None)
+            except RuntimeError:  # no memory, for one: the checks know better what is wrong
+                return None
             address = y.data_ptr()
             _core.all_reduce(core_group, address, address, *described)
             return y

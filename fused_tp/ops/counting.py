@@ -1,0 +1,136 @@
+"""What torch's modes count of an op: CommDebugMode its collectives, FlopCounterMode its matmuls, forward and backward.
+
+Both see an op of torch.library as one call. Where they are active, and only there, the op shows them its parts: calls
+of torch's own ops that do nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.attention.layout import BlockCyclicLayout
+from fused_tp.runtime.group import GroupName, group_by_name
+
+# Of the collectives behind what a schedule is asked for; of a ring, one of each of its W - 1 steps.
+_KINDS = {
+    "all_gather": "all_gather_into_tensor",
+    "all_gather_matmul": "all_gather_into_tensor",
+    "vocab_parallel_cross_entropy": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "matmul_reduce_scatter": "reduce_scatter_tensor",
+    "all_reduce": "all_reduce",
+    "matmul_all_reduce": "all_reduce",
+    "all_reduce_rms_norm": "all_reduce",
+    "matmul_all_reduce_rms_norm": "all_reduce",
+    "all_to_all": "all_to_all_single",
+    "ring_attention": "all_to_all_single",
+}
+_DEBUG = "torch.distributed.tensor.debug"
+_counted: set[str] = set()  # ops whose collectives CommDebugMode counts
+
+
+def count_by_modes(op: Any) -> None:
+    """Makes FlopCounterMode count the matmuls of `op`, an `Op`, as those of its plain equivalent."""
+
+    def decompose(*values: Any) -> Any:
+        # A mode asks this of an op that it does not know. Whatever it is told: the op runs as it is.
+        if type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__ == "_FlopCounterMode":
+            for batch, m, k, n in _products(op.name, op.pack((*values[:-1], GroupName(values[-1])))):
+                a, b = torch.empty((batch, m, k), device="meta"), torch.empty((batch, k, n), device="meta")
+                torch.ops.aten.bmm.default(a, b)
+        return NotImplemented
+
+    op.overload.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(decompose)
+
+
+def count_collectives(ops: dict[str, Any]) -> None:
+    """Makes CommDebugMode, where it has been imported, count the collectives of these ops."""
+    if (debug := sys.modules.get(_DEBUG)) is None:  # importing it costs seconds
+        return
+    for op in ops.values():
+        if op.name not in _counted:
+            _counted.add(op.name)
+            torch.library.register_torch_dispatch(op.qualified_name, debug.CommDebugMode, _rule(op))
+
+
+def _rule(op: Any) -> Callable[..., Any]:
+    def counted(mode: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        out = mode.__torch_dispatch__(func, types, args, kwargs)
+        if out is not NotImplemented:
+            rest = [kwargs[one.name] for one in func._schema.arguments[len(args) :]]
+            for kind in _collectives(op, [*args, *rest]):
+                mode.__torch_dispatch__(_Collective(kind), ())
+        return out
+
+    return counted
+
+
+class _Collective:
+    """A collective of torch as CommDebugMode sees one."""
+
+    def __init__(self, kind: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d_functional, kind)
+
+    def __call__(self) -> None:
+        pass
+
+    def __str__(self) -> str:
+        return str(self._overloadpacket)
+
+
+def _collectives(op: Any, values: Sequence[Any]) -> list[str]:
+    a = op.pack((*values[:-1], GroupName(values[-1])))
+    size = group_by_name(a[-1]).size
+    key = None if op.key is None else op.key(a)
+    if key is None or size == 1:
+        return []
+    if op.name == "all_gather_matmul_backward":
+        of_x = a.needs_x * (bool(a.d_outputs) + (a.d_gathered is not None))
+        return ["reduce_scatter_tensor"] * of_x + ["all_gather_into_tensor"] * any(a.needs_weight)
+    times = {"ring_attention": size - 1, "ring_attention_backward": 2 * (size - 1)}.get(op.name, 1)
+    return [_KINDS[key.op]] * times
+
+
+def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
+    """(batch, m, k, n) of the matmuls that this rank computes, masked parts of attention included."""
+    if name in ("ring_attention", "ring_attention_backward"):
+        (b, q, h, d), keys, dv = a.q.shape, a.attention.seq_len_kv, a.v.shape[3]
+        yield from ((b * h, q, d, keys), (b * h, q, keys, dv))
+        if name == "ring_attention_backward":  # the scores once more, and gradients of weights, v, q, k
+            yield from ((b * h, keys, q, dv), (b * h, q, keys, d), (b * h, keys, q, d))
+    elif name == "context_parallel_decode":
+        (_, q, h, d), group = a.q.shape, group_by_name(a.group)
+        for length in a.cache_seqlens.tolist():
+            held = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
+            yield from ((h, q, d, held), (h, q, held, a.v.shape[3]))
+    elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):
+        yield 1, _rows(a.x), *reversed(a.weight.shape)
+    elif name == "matmul_reduce_scatter_backward":
+        if a.needs_x:
+            yield 1, _rows(a.x), *a.weight.shape
+    elif name in ("all_gather_matmul", "column_parallel_matmul"):
+        rows = _rows(a.x) if hasattr(a, "x") else _gathered_rows(a)
+        yield from ((1, rows, *reversed(w.shape)) for w in a.weights)
+    elif name in ("all_gather_matmul_backward", "column_parallel_matmul_backward"):
+        rows = _rows(a.x) if hasattr(a, "x") else _gathered_rows(a)
+        for w, needed in zip(a.weights, a.needs_weight, strict=True):
+            if a.needs_x:
+                yield 1, rows, *w.shape
+            if needed:
+                yield 1, w.shape[0], rows, w.shape[1]
+
+
+def _rows(x: Tensor) -> int:
+    return prod(x.shape[:-1])
+
+
+def _gathered_rows(a: Any) -> int:
+    shape = [*a.x_shard.shape[:-1]]
+    shape[a.gather_dim] = a.gather_size
+    return prod(shape)

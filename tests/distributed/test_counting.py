@@ -1,0 +1,71 @@
+"""What CommDebugMode and FlopCounterMode see of every op, as a Python call and as an op of torch.library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor.debug  # what is imported later is found at the first call of a Python function
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import fused_tp
+from fused_tp.ops.op import OPS
+from tests.distributed.test_every_op import calls, outcome
+from tests.workers import on_ranks
+
+GATHER, SCATTER, SUM, SWAP = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"
+# By op of test_every_op: collectives, and flops in multiples of 2, of forward and backward.
+MATMUL = 4 * 8 * 6  # [4, 8] @ [8, 6]
+RING = 2 * 4 * 8 * 8  # heads, own queries, all keys, head_dim: of one matmul
+EXPECTED: dict[str, tuple[dict[str, int], int]] = {
+    "all_gather": ({GATHER: 1, SCATTER: 1}, 0),
+    "all_gather_matmul": ({GATHER: 2, SCATTER: 1}, 3 * 2 * 2 * MATMUL),
+    "all_reduce": ({SUM: 1}, 0),
+    "all_reduce_rms_norm": ({SUM: 1}, 0),
+    "column_parallel_matmul": ({SUM: 1}, 3 * MATMUL),
+    "context_parallel_attention": ({SWAP: 3}, 7 * RING),
+    "context_parallel_decode": ({GATHER: 1}, 2 * 2 * 4 * 8),
+    "copy_to_group": ({SUM: 1}, 0),
+    "gather": ({GATHER: 1}, 0),
+    "matmul_all_reduce": ({SUM: 1}, 3 * MATMUL),
+    "matmul_all_reduce_rms_norm": ({SUM: 1}, 3 * MATMUL),
+    "matmul_reduce_scatter": ({SCATTER: 1, GATHER: 1}, 3 * MATMUL),
+    "reduce_scatter": ({SCATTER: 1, GATHER: 1}, 0),
+    "ring_attention": ({SWAP: 3}, 7 * RING),
+    "scatter": ({GATHER: 1}, 0),
+    "shard_sequence": ({GATHER: 1}, 0),
+    "ulysses_attention": ({SWAP: 4}, 7 * RING),
+    "unshard_sequence": ({GATHER: 1}, 0),
+    "vocab_parallel_cross_entropy": ({GATHER: 1}, 0),
+}
+
+
+@pytest.mark.parametrize("schedule", [None, "plain"])
+@on_ranks(2, env=lambda schedule: {"FUSED_TP_SCHEDULE": schedule})
+def test_modes_count_what_ops_send_and_compute(group: Any, schedule: str | None) -> None:
+    for name, (fn, leaves) in calls(group).items():
+        sends, flops = EXPECTED[name]
+        with CommDebugMode() as comm:
+            outcome(fn, leaves)
+        found = {str(packet).rpartition(".")[2]: times for packet, times in comm.get_comm_counts().items()}
+        assert found == sends, name
+        with FlopCounterMode(display=False) as counter:
+            outcome(fn, leaves)
+        assert counter.get_total_flops() == 2 * flops, name
+
+
+@on_ranks(2)
+def test_modes_count_ops_of_the_library(group: Any) -> None:
+    x, w = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
+    name = fused_tp.runtime.group.resolve_group(group).name
+    with CommDebugMode() as comm, FlopCounterMode(display=False) as counter:
+        y = torch.ops.fused_tp.matmul_reduce_scatter(x, w, None, scatter_dim=0, group=name)
+        y.sum().backward()
+    functional = torch.ops.c10d_functional
+    counted = {functional.reduce_scatter_tensor: 1, functional.all_gather_into_tensor: 1}
+    assert comm.get_comm_counts() == counted
+    assert counter.get_total_flops() == 3 * 2 * MATMUL
+    assert set(comm.comm_module_counts["Global"]["backward"]) == {functional.all_gather_into_tensor}
+    assert "matmul_reduce_scatter" in OPS
