@@ -116,7 +116,8 @@ class FusedSequenceParallel(SequenceParallel):
     """`SequenceParallel` for norms and dropout: the module runs on this rank's part of the sequence, as plain tensors.
 
     torch runs each step of the norm as DTensor operations; here it runs at once on the local part, and the gradients of
-    its (replicated) parameters are summed over the ranks inside the backward.
+    its (replicated) parameters are summed over the ranks inside the backward: they are Replicate() DTensors. Those that
+    torch's style leaves are Partial(), of this rank's tokens, which an optimizer over DTensors sums in its step.
 
     Args:
         sequence_dim: of the input, default 1.

@@ -123,6 +123,8 @@ def test_dtensors_in_and_out(group: dist.ProcessGroup) -> None:
     y.square().sum().backward()
     assert isinstance(x.grad, DTensor)
     torch.testing.assert_close(x.grad.full_tensor(), x_full.grad, **EXACT)
+    norm = model[4].weight.grad
+    assert isinstance(norm, DTensor) and norm.placements == (Replicate(),)
     for name, grad in full_grads(model).items():
         torch.testing.assert_close(grad, full.get_parameter(name).grad, **EXACT)
 
