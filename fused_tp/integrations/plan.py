@@ -176,7 +176,8 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
         raise ValueError(
-            f"Nothing in the plan {dict(patterns)} is a module of {type(model).__name__}, so nothing would be cut. "
+            f"The plan names {len(patterns)} modules, such as {next(iter(patterns))!r}, of which {type(model).__name__} "
+            "has none, so nothing would be cut. "
             + ("Parallelize the model without adapters: see merge_and_unload()." if adapters else "Pass plan=.")
         )
     return resolved
@@ -216,7 +217,7 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
         return
     if not isinstance(style, str):
         raise TypeError(f"The style of {name!r} must be a string or a ParallelStyle, not {type(style).__name__}.")
-    kind = type(module).__name__
+    kind = f"{type(module).__module__}.{type(module).__name__}"
     wanted = STYLES[style].needs
     # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
     served = type(module) is wanted or (wanted is nn.Embedding and embedding_scale(module) is not None)
@@ -296,7 +297,7 @@ def settle_between(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Sty
         whole |= {parent.get_submodule(leaf).out_features for leaf, spec in cut.items() if spec.shard_dim == 1}
         if name not in plan:
             for key, parameter in parent.named_parameters(recurse=False):
-                if prefix + key not in plan and (parameter.ndim != 1 or parameter.numel() not in whole):
+                if prefix + key not in plan and (parameter.ndim == 0 or parameter.shape[-1] not in whole):
                     raise ValueError(
                         f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, and {prefix + column[0]!r} is "
                         "cut: whether a rank uses all of it is not known. Add it to the plan as 'colwise' if each rank "

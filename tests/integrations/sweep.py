@@ -47,7 +47,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 VOCAB = 128
 TOKENS = (2, 24)
-MOST_PARAMETERS = 8_000_000
+MOST_PARAMETERS = 14_000_000
 LOSS, GRADIENT = 2e-5, 2e-3  # differences; a gradient's relative to its largest element. Wrong ones are off by 1e-2.
 
 # Names that configs have for the same few sizes. A type is given those that its config knows.
@@ -72,11 +72,13 @@ SMALL: dict[str, Any] = {
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 RANDOM = ("dropout", "pdrop", "jitter")  # parts of names of what would draw numbers
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "llama4_text": {"floor_scale": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -94,12 +96,15 @@ def small_config(kind_of_config: Any) -> Any:
     layers = min(layers, 8)
     sizes = {name: value for name, value in SMALL.items() if name in known}
     sizes |= {name: layers for name in DEPTHS if name in known} | {name: v[:layers] for name, v in lists.items()}
-    sizes |= {name: 0.0 for name in known if any(part in name for part in RANDOM) and not name.startswith("is_")}
+    random = (name for name in known if any(part in name for part in RANDOM) and not name.startswith("is_"))
+    sizes |= {
+        name: type(getattr(usual, name, 0.0))(0) for name in random if isinstance(getattr(usual, name), int | float)
+    }
     if "qk_rope_head_dim" in known:  # latent attention: head_dim is that of the rotated part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= OWN_SIZES.get(kind_of_config.model_type, {})
     for name, kind_of_part in kind_of_config.sub_configs.items():
-        if getattr(usual, name, None) is not None and hasattr(kind_of_part, "model_type"):
+        if name not in sizes and getattr(usual, name, None) is not None and hasattr(kind_of_part, "model_type"):
             sizes[name] = small_config(kind_of_part)
     return kind_of_config(**sizes)
 
