@@ -176,8 +176,8 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
         raise ValueError(
-            f"The plan names {len(patterns)} modules, such as {next(iter(patterns))!r}, of which {type(model).__name__} "
-            "has none, so nothing would be cut. "
+            f"The plan has {len(patterns)} entries ({', '.join(list(patterns)[:2])}, ...), of which "
+            f"{type(model).__name__} has none, so nothing would be cut. "
             + ("Parallelize the model without adapters: see merge_and_unload()." if adapters else "Pass plan=.")
         )
     return resolved
