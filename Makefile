@@ -3,7 +3,7 @@
 #   make test     the contract of the public API, in minutes         make test-all  every test
 #   make lint     ruff, mypy, import-linter, clang-format            make format    rewrite to what lint wants
 #   make docs     the documentation, into out/docs                   make wheel     a wheel for other machines, into dist
-#   make bench    measure on this machine, into out/bench            make soak      many random ops for SOAK_MINUTES
+#   make bench    measure on this machine, into out/bench            make soak      injected faults; random ops for SOAK_MINUTES
 PYTHON ?= python3
 VENV ?= .venv
 SOAK_MINUTES ?= 10

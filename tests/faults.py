@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import random
 import re
 import signal
 import threading
@@ -227,11 +226,11 @@ def stopped_then_killed(_: Any, transport: str, ops: Sequence[str], delay: float
     return found[0], found[1]
 
 
-def fresh_stopped_then_killed(transport: str, first: int = 0, delay: float = 0.02) -> list[Outcome]:
+def fresh_stopped_then_killed(transport: str) -> list[Outcome]:
     """The outcomes of that, for `check_stopped_then_killed`."""
     build_doubles(transport)
-    size, ops = 4 if transport == "hierarchical" else 3, [*OPS][first:] + [*OPS][:first]
-    return fresh_ranks(size, stopped_then_killed, transport, ops, delay, expect_deaths=True)
+    size = 4 if transport == "hierarchical" else 3
+    return fresh_ranks(size, stopped_then_killed, transport, list(OPS), 0.02, expect_deaths=True)
 
 
 def check_stopped_then_killed(outcomes: list[Outcome]) -> None:
@@ -240,17 +239,6 @@ def check_stopped_then_killed(outcomes: list[Outcome]) -> None:
     stopped, killed = zip(*(one.unwrap() for one in others), strict=True)
     check_failures(stopped, victim.rank, "CollectiveTimeoutError", 1.5)
     check_failures(killed, victim.rank, "PeerLostError")
-
-
-def kill_many(count: int, seed: int) -> str:
-    """Part of `make soak`: ranks killed at random moments of random ops."""
-    chance, left_before = random.Random(seed), left_in_dev_shm()
-    for number in range(count):
-        transport = TRANSPORTS[number % 3]
-        first, delay = chance.randrange(len(OPS)), chance.random() * 0.05
-        check_stopped_then_killed(fresh_stopped_then_killed(transport, first, delay))
-    assert left_in_dev_shm() <= left_before
-    return f"{count} ranks stopped, and killed: all others noticed"
 
 
 def left_in_dev_shm() -> set[str]:

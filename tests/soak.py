@@ -5,8 +5,8 @@
 Every round starts new ranks, runs a few hundred random calls with their backwards, and compares each with fp64. It also
 fails when memory of a rank keeps growing or something is left in /dev/shm. Its seed, printed first, repeats it.
 
-Before the rounds come what has a length of its own: 10,000 calls of the shared-memory core (tests/shm_soak.py) and 30
-ranks stopped and killed at random moments (tests/faults.py).
+Before the rounds come what has a length of its own: 10,000 calls of the shared-memory core (tests/shm_soak.py) and the
+fault campaign of 1,000 injections (tests/campaign.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import shard_sequence
-from tests import faults, shm_soak
+from tests import campaign, faults, shm_soak
 from tests.attention_reference import dense_attention, dense_mask
 from tests.distributed import test_tp_ops as cases
 from tests.reference import assert_within_dtype_error, seeded
@@ -32,7 +32,7 @@ from tests.workers import fresh_ranks
 
 CALLS = 300
 SHM_CALLS = 10_000
-KILLS = 30
+FAULTS = 1000
 GROWTH_MIB = 64  # what a rank may grow by in the second half of a round: allocators keep some of what they free
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SCHEDULES = (None, "plain", "pipelined", "one_sided")  # None: the dispatch table's choice
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=CALLS, help="per round")
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}: {shm_soak.soak(SHM_CALLS, arguments.seed)}", flush=True)
-    print(f"seed {arguments.seed}: {faults.kill_many(KILLS, arguments.seed)}", flush=True)
+    campaign.main(["--count", str(FAULTS), "--seed", str(arguments.seed)])
     end = time.monotonic() + 60 * arguments.minutes
     rounds = 0
     while rounds == 0 or time.monotonic() < end:
