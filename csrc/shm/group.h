@@ -95,7 +95,7 @@ class Group : public std::enable_shared_from_this<Group> {
   // Until `done`, bounded by the deadline.
   void wait_until(const Wait& wait);
 
-  const std::shared_ptr<Heap>& heap() { return heap_; }
+  const std::shared_ptr<Heap>& heap() { return heap_; }  // results over it may outlive the group
   // A range of the heap; takes back what ended calls have left there first, if it must.
   size_t allocate(size_t bytes);
   // A peer whose process has ended, or -1.
