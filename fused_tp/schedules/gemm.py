@@ -178,6 +178,6 @@ def _packed(x: Tensor, w: Tensor) -> Tensor | None:
     kept = _kept.get(w.data_ptr())
     weight = None if kept is None else kept()
     # oneDNN's op has no derivative.
-    if weight is None or not torch.backends.mkldnn.enabled or (torch.is_grad_enabled() and x.requires_grad):
+    if weight is None or not torch._C._get_mkldnn_enabled() or (torch.is_grad_enabled() and x.requires_grad):
         return None
     return weight.for_call(x, w)
