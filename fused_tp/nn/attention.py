@@ -474,8 +474,8 @@ class ParallelAttention(nn.Module):
             _check_apart("the group of the cache", context.group, self.mesh)
 
     def _check_input(self, x: Tensor, positions: Tensor | None, attention_mask: Tensor | None) -> None:
-        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            given = tuple(x.shape) if isinstance(x, Tensor) and not x.is_nested else type(x).__name__
             raise ValueError(f"x must be a Tensor [batch, seq, {self.hidden_size}], got {given}.")
         if positions is not None and self.rope is None:
             raise ValueError("positions were given, but this attention has no rope that would use them.")

@@ -153,9 +153,11 @@ def lookup(
 
 
 def check_integer_ids(ids: Tensor) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or ids.layout is not torch.strided:
-        given = f"{ids.dtype} with {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, dense, not {given}.")
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        given = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"ids must be a Tensor of dtype int64 or int32, not {given}.")
+    if ids.layout is not torch.strided or ids.is_nested:
+        raise TypeError(f"ids is a {'nested' if ids.is_nested else ids.layout} tensor; pass a dense one.")
 
 
 def check_ids_inside(ids: Tensor, num_embeddings: int) -> None:

@@ -374,6 +374,8 @@ def check_positive(name: str, value: int) -> None:
 def check_floating(x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a Tensor, not {type(x).__name__}.")
+    if x.is_nested:
+        raise TypeError("x is a nested tensor; pad it, or pack its rows into one.")
     if not x.is_floating_point():
         raise TypeError(f"x must have a floating point dtype, not {x.dtype}.")
 

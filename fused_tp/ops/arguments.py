@@ -208,12 +208,12 @@ def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}, not {type(value).__name__}.")
     try:
-        value = float(value)
+        number = float(value)
     except OverflowError:
         raise ValueError(f"{name} is an int of {value.bit_length()} bits; it must be {needed}, and a float.") from None
-    if not holds(value):
+    if not holds(number):
         raise ValueError(f"{name} is {value}; it must be {needed}.")
-    return value
+    return number
 
 
 def check_bool(**given: Any) -> None:
