@@ -210,7 +210,7 @@ def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed
     try:
         number = float(value)
     except OverflowError:
-        raise ValueError(f"{name} is an int of {value.bit_length()} bits; it must be {needed}, and a float.") from None
+        raise ValueError(f"{name} is an int too large for a float; it must be {needed}.") from None
     if not holds(number):
         raise ValueError(f"{name} is {value}; it must be {needed}.")
     return number
