@@ -98,7 +98,8 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
         for sums, names in self._asks:
             summed = bool(names) and sums()
             for name in names:
-                parameter = self.get_parameter(name)
+                owner, _, leaf = name.rpartition(".")
+                parameter = self.get_submodule(owner)._parameters[leaf]  # which may be a plain tensor by now
                 if isinstance(parameter, DTensor):
                     whole = parameter.placements[0].is_replicate()
                     own[name] = reduce_grad(parameter, self._grad_mesh) if summed and whole else local(parameter)
