@@ -19,7 +19,7 @@ import resource
 import signal
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,7 +93,7 @@ def meet(name: str, ranks: Sequence[int], mine: Any = None) -> dict[int, Any]:
     while not store.check(list(keys.values())):
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all of ranks {list(ranks)} came to {name}: a hang")
-        time.sleep(0.005)
+        time.sleep(0.005)  # the store has no wait that sees the deadline of the campaign
     return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
 
@@ -171,7 +171,7 @@ def suffer(name: str, group: Any, schedule: str, run: Callable[..., object], pee
     kind = name.split()[0]
     if kind == "kill":
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        time.sleep(delay + 1.0 if name == "kill first" else 0.0)
+        time.sleep(delay + 1.0 if name == "kill first" else 0.0)  # dies before its call
         return until_error(run)
     if kind == "stop":
         return until_error(run)  # a peer stops it
@@ -183,7 +183,7 @@ def suffer(name: str, group: Any, schedule: str, run: Callable[..., object], pee
     if kind == "fork":
         return NONE, in_a_child(run)
     if kind == "destroy":
-        time.sleep(delay)
+        time.sleep(delay)  # the others wait for it, or not yet: both are to be met
         dist.destroy_process_group(group)
         return NONE, ""
     with limited(kind):
@@ -295,7 +295,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
-        self.slowest: Counter[str] = Counter()
+        self.slowest: defaultdict[str, float] = defaultdict(float)
         self.wrong: list[str] = []
 
     def add(self, name: str, schedule: str, victim: int, records: dict[int, Any], where: str) -> None:
@@ -310,7 +310,7 @@ class Tally:
                 problems.append("hang")
             if leaked:
                 problems.append("leak")
-            self.slowest[name] = max(self.slowest[name], seconds)  # type: ignore[assignment]
+            self.slowest[name] = max(self.slowest[name], seconds)
             for problem in problems:
                 count[problem] += 1
                 self.wrong.append(

@@ -46,7 +46,7 @@ def shift(labels: Tensor, ignore_index: int) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GlobalLoss:
     """Stands in for a model's `loss_function(logits, labels, vocab_size, ...)`.
 
@@ -59,12 +59,14 @@ class GlobalLoss:
         vocab_mesh: the ranks that the logits' last dim is cut over, or None.
         cp_mesh: the ranks that the sequence is cut over, or None.
         grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
+        ran: whether it has computed the loss of the forward pass that runs, or ran last.
     """
 
     own: Callable[..., Tensor]
     vocab_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None
     grad_sync: bool
+    ran: bool = False
 
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
         if runs_again():
@@ -75,6 +77,7 @@ class GlobalLoss:
         shard = running_shard()
         if shard is None or shard.targets is None:
             return self.own(logits, labels, vocab_size, **kwargs)
+        self.ran = True
         ignore_index = kwargs.get("ignore_index", shard.ignore_index)
         if ignore_index != shard.ignore_index:
             raise ValueError(

@@ -19,7 +19,7 @@ from fused_tp.integrations.forward_shard import ForwardShard
 from fused_tp.integrations.hf_attention import has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.plan import Style, spec_of
-from fused_tp.integrations.readers import source_of_forward
+from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.nn import ColumnParallelLinear
@@ -78,7 +78,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
                 f"{asked} does not serve them."
             )
         if parallelism.cp_mesh is not None and any(
-            OWN_MASK in (source_of_forward(m) or "") for m in model.modules() if is_transformers_model(m)
+            forward_mentions(m, OWN_MASK, unknown=False) for m in model.modules() if is_transformers_model(m)
         ):
             raise ValueError(f"{kind} adds a mask of its own to attention, which context parallel ranks do not serve.")
         if not is_base and model.loss_type != "ForCausalLM":
@@ -89,11 +89,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             "entropy of ForCausalLMLoss themselves. Compute another loss from the logits instead: call the model "
             "without labels."
         )
-    if (
-        parallelism.computes_loss
-        and not is_base
-        and "loss_function" not in (source_of_forward(model) or "loss_function")
-    ):
+    if parallelism.computes_loss and not is_base and not forward_mentions(model, "loss_function", unknown=True):
         raise ValueError(
             f"{kind}.forward computes its loss by other means than self.loss_function, which loss_parallel and cp_dim "
             "replace by the loss over all ranks. Use neither, or give the class a forward that calls it."
@@ -109,10 +105,12 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             )
 
 
-def _is_base(model: nn.Module) -> bool:
+def _is_base(model: PreTrainedModel) -> bool:
     """Whether `model` returns hidden states, and no logits or loss. (`model.base_model is model` says so also where
     `base_model_prefix` names a part that a class does not have: Llama4ForCausalLM.)"""
-    return "labels" not in inspect.signature(model.forward).parameters
+    forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
+    takes_labels = any("labels" in inspect.signature(forward).parameters for forward in forwards)
+    return not takes_labels and model.get_output_embeddings() is None
 
 
 class TransformersSequence(SequenceSharding):

@@ -66,9 +66,16 @@ def _chain(node: ast.expr) -> str:
     return ".".join(reversed(parts)) if isinstance(node, ast.Name) and node.id == "self" else ""
 
 
-def source_of_forward(module: nn.Module) -> str | None:
-    """The source of the class's forward; None where there is none to read."""
-    try:
-        return inspect.getsource(type(module).forward)
-    except (OSError, TypeError):
-        return None
+def forward_mentions(module: nn.Module, words: str, *, unknown: bool) -> bool:
+    """Whether the source of the class's forward has `words`, or that of a base's which it calls by super(); `unknown`
+    where there is no source to read."""
+    for kind in type(module).__mro__:
+        if "forward" not in vars(kind):
+            continue
+        try:
+            source = inspect.getsource(vars(kind)["forward"])
+        except (OSError, TypeError):
+            return unknown
+        if words in source or "super()" not in source:
+            return words in source
+    return unknown

@@ -88,6 +88,7 @@ class SequenceSharding:
         # Which of their parameters a forward pass uses depends on its tokens.
         self._routes = any("expert" in name for name, _ in model.named_modules())
         self._layers: list[Any] = []
+        self._loss: GlobalLoss | None = None
 
     def install(self, model: nn.Module) -> None:
         """Hook `model`, whose layers have been replaced."""
@@ -105,7 +106,10 @@ class SequenceSharding:
         """The loss over all ranks in the place of a model's `own`."""
         parallelism = self.parallelism
         vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
-        return GlobalLoss(own, vocab_mesh=vocab_mesh, cp_mesh=parallelism.cp_mesh, grad_sync=parallelism.grad_sync)
+        self._loss = GlobalLoss(
+            own, vocab_mesh=vocab_mesh, cp_mesh=parallelism.cp_mesh, grad_sync=parallelism.grad_sync
+        )
+        return self._loss
 
     # ---- what subclasses say ----
 
@@ -163,6 +167,8 @@ class SequenceSharding:
             arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
+        if self._loss is not None:
+            self._loss.ran = False
         self._state = UNSHARDED
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
@@ -336,6 +342,12 @@ class SequenceSharding:
         shard = leave_forward(self)
         if output is None:  # forward raised
             return None
+        if shard is not None and shard.targets is not None and self._loss is not None and not self._loss.ran:
+            raise ValueError(
+                "forward was given labels and did not call the model's loss_function, which computes the loss over all "
+                "ranks: a loss of its own is that of this rank's part. Compute it from the logits: call the model "
+                "without labels."
+            )
         if self._routes and self.sync is not None and torch.is_grad_enabled():
             found = tree_flatten(dict(output) if isinstance(output, dict) else output)[0]
             self.sync.note_use(model, [t for t in found if isinstance(t, Tensor) and t.requires_grad])

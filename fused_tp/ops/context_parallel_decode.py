@@ -180,7 +180,7 @@ def context_parallel_decode(
     """
     check_keywords("context_parallel_decode", keywords, SCORE_KEYWORDS)
     if type(return_lse) is not bool:  # no frame of its own in decoding
-        check_bool(return_lse=return_lse)  # type: ignore[unreachable]
+        check_bool(return_lse=return_lse)  # type: ignore[unreachable]  # callers without types
     given: dict[str, Any] = {"block": block, "group": group, **keywords}
     out, lse = decode(DecodeArguments(q, k_cache_shard, v_cache_shard, cache_seqlens, page_table, **given))
     return (out, lse) if return_lse else out

@@ -128,6 +128,7 @@ batch_check_every = Setting(
     1000,
     lambda text: _count(text.strip(), 0),
     "a number of calls, 0 for none",
+    equal=True,
 )
 forced_schedule = _text(
     "FUSED_TP_SCHEDULE", "the dispatch table", "the schedule of every op that it has an implementation for", equal=True

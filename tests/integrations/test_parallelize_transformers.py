@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -456,3 +457,31 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
         refuses(RankMismatchError, ": argument 0 of", parallel, own)
     whole = make("llama")
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
+
+
+@on_ranks(2)
+def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> None:
+    from transformers import LlamaForCausalLM
+
+    class Handing(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no types
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    class Own(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            labels = kwargs.pop("labels")
+            out = LlamaForCausalLM.forward(self, *args, **kwargs)
+            out.loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+            return out
+
+    mesh, tokens = mesh_of(group, 2, 1), make_tokens(2, 9)
+    whole, parallel = make("llama"), make("llama")
+    parallel.__class__ = Handing
+    parallelize(parallel, mesh)
+    assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens).loss)
+    own, patched = make("llama"), make("llama")
+    own.__class__ = Own
+    refuses(ValueError, "by other means than self.loss_function", parallelize, own, mesh)
+    patched.forward = partial(Own.forward, patched)  # as libraries of kernels put their own in place
+    parallelize(patched, mesh)
+    refuses(ValueError, "did not call the model's loss_function", patched, input_ids=tokens, labels=tokens)
