@@ -107,4 +107,5 @@ ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     prepare=_prepare,
     saves=("norm_weight", 1),
     backward=_backward,
+    once=True,
 )

@@ -67,4 +67,5 @@ MATMUL_ALL_REDUCE: Op[_Args] = Op(
     prepare=lambda a: _Args(*checked_linear("x", *a[:3]), a.group),
     saves=("x", "weight"),
     backward=_backward,
+    once=True,
 )

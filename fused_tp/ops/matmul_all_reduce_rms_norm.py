@@ -94,4 +94,5 @@ MATMUL_ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     prepare=_prepare,
     saves=("x", "weight", "norm_weight", 1),
     backward=_backward,
+    once=True,
 )

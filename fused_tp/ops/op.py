@@ -115,6 +115,8 @@ class Op(Generic[A]):
             one is itself (part of) a backward.
         materialize_grads: unused results have gradients of zeros, not None.
         non_differentiable: results without a gradient.
+        once: backward is this rank's alone, and differentiated again over several ranks it would lose what the others
+            add. That is refused; on one rank too where backward reads a result without a gradient.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Op(Generic[A]):
         backward: Callable[..., dict[str, Any]] | None = None,
         materialize_grads: bool = True,
         non_differentiable: Sequence[int] = (),
+        once: bool = False,
     ) -> None:
         self.name = name
         self.qualified_name = f"fused_tp::{name}"
@@ -146,6 +149,7 @@ class Op(Generic[A]):
         self.example = example
         self.prepare = prepare
         self.backward = backward
+        self.once = once
         self.returns_list = returns == "Tensor[]"
         self._saves, self._saves_outputs = frozenset(saves), [one for one in saves if isinstance(one, int)]
         self._weights_at = [at for at, field in enumerate(self.fields) if field in _WEIGHTS]
@@ -234,7 +238,11 @@ class Op(Generic[A]):
                     return self._call(values)
         if needs_grad:
             return self._with_grad(schedule, self.pack((*self._into_main_grads(given), name)))
-        return self.forward(schedule, self.pack((*given, name)))
+        result = self.forward(schedule, self.pack((*given, name)))
+        for one in (result,) if type(result) is Tensor else result:
+            if one._is_view():
+                return _owned(result)
+        return result
 
     def named(self, *values: Any) -> Any:
         """The same for arguments that have been prepared, of which the last is a group's name, for other backwards."""
@@ -273,7 +281,7 @@ class Op(Generic[A]):
         if key is not None:
             self._remember(key, values, args, schedule)
         needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(given))
-        run = self._with_grad if needs_grad else self.forward
+        run = self._with_grad if needs_grad else self._run
         if not recording():
             return run(schedule, args)
         shown: AbstractContextManager[object] = nullcontext()
@@ -314,9 +322,12 @@ class Op(Generic[A]):
         args = self.pack((*values[:-1], GroupName(values[-1])))
         schedule = self.select(args)
         if not recording():
-            return self.forward(schedule, args)
+            return self._run(schedule, args)
         with self._range(schedule, args):
-            return self.forward(schedule, args)
+            return self._run(schedule, args)
+
+    def _run(self, schedule: Schedule | None, args: A) -> Any:
+        return _owned(self.forward(schedule, args))
 
     def _range(self, schedule: Schedule | None, args: A) -> AbstractContextManager[object]:
         return span(self.name, args, None if schedule is None else schedule.name)
@@ -386,10 +397,18 @@ class Op(Generic[A]):
         """`backward`, in a range of its own where nothing is being traced, which would trace the range too."""
         assert self.backward is not None
         grads = tuple(map(_resolved, grads))
+        if self.once and torch.is_grad_enabled() and (self._non_differentiable or group_by_name(ctx.args[-1]).size > 1):
+            raise self._differentiated_twice()
         if not recording() or _in_dispatch_mode():
             return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
         with span(f"{self.name} backward", grads):
             return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
+
+    def _differentiated_twice(self) -> RuntimeError:
+        name = self.qualified_name if self.backward is None else f"backward of {self.qualified_name}"
+        return RuntimeError(
+            f"{name} has no derivative: the ops can be differentiated only once; leave create_graph out."
+        )
 
     def _gradients(self, ctx: Any, found: dict[str, Any]) -> tuple[Any, ...]:
         """Gradients by name as autograd wants them: one for each argument, a list for a list of tensors."""
@@ -403,7 +422,7 @@ class Op(Generic[A]):
 
     def _with_grad(self, schedule: Schedule | None, args: A) -> Any:
         if self.backward is None:
-            raise RuntimeError(f"{self.qualified_name} has no derivative: the ops can be differentiated only once.")
+            raise self._differentiated_twice()
         flat: list[Any] = []
         lengths = []  # of the tensor lists; -1 for anything else
         for arg in _flat(args):
@@ -428,7 +447,7 @@ class _Eager(torch.autograd.Function):
             values.append(flat[at] if length < 0 else list(flat[at : at + length]))
             at += abs(length)
         args = op.pack(values)
-        output = op.forward(schedule, args)
+        output = op._run(schedule, args)
         op.setup_context(ctx, args, output)
         ctx.op, ctx.lengths = op, lengths
         return tuple(output) if op.returns_list else output
@@ -503,6 +522,14 @@ def _resolved(value: Any) -> Any:
     if isinstance(value, Tensor) and (value.is_neg() or value.is_conj() or value._is_zerotensor()):
         return value.clone().resolve_neg().resolve_conj()
     return value
+
+
+def _owned(result: Any) -> Any:
+    """`result`, whose tensors torch takes for no views: it would refuse to write to them in place, as callers may, and
+    which results are views of a buffer depends on the schedule."""
+    if isinstance(result, Tensor):
+        return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
+    return type(result)(map(_owned, result))
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:

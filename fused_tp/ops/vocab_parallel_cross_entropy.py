@@ -233,4 +233,5 @@ VOCAB_PARALLEL_CROSS_ENTROPY: Op[_Args] = Op(
     saves=("logits_shard", "target", 1),
     backward=_backward,
     non_differentiable=(1,),
+    once=True,
 )

@@ -209,6 +209,33 @@ def test_negative_bits_and_zero_tensors(schedule: str) -> None:
     run_variant(schedule, 2, deferred_tensors_are_read_as_torch_reads_them)
 
 
+def results_may_be_written_to(group: dist.ProcessGroup) -> None:
+    """As those of torch's ops may, with a gradient, without, and with a plan: torch refuses that of some views."""
+    for name, (fn, leaves) in calls(group).items():
+        for grad in (False, False, True):
+            with torch.set_grad_enabled(grad):
+                result = fn(*leaves)
+            views = [t._is_view() for t in ([result] if isinstance(result, Tensor) else result)]
+            assert not any(views) or name == "copy_to_group", name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_results_may_be_written_to(schedule: str) -> None:
+    run_variant(schedule, 2, results_may_be_written_to)
+
+
+@on_ranks(2)
+def test_second_derivatives_are_refused(group: dist.ProcessGroup) -> None:
+    """Of all but collectives. Where backward sends nothing, its own derivative would lack the other ranks' terms."""
+    for name, (fn, leaves) in calls(group).items():
+        linear = not any(word in name for word in ("matmul", "norm", "attention", "entropy"))
+        if leaves[0].requires_grad and not linear:
+            result = fn(*leaves)
+            loss = sum(t.pow(2).sum() for t in ([result] if isinstance(result, Tensor) else result))
+            with pytest.raises(RuntimeError, match="differentiated only once"):
+                torch.autograd.grad(loss, leaves, create_graph=True)
+
+
 @on_ranks(2)
 def test_compile_with_dynamic_shapes(group: dist.ProcessGroup) -> None:
     torch._dynamo.reset()
