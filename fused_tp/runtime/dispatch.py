@@ -121,13 +121,22 @@ def table_checksum() -> str:
         return str(error)
 
 
-@cache
 def load_table(path: str | None = None) -> dict[str, Any]:
-    """Read and check a table, once in a process; None is the shipped one.
+    """What a table has of the ops; None is the shipped one.
 
     Raises:
         ValueError: the file is missing or not a dispatch table; says where.
     """
+    return _load(path)[0]
+
+
+def attention_rules(path: str | None = None) -> list[dict[str, Any]]:
+    """What a table has of attention: which kernel was measured as faster on the CPU. Raises as `load_table`."""
+    return _load(path)[1]
+
+
+@cache
+def _load(path: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     file = SHIPPED if path is None else Path(path)
     try:
         content = _entries(json.loads(file.read_text()), "the file")
@@ -136,10 +145,11 @@ def load_table(path: str | None = None) -> dict[str, Any]:
             for transport, ops in _entries(transports, arch).items():
                 for op, rules in _entries(ops, f"{arch}/{transport}").items():
                     _check_rules(f"{arch}/{transport}/{op}", rules, ("schedule",), (*_LIMITS, "chunks"))
-        _check_rules("attention", content.get("attention", []), ("kernel", "dtypes", "backward"), ("max_head_dim",))
+        attention = content.get("attention", [])
+        _check_rules("attention", attention, ("kernel", "dtypes", "backward"), ("max_head_dim",))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is not a dispatch table ({error}); see {SHIPPED.name} for the format.") from error
-    return table
+    return table, attention
 
 
 def _entries(level: Any, where: str) -> dict[str, Any]:
@@ -182,13 +192,6 @@ def _check_rules(where: str, rules: Any, needs: Sequence[str], may: Sequence[str
             fits, what = _VALUES[key]
             if not fits(value) or (key == "chunks" and rule["schedule"] not in CHUNKED):
                 raise ValueError(f"{of}: {key} is {what}")
-
-
-@cache
-def attention_rules(path: str | None = None) -> list[dict[str, Any]]:
-    """What a table has of attention: which kernel was measured as faster on the CPU. Raises as `load_table`."""
-    load_table(path)
-    return list(json.loads((SHIPPED if path is None else Path(path)).read_text()).get("attention", []))
 
 
 def attention_kernel(dtype: torch.dtype, head_dim: int, backward: bool) -> str | None:

@@ -142,6 +142,12 @@ class RowSchedule(Schedule):
         rows = cut.rank_major(partial.unsqueeze(-1))
         return self._sum_rows(rows, cut).view(cut.shard_shape(self.rank)[:-1])
 
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        if (other := self._other("all_reduce", partial.dtype, partial.shape)) is not None:
+            return other.all_reduce(partial)
+        self.check("all_reduce", partial.shape, partial)
+        return self._all_reduced(partial)
+
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         x_shard, dim = asked.x_shard, asked.gather_dim
         cut = Cut.of_shards(x_shard, dim, asked.gather_size, self.world_size)
@@ -173,13 +179,14 @@ class RowSchedule(Schedule):
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
-        return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
+        return add_rms_norm(self._all_reduced(partial), residual, norm_weight, eps)
 
     def matmul_all_reduce_rms_norm(
         self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         self.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
-        return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+        total = self._matmul_sum([(as_rows(x), weight)], None, None)
+        return add_rms_norm(total.view(residual.shape), residual, norm_weight, eps)
 
     # -- of the subclass ----------------------------------------------------------------------------------------------
 
@@ -193,6 +200,10 @@ class RowSchedule(Schedule):
     @abstractmethod
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
         """`all_gather`; `cut` is that of the gathered x."""
+
+    @abstractmethod
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        """`all_reduce`."""
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         """`all_gather_matmul`; `cut` is that of the gathered x."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work, add_rms_norm
+from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work
 from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.schedules.plain import KernelSchedule, Plain
 from fused_tp.schedules.side_stream import SideStream
@@ -53,10 +53,7 @@ class DeviceSchedule(KernelSchedule):
             return Done(self._gathered(x_shard, cut))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, cut, overlapped=True))
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        if (other := self._other("all_reduce", partial.dtype, partial.shape)) is not None:
-            return other.all_reduce(partial)
-        self.check("all_reduce", partial.shape, partial)
+    def _all_reduced(self, partial: Tensor) -> Tensor:
         with span("all_reduce", partial, self.name):
             return self.device.all_reduce(partial, self.name)
 
@@ -66,7 +63,7 @@ class DeviceSchedule(KernelSchedule):
         if (other := self._other("all_reduce_rms_norm", partial.dtype, partial.shape)) is not None:
             return other.all_reduce_rms_norm(partial, residual, norm_weight, eps)
         if not partial.dtype == residual.dtype == norm_weight.dtype:
-            return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
+            return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
         self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
         return self._normed(partial, residual, norm_weight, eps)
 
@@ -77,7 +74,7 @@ class DeviceSchedule(KernelSchedule):
         if (other := self._other("matmul_all_reduce_rms_norm", x.dtype, shape)) is not None:
             return other.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         if not x.dtype == residual.dtype == norm_weight.dtype:
-            return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+            return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
         with span("matmul", x, weight):
             partial = linear(x, weight)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime import settings
-from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work, add_rms_norm
+from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work
 from fused_tp.schedules.gemm import Product, as_rows
 from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.schedules.side_stream import SideStream
@@ -159,7 +159,7 @@ class FusedKernel(KernelSchedule):
     ) -> tuple[Tensor, Tensor]:
         rows_of_tiles = self._launch(x.dtype, prod(x.shape[:-1]), weight.shape[0]).tiles(prod(x.shape[:-1]), 1)[0]
         if not x.dtype == residual.dtype == norm_weight.dtype or rows_of_tiles > self._most_rows_of_tiles:
-            return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+            return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
         shape = (*x.shape[:-1], weight.shape[0])
         self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
         new_residual, normed = self._sum_everywhere(

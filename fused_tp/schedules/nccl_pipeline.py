@@ -56,8 +56,9 @@ class NcclPipeline(Plain):
         self.chunks = chunks
         self._side_stream = SideStream()
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        self.check("all_reduce", partial.shape, partial)
+    # -- steps of an op -----------------------------------------------------------------------------------------------
+
+    def _all_reduced(self, partial: Tensor) -> Tensor:
         partial = partial.contiguous()
         with self.transport.abort_scope("all_reduce"):
             out = torch.empty_like(partial)
@@ -65,8 +66,6 @@ class NcclPipeline(Plain):
                 return self._terms_of_all("all_reduce", partial, out, None)()
             self._share_out("all_reduce", partial, out, None)().wait()
             return out
-
-    # -- steps of an op -----------------------------------------------------------------------------------------------
 
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):

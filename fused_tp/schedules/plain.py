@@ -40,8 +40,7 @@ class Plain(RowSchedule):
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
         return gather_blocks(x_shard, cut, lambda flat: self.transport.all_gather("all_gather", flat))
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        self.check("all_reduce", partial.shape, partial)
+    def _all_reduced(self, partial: Tensor) -> Tensor:
         x = partial.contiguous()
         if x is partial and self.transport.reduces_in_place:
             x = x.clone()
@@ -105,8 +104,8 @@ class KernelSchedule(RowSchedule):
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self._kernels.abort_scope(op)
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        return self.fallback.all_reduce(partial)
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        return self.fallback._all_reduced(partial)
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
         """The same once messages of the group have not failed: its ranks may no longer mean the same launch."""

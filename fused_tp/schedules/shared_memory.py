@@ -94,8 +94,10 @@ class SharedMemory(RowSchedule):
 
         return After(finish)
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
+    def _all_reduced(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
+
+    all_reduce = _all_reduced  # with nothing to compare first: the core does
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         return self.transport.all_to_all(rows.contiguous(), send_sizes, recv_sizes)
