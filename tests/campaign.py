@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import fused_tp
 from fused_tp.runtime.settings import environment
 from tests import faults
+from tests.distributed import test_failures
 from tests.distributed.shm_tools import core_resources
 from tests.faults import MATMULS, NOTICE_SECONDS, OPS
 from tests.workers import error_of, fresh_ranks
@@ -113,18 +114,6 @@ def until_error(run: Callable[..., object]) -> tuple[str, str]:
 # ---- what the victim does; its peers call on until they have an error, or for as many calls as it does ---------------
 
 
-def disagree(group: Any, fault: str, victim: bool) -> None:
-    x, w = torch.ones(4, 6), torch.ones(8, 6)
-    if victim and fault == "op":
-        fused_tp.all_reduce(torch.ones(4, 8), group=group)
-        return
-    if victim and fault == "shape":
-        x = torch.ones(3, 6)
-    if victim and fault == "dtype":
-        x, w = x.double(), w.double()
-    fused_tp.matmul_all_reduce(x, w, group=group)
-
-
 def in_a_child(run: Callable[..., object]) -> str:
     read, write = os.pipe()
     child = os.fork()
@@ -156,8 +145,6 @@ def limited(fault: str) -> ExitStack:
 
 
 def raising(group: Any, schedule: str) -> tuple[str, str]:
-    from tests.distributed import test_failures
-
     places = {"one_sided": "shared memory", "plain": "after a gather", "pipelined": "shards"}
     place = test_failures.PLACES[places[schedule]]
     double = test_failures.at_call(place.number, getattr(place.where, place.name))
@@ -216,9 +203,10 @@ def inject(number: int, name: str, schedule: str, victim: int, alive: list[int],
         meet(f"{number} is set up", alive)
         begun = time.monotonic()
         if kind in ("shape", "dtype", "op", "setting"):
-            odd = {setting: SETTINGS[setting]} if kind == "setting" and rank == victim else {}
-            with environment(odd):
-                error = error_of(disagree, group, kind, rank == victim)
+            differs = kind == "setting" and rank == victim
+            call, _ = test_failures.DISAGREE["op" if kind == "setting" else kind]
+            with environment({setting: SETTINGS[setting]} if differs else {}):
+                error = error_of(call, group, kind != "setting" and rank == victim)
             found = type(error).__name__, str(error)
             seconds = time.monotonic() - begun
             run()  # the group works on
@@ -253,17 +241,18 @@ def inject(number: int, name: str, schedule: str, victim: int, alive: list[int],
     return Record(found[0], seconds, found[1], leaked)
 
 
-def batch(_: Any, plan: list[tuple[int, str, int]]) -> list[tuple[int, str, str, int, dict[int, Any]]]:
+def batch(_: Any, plan: list[tuple[int, str, int]]) -> list[tuple[str, str, int, int, dict[int, Any]]]:
     """The records by rank of every injection, on rank 0."""
     alive, found = list(range(dist.get_world_size())), []
     fused_tp.all_reduce(torch.ones(1), group=None)
     for number, name, seed in plan:
         rng = random.Random(seed)
         victim, schedule = rng.choice(alive[1:]), rng.choice(list(FAULTS[name].schedules))
+        place = alive.index(victim)  # in its group, by which errors name it
         record = inject(number, name, schedule, victim, alive, rng)
         if FAULTS[name].victim == "died":
             alive = [rank for rank in alive if rank != victim]
-        found.append((number, name, schedule, victim, meet(f"{number} found", alive, record)))
+        found.append((name, schedule, victim, place, meet(f"{number} found", alive, record)))
     return found
 
 
@@ -298,12 +287,14 @@ class Tally:
         self.slowest: defaultdict[str, float] = defaultdict(float)
         self.wrong: list[str] = []
 
-    def add(self, name: str, schedule: str, victim: int, records: dict[int, Any], where: str) -> None:
+    def add(self, where: str, name: str, schedule: str, victim: int, place: int, records: dict[int, Any]) -> None:
         fault, count = FAULTS[name], self.counts[name]
         count["injected"] += 1
-        for rank, (kind, seconds, said, leaked) in ((rank, Record(*one)) for rank, one in records.items()):
-            wanted = fault.victim if int(rank) == victim else fault.peers
-            problems = []
+        found = {int(rank): Record(*one) for rank, one in records.items()}
+        named = any(faults.names(one.said, place) for rank, one in found.items() if rank != victim)
+        for rank, (kind, seconds, said, leaked) in found.items():
+            wanted = fault.victim if rank == victim else fault.peers
+            problems = [] if named or fault.peers == NONE else ["the victim is not named"]
             if kind not in wanted.split("|"):
                 problems.append("wrong class")
             if seconds > min(30.0, fault.seconds + NOTICE_SECONDS):
@@ -333,8 +324,8 @@ def campaign(count: int, seed: int, report: Callable[[str], object] = print) -> 
         where, begun = f"seed {seed}, batch {at} of {size} ranks", time.monotonic()
         try:
             outcomes = fresh_ranks(size, batch, plan, timeout=240, env={"FUSED_TP_SCHEDULE": None}, expect_deaths=True)
-            for _number, name, schedule, victim, records in outcomes[0].unwrap():
-                tally.add(name, schedule, victim, records, where)
+            for injected in outcomes[0].unwrap():
+                tally.add(where, *injected)
         except Exception as error:  # of a rank; its batch is lost, the others run
             tally.wrong.append(f"{where}: hang or crash: {type(error).__name__}: {str(error)[-3000:]}")
         report(f"{where}: {len(plan)} faults, {time.monotonic() - begun:.0f} s, {len(tally.wrong)} wrong so far")

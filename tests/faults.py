@@ -156,11 +156,14 @@ def failure_of(run: Callable[..., object]) -> Failure:
 
 def check_failures(failures: Sequence[Failure], victim: int, kind: str, deadline: float = 0.0) -> None:
     """All have raised an error of that kind in time; one names the victim, and others may follow that one."""
-    # "rank 2", "ranks 0 (last heard of at call 4, all_gather), 1 and 2"; not the 2 of other numbers behind the word.
-    named = re.compile(rf"\branks? (?:\d+(?: \([^()]*\))?(?:, | and ))*{victim}\b(?! of \d)")
     for one in failures:
         assert one.kind == kind and one.seconds < deadline + NOTICE_SECONDS, failures
-    assert any(named.search(one.message) for one in failures), failures
+    assert any(names(one.message, victim) for one in failures), failures
+
+
+def names(message: str, rank: int) -> bool:
+    """As in "rank 2", "ranks 0 (last heard of at call 4, all_gather), 1 and 2"; not "rank 0 of 2"."""
+    return bool(re.search(rf"\b[Rr]anks? (?:\d+(?: \([^()]*\))?(?:, | and ))*{rank}\b(?! of \d)", message))
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
