@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again
 from fused_tp.ops.collectives import all_reduce
+from fused_tp.ops.main_grad import is_captured
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 
 # Keywords that would make it another loss, and the values that do not.
@@ -179,7 +180,7 @@ class GradientSync:
         held = parameter()
         if held is None or held not in self._partly_used:
             return _sum_over(self.mesh, grad)
-        self._only_asked |= not _accumulates(held)
+        self._only_asked |= is_captured(get_gradient_edge(held).node)
         self._held[held] = grad
         return torch.zeros_like(grad)
 
@@ -209,14 +210,6 @@ class GradientSync:
 
     def _forget(self) -> None:
         self._held, self._queued, self._only_asked = {}, False, False
-
-
-def _accumulates(parameter: nn.Parameter) -> bool:
-    """Whether the backward that runs adds to `parameter.grad`."""
-    try:
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-    except RuntimeError:  # torch.autograd.grad, of which torch cannot say
-        return False
 
 
 def leaves_of(t: Tensor) -> list[Tensor]:

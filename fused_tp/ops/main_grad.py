@@ -48,12 +48,12 @@ class _IntoMainGrad(Function):
         main_grad.add_(grad.detach())
         if hasattr(parameter, "grad_added_to_main_grad"):
             parameter.grad_added_to_main_grad = True
-        elif not _is_captured(ctx.next_functions[0][0]):
+        elif not is_captured(ctx.next_functions[0][0]):
             return None
         return torch.zeros_like(parameter)
 
 
-def _is_captured(node: Any) -> bool:
+def is_captured(node: Any) -> bool:
     """Whether torch.autograd.grad was asked for the gradient of the leaf that `node` accumulates."""
     try:
         torch._C._will_engine_execute_node(node)

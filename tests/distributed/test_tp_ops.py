@@ -262,34 +262,8 @@ def partly_used_case(group: Any) -> None:
     check("dw of the column-parallel", trained.grad, own_part(dw, 0, group), torch.float64, 6)
 
 
-def main_grad_case(group: Any) -> None:
-    """Megatron's accumulation: into main_grad, with and without the flag that tells its hook so."""
-    x, w, _, d = problem((1, 6, 4, 6), torch.float32)
-    _, (_, dw) = gradients64(matmul64, (x, w), d)
-    assert dw is not None
-    for flagged in (False, True):
-        for row_parallel in (False, True):
-            weight: Any = torch.nn.Parameter(own_part(w, int(row_parallel), group).clone())
-            weight.main_grad = torch.ones_like(weight)
-            if flagged:
-                weight.grad_added_to_main_grad = False
-            if row_parallel:
-                y = fused_tp.matmul_reduce_scatter(own_part(x, -1, group), weight, group=group, scatter_dim=1)
-                y.backward(own_part(d, 1, group))
-            else:
-                shard = own_part(x, 1, group)
-                y = fused_tp.all_gather_matmul(shard, weight, group=group, gather_dim=1, gather_size=6)
-                y.backward(own_part(d, -1, group))
-            wanted = own_part(dw, int(row_parallel), group) + 1.0
-            check("main_grad", weight.main_grad, wanted, torch.float32, 6)
-            if flagged:
-                assert weight.grad_added_to_main_grad and not weight.grad.any()
-            else:
-                assert weight.grad is None
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("case", [gathered_gradient_case, partly_used_case, main_grad_case])
+@pytest.mark.parametrize("case", [gathered_gradient_case, partly_used_case])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_that_go_elsewhere(variant: str, case: Any, world_size: int) -> None:
     run_variant(variant, world_size, case)
