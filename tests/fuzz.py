@@ -316,14 +316,20 @@ def overlapping(t: Tensor) -> Tensor:
 
 
 def negative(t: Tensor) -> Tensor:
-    return torch.complex(t, -t).conj().imag if t.dtype in (torch.float32, torch.float64) else t
+    """`t`, which torch reads as the negative of what lies in memory."""
+    return torch._neg_view(-t) if t.is_floating_point() else t
+
+
+def absent(t: Tensor) -> Tensor:
+    """Zeros without memory, as autograd makes them."""
+    return torch._efficientzerotensor(t.shape, dtype=t.dtype) if t.is_floating_point() else t
 
 
 def conjugate(t: Tensor) -> Tensor:
     return t.conj() if t.is_complex() else t
 
 
-ODD = (transposed, every_second, at_an_offset, expanded, overlapping, negative, conjugate, nn.Parameter)
+ODD = (transposed, every_second, at_an_offset, expanded, overlapping, negative, absent, conjugate, nn.Parameter)
 
 
 def odd_numbers(s: Source, t: Tensor, huge: bool) -> Tensor:
@@ -372,7 +378,7 @@ def wrong(s: Source, name: str, value: Any, any_dtype: bool) -> Any:
         if value.is_floating_point() and s.random() < 0.3 and not any_dtype:
             return value.to(s.choice(WRONG_DTYPES))
         makers = [make for make in WRONG_TENSORS if value.numel() or make is not freed]
-        return s.choice(makers)(value)
+        return s.choice(makers)(value.detach().clone())  # some cannot take what has no memory
     if value is None:
         return s.choice(("none", object(), {}))
     if isinstance(value, tuple):
@@ -393,7 +399,7 @@ def upcast(value: Any) -> Any:
     if isinstance(value, list):
         return [upcast(one) for one in value]
     if isinstance(value, Tensor):
-        value = value.detach().resolve_neg().resolve_conj()
+        value = value.detach().resolve_neg().resolve_conj().clone()  # which makes zeros of none
         return value.double() if value.is_floating_point() else value
     return value
 
@@ -427,8 +433,8 @@ def compare(found: Any, dense: Any, name: str) -> None:
 EXACT = ("all_gather", "shard_sequence", "unshard_sequence", "sequence_positions")
 
 
-def gradients(op: Callable[..., Any], given: Given, copied: bool) -> list[Tensor]:
-    """Of all floating-point arguments, or of dense copies of them, for some gradients of the results."""
+def gradients(op: Callable[..., Any], given: Given, copied: bool, zeros: bool) -> list[Tensor]:
+    """Of all floating-point arguments, for odd gradients of the results, or zeros; or with dense copies of all."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, list):
@@ -443,7 +449,9 @@ def gradients(op: Callable[..., Any], given: Given, copied: bool) -> list[Tensor
     results = [t for t in flat(op(**given)) if t.requires_grad]
     if not results:
         return []
-    some = [torch.arange(t.numel()).sin().view(t.shape).to(t) for t in results]
+    some = [torch.arange(t.numel()).sin().view(t.shape).to(t) * (not zeros) for t in results]
+    if not copied:
+        some = [absent(t) if zeros else negative(t) for t in some]
     found = torch.autograd.grad(results, leaves, some, allow_unused=True)
     return [torch.zeros_like(t) if grad is None else grad for t, grad in zip(leaves, found, strict=True)]
 
@@ -483,6 +491,7 @@ def fuzz_rank(group: Any, name: str, seed: int, calls: int) -> list[str]:
         make_odd(s, problem)
         kind, given = s.choice(("legal", "legal", "wrong", "wrong on one")), problem.given[rank]
         with_gradients = kind == "legal" and name != "context_parallel_decode" and s.random() < 0.5
+        zeros = s.random() < 0.2
         argument = s.choice([*given, *where])  # from here on ranks may draw apart
         bad = (
             3
@@ -497,7 +506,7 @@ def fuzz_rank(group: Any, name: str, seed: int, calls: int) -> list[str]:
                     assert isinstance(error, (ValueError, TypeError)), f"{type(error).__name__}: {error}"
                 found = None if kind == "wrong" else op(**given)
             # All that is sent comes before what may fail on one rank.
-            both = [gradients(op, given, copied) for copied in (False, True)] if with_gradients else []
+            both = [gradients(op, given, copied, zeros) for copied in (False, True)] if with_gradients else []
             with torch.no_grad():
                 if kind != "wrong":
                     exact = [{name: upcast(value) for name, value in one.items()} for one in problem.given]

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import fused_tp
 from fused_tp.ops import collectives
 from tests.distributed.schedule_cases import SCHEDULES, run_variant
-from tests.native.doubles.libraries import DOUBLES
 from tests.reference import seeded
 from tests.workers import device_mesh, on_ranks, run_ranks
 
@@ -70,15 +69,13 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> dict[
     }
 
 
-def outcome(
-    fn: Callable[..., Any], leaves: list[Tensor], given: Callable[[Tensor], Tensor] = lambda grad: grad
-) -> list[Tensor]:
-    """Outputs and gradients; `given` is what backward is called with for a gradient."""
+def outcome(fn: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients."""
     result = fn(*leaves)
     outputs = [result] if isinstance(result, Tensor) else list(result)
     found = [t.detach() for t in outputs]
     if leaves[0].requires_grad:
-        found += torch.autograd.grad(outputs, leaves, [given(torch.sin(t.detach())) for t in outputs])
+        found += torch.autograd.grad(outputs, leaves, [torch.sin(t.detach()) for t in outputs])
     return found
 
 
@@ -179,34 +176,6 @@ def public_ops() -> set[str]:
 
 def test_every_public_op_is_in_the_test() -> None:
     assert public_ops() <= set(EXPECTED)
-
-
-def negated(t: Tensor) -> Tensor:
-    """`t`, which torch reads as the negative of what lies in memory."""
-    if not t.is_floating_point():
-        return t
-    return torch._neg_view((-t).detach()).requires_grad_(t.requires_grad)
-
-
-def deferred_tensors_are_read_as_torch_reads_them(group: dist.ProcessGroup) -> None:
-    for name, (fn, leaves) in calls(group).items():
-        plain = outcome(fn, leaves)
-        for again in range(2):  # with a plan, too
-            found = outcome(fn, [negated(t) for t in leaves], negated)
-            torch.testing.assert_close(found, plain, rtol=0, atol=0, msg=f"{name}, negated, call {again}")
-        zeros = [torch.zeros_like(t).requires_grad_(t.requires_grad) for t in leaves]
-        none = [torch._efficientzerotensor(t.shape).requires_grad_(t.requires_grad) for t in leaves]
-        found = outcome(fn, none, lambda t: torch._efficientzerotensor(t.shape))
-        torch.testing.assert_close(found, outcome(fn, zeros, torch.zeros_like), msg=f"{name}, ZeroTensor")
-    complex = torch.tensor([[1 + 2j, 3 - 1j]]) * (1 + group.rank())
-    for _call in range(2):
-        found = fused_tp.unshard_sequence(complex.conj(), 1, group=group, layout="contiguous")
-        assert found.tolist() == [[1 - 2j, 3 + 1j, 2 - 4j, 6 + 2j]]
-
-
-@pytest.mark.parametrize("schedule", [*SCHEDULES, *(pytest.param(one, marks=pytest.mark.full) for one in DOUBLES)])
-def test_negative_bits_and_zero_tensors(schedule: str) -> None:
-    run_variant(schedule, 2, deferred_tensors_are_read_as_torch_reads_them)
 
 
 def results_may_be_written_to(group: dist.ProcessGroup) -> None:
