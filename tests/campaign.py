@@ -54,6 +54,7 @@ class Fault(NamedTuple):
     first: bool = False  # before the group's first call
     seconds: float = 60.0  # FUSED_TP_TIMEOUT
     schedules: Sequence[str] = ("one_sided", "plain", "pipelined")
+    says: str = ""  # the victim
 
 
 FAULTS = {
@@ -70,7 +71,7 @@ FAULTS = {
     "fork": Fault("forks a child that calls ops", 80, NONE, NONE),
     "fork first": Fault("forks a child before the first call", 20, NONE, NONE, first=True),
     "destroy": Fault("destroys the group", 120, NONE, LOST),
-    "threads": Fault("may start no thread (RLIMIT_NPROC)", 60, "FusedTPError", LOST, first=True),
+    "threads": Fault("may start no thread (RLIMIT_NPROC)", 60, "FusedTPError", LOST, first=True, says="RLIMIT_NPROC"),
     "files": Fault("may open no file (RLIMIT_NOFILE)", 40, NONE, NONE, first=True, schedules=("",)),
     "memory": Fault("has no address space (RLIMIT_AS)", 40, NONE, NONE, first=True, schedules=("",)),
 }
@@ -295,7 +296,7 @@ class Tally:
         for rank, (kind, seconds, said, leaked) in found.items():
             wanted = fault.victim if rank == victim else fault.peers
             problems = [] if named or fault.peers == NONE else ["the victim is not named"]
-            if kind not in wanted.split("|"):
+            if kind not in wanted.split("|") or (rank == victim and fault.says not in said):
                 problems.append("wrong class")
             if seconds > min(30.0, fault.seconds + NOTICE_SECONDS):
                 problems.append("hang")

@@ -21,9 +21,6 @@ from tests.distributed.shm_tools import (
     INTEGERS,
     assert_same_bits,
     checksum,
-    core_resources,
-    own_group,
-    ranks_of,
     summed,
     transport_of,
     values,
@@ -196,25 +193,6 @@ def test_an_instruction_set_is_used_where_the_cpu_has_all_of_it() -> None:
     from fused_tp import _core
 
     assert {cpu: _core.isa_of(set(cpu[0]), cpu[1]) for cpu in CPUS} == CPUS
-
-
-def many_groups_case(group: Any, rounds: int) -> tuple[dict[str, int], dict[str, int]]:
-    members = ranks_of(group)
-    with own_group(members) as one:
-        transport_of(one).barrier()
-    before = core_resources()
-    for i in range(rounds):
-        with own_group(members) as one:
-            transport = transport_of(one)
-            assert transport.all_reduce(torch.ones(30_000)).sum().item() == 30_000 * len(members)
-            kept = transport.empty((10,), torch.float32) if i == 0 else None
-        del transport, one, kept
-    return before, core_resources()
-
-
-def test_groups_come_and_go_without_leaks() -> None:
-    for before, after in run_ranks(4, many_groups_case, 12):
-        assert after == before
 
 
 def same_name_case(group: Any, folder: str) -> list[float]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ from tests.beside import beside
 from tests.distributed.shm_tools import with_store
 from tests.faults import NOTICE_SECONDS
 from tests.late import interrupted_after
-from tests.workers import Outcome, fresh_ranks, on_ranks, run_fresh
+from tests.workers import Outcome, fresh_ranks, on_ranks
 
 
 def one_is_late_and_one_dies(world: Any) -> list[tuple[str, str, float]]:
@@ -60,29 +57,6 @@ def test_nobody_waits_for_a_rank_that_died_or_that_a_peer_waits_for_no_more() ->
         assert "within 0.5 s" in said_late and soon < NOTICE_SECONDS, said_late
         assert dead == PeerLostError.__name__ and "Rank 2 died, or left the group, before it took part" in said_dead
         assert at_once < NOTICE_SECONDS, said_dead
-
-
-def one_has_no_threads(world: Any) -> tuple[str, str, float]:
-    group, rank = dist.new_group([0, 1]), dist.get_rank(world)
-    q = torch.ones(1, 4, 2, 8)
-    with ExitStack() as limited:
-        if rank == 1:
-            no_thread = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
-            limited.enter_context(no_thread)
-        begun = time.monotonic()
-        with pytest.raises(FusedTPError) as caught:
-            while True:  # a peer may have had all that it needs of one call
-                fused_tp.ring_attention(q, q, q, group=group)
-    dist.barrier(world)
-    return type(caught.value).__name__, str(caught.value), time.monotonic() - begun
-
-
-@pytest.mark.parametrize("schedule", ["one_sided", "pipelined"])
-def test_a_rank_that_may_have_no_more_threads_says_so(schedule: str) -> None:
-    found = run_fresh(2, one_has_no_threads, env={"FUSED_TP_SCHEDULE": schedule})
-    (peers, _, soon), (own, said, at_once) = found
-    assert own == "FusedTPError" and "can't start new thread" in said and "RLIMIT_NPROC" in said, said
-    assert peers == "PeerLostError" and max(soon, at_once) < NOTICE_SECONDS, found
 
 
 @on_ranks(2)
