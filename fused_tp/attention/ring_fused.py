@@ -63,7 +63,6 @@ class FusedRing(Ring):
                 workspace=workspace,
                 programs=self._programs(),
                 sinks=call.scores.sinks,
-                precision=TRITON.precision,
             )
         return result
 

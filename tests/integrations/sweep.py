@@ -226,11 +226,11 @@ def sweep_rank(group: dist.ProcessGroup, kind: str, modes: Sequence[str]) -> dic
     return found
 
 
-def sweep(kind: str, ranks: int = 2, modes: Sequence[str] = tuple(MODES)) -> dict[str, tuple[str, str]]:
+def sweep(kind: str, modes: Sequence[str] = tuple(MODES)) -> dict[str, tuple[str, str]]:
     """Outcomes of all ranks by mode: the rank that fared worst."""
     order = ["alone", "right", "refused", "late", "wrong", "crashed"]
     try:
-        results = run_ranks(ranks, sweep_rank, kind, modes, timeout=120)
+        results = run_ranks(2, sweep_rank, kind, modes, timeout=120)
     except RanksFailed as error:  # also: one rank refused what another took, and waited for it
         return dict.fromkeys(modes, ("crashed", str(error)))
     return {mode: max((one[mode] for one in results), key=lambda one: order.index(one[0])) for mode in modes}

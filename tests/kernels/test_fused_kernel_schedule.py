@@ -68,12 +68,12 @@ def checked_and_strided(group: Any) -> None:
     torch.testing.assert_close(total.double(), wanted + shared, rtol=1e-5, atol=1e-5)
 
 
-def main_grad(group: Any) -> None:
-    """With torch's newer way of setting the precision, which is read as the older one is."""
+def newer_precision(group: Any) -> None:
+    """Torch's newer way of setting it is read as the older one is."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        forced(group, "main_grad_case")
+        forced(group, "matmul_case", "all_gather_matmul", (1, 6, 4, 6), torch.float32)
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -110,7 +110,7 @@ def explained(group: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("of", [used, checked_and_strided, main_grad, many_weights, explained])
+@pytest.mark.parametrize("of", [used, checked_and_strided, newer_precision, many_weights, explained])
 def test_ops(of: Callable[[Any], None]) -> None:
     interpreted_ranks(2, of)
 

@@ -32,14 +32,11 @@ def launchable(query: KernelQuery) -> Availability:
 
 
 class TritonFlash(AttentionKernel):
-    """Serves what is `launchable`. `precision` is of products of fp32: "ieee", or "tf32" (10-bit mantissas)."""
+    """Serves what is `launchable`. Products of fp32 are exact."""
 
     name = "triton"
     reason = "the Triton kernels round once in all steps"
     devices = ("cuda",)
-
-    def __init__(self, precision: str = "ieee") -> None:
-        self.precision = precision
 
     def available(self, query: KernelQuery) -> Availability:
         return launchable(query)
@@ -57,12 +54,10 @@ class TritonFlash(AttentionKernel):
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
         sums = (state.weighted, state.highest, state.total)
-        _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh, precision=self.precision)
+        _kernels().flash_forward(q, k, v, step, terms_of(scores), sums, fresh=fresh)
 
     def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = _kernels().flash_attention(
-            q, k, v, step, terms_of(scores), sinks=scores.sinks, precision=self.precision
-        )
+        result: tuple[Tensor, Tensor] = _kernels().flash_attention(q, k, v, step, terms_of(scores), sinks=scores.sinks)
         return result
 
     def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
@@ -80,7 +75,6 @@ class TritonFlash(AttentionKernel):
             step,
             terms_of(scores),
             d_slopes=sums.d_slopes,
-            precision=self.precision,
         )
 
 
