@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
-CORE_FOLDERS = ("bindings", "attention", "shm", "driver", "nccl", "copy_engine")
+CORE_FOLDERS = ("bindings", "attention", "matmul", "threads", "shm", "driver", "nccl", "copy_engine")
 
 # -ffp-contract=off: a multiply and an add fuse only where the source says fma, so all instruction sets round alike.
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-g0", "-Wall", "-Wextra"]

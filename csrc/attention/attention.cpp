@@ -6,54 +6,20 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <memory>
-#include <new>
 #include <thread>
 #include <vector>
 
 #include "attention/kernels.h"
-#include "attention/thread_pool.h"
+#include "threads/scratch.h"
+#include "threads/thread_pool.h"
 
 namespace fused_tp::attention {
 namespace {
 
 constexpr int64_t kChunk = 16;  // blocks of queries that a pass of the backward takes: with their dq they fit a cache
-constexpr size_t kKept = size_t{64} << 20;  // bytes of memory that stay from call to call
 
 int64_t blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-class Memory {
- public:
-  ~Memory() { std::free(data_); }
-  char* at_least(size_t bytes) {
-    if (bytes > bytes_) {
-      std::free(data_);
-      bytes_ = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-      data_ = static_cast<char*>(std::aligned_alloc(kAlignment, bytes_));
-      if (data_ == nullptr) {
-        bytes_ = 0;
-        throw std::bad_alloc();
-      }
-    }
-    return data_;
-  }
-  void trim() {
-    if (bytes_ <= kKept) return;
-    std::free(data_);
-    data_ = nullptr;
-    bytes_ = 0;
-  }
-
- private:
-  char* data_ = nullptr;
-  size_t bytes_ = 0;
-};
-
-Memory& memory() {
-  thread_local Memory mine;
-  return mine;
-}
 
 // A batch row and a head of keys.
 struct Unit {
@@ -129,7 +95,7 @@ void forward(const Forward& step, int threads, const char* isa) {
   const int64_t units = shape.batch * shape.kv_heads, at_once = std::min<int64_t>(units, std::max(threads, 1));
   const int64_t group = shape.heads / shape.kv_heads;
   const size_t unit_bytes = key_blocks * sizes.key_block;
-  char* const keys = memory().at_least(at_once * unit_bytes + std::max(threads, 1) * sizes.scratch);
+  char* const keys = scratch_memory().at_least(at_once * unit_bytes + std::max(threads, 1) * sizes.scratch);
   char* const scratch = keys + at_once * unit_bytes;
 
   for (int64_t first = 0; first < units; first += at_once) {
@@ -148,7 +114,7 @@ void forward(const Forward& step, int threads, const char* isa) {
                             keys + number * unit_bytes, scratch + worker * sizes.scratch);
     });
   }
-  memory().trim();
+  scratch_memory().trim();
 }
 
 void backward(const Backward& step, int threads, const char* isa) {
@@ -158,8 +124,8 @@ void backward(const Backward& step, int threads, const char* isa) {
   const int64_t key_blocks = blocks(shape.keys, kKeys), query_blocks = blocks(shape.rows, kQueries);
   const int64_t units = shape.batch * shape.kv_heads, at_once = std::min<int64_t>(units, std::max(threads, 1));
   const int64_t group = shape.heads / shape.kv_heads;
-  char* const keys = memory().at_least(at_once * (key_blocks * sizes.key_block + kChunk * sizes.query_block) +
-                                       std::max(threads, 1) * sizes.scratch);
+  char* const keys = scratch_memory().at_least(at_once * (key_blocks * sizes.key_block + kChunk * sizes.query_block) +
+                                               std::max(threads, 1) * sizes.scratch);
   char* const queries = keys + at_once * key_blocks * sizes.key_block;
   char* const scratch = queries + at_once * kChunk * sizes.query_block;
   const std::unique_ptr<Turn[]> turns(new Turn[at_once * kChunk]);
@@ -223,7 +189,7 @@ void backward(const Backward& step, int threads, const char* isa) {
       static_cast<float*>(step.d_slopes)[i % shape.heads] += static_cast<float>(slope_sums[i]);
     }
   }
-  memory().trim();
+  scratch_memory().trim();
 }
 
 }  // namespace fused_tp::attention

@@ -7,12 +7,7 @@
 
 #include <cstdint>
 
-// Loops over what lies in registers must be gone before the compiler decides what does.
-#if defined(__clang__)
-#define FUSED_TP_UNROLL _Pragma("unroll")
-#else
-#define FUSED_TP_UNROLL _Pragma("GCC unroll 16")
-#endif
+#include "unroll.h"
 
 namespace fused_tp::attention {
 namespace {

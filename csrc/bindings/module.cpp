@@ -10,6 +10,7 @@
 #include "attention/kernels.h"
 #include "bindings/bindings.h"
 #include "isa.h"
+#include "matmul/few_rows.h"
 #include "shm/collectives.h"
 #include "shm/group.h"
 #include "shm/kernels.h"
@@ -229,6 +230,26 @@ void bind_collectives(py::module_& m) {
       "out"_a, "sources"_a, "count"_a, "dtype"_a, NoGil(), "out[i] = sum over s of sources[s][i], in this order.");
 }
 
+void bind_matmul(py::module_& m) {
+  m.def(
+      "few_rows_isa",
+      [](int dtype, const std::string& isa) { return matmul::few_rows_isa(to_dtype(dtype), isa.c_str()); }, "dtype"_a,
+      "isa"_a = "", "The instruction set of the kernels that multiply few rows; empty where there are none.");
+  m.attr("FEW_ROWS") = matmul::kMostRows;
+  m.def(
+      "few_rows",
+      [](int dtype, Address x, int64_t x_row, Address w, int64_t w_row, Address bias, Address y, int64_t rows,
+         int64_t columns, int64_t depth, int threads, const std::string& isa) {
+        require(rows <= matmul::kMostRows, "these are more rows than few");
+        matmul::few_rows({pointer<>(x), x_row, pointer<>(w), w_row, pointer<>(bias), pointer<>(y), rows, columns, depth,
+                          to_dtype(dtype)},
+                         threads, isa.c_str());
+      },
+      "dtype"_a, "x"_a, "x_row"_a, "w"_a, "w_row"_a, "bias"_a, "y"_a, "rows"_a, "columns"_a, "depth"_a, "threads"_a,
+      "isa"_a = "", NoGil(),
+      "y [rows, columns] = x [rows, depth] @ w [columns, depth]^T + bias; strides of rows in elements.");
+}
+
 // ---- attention -------------------------------------------------------------------------------------------------
 
 using Tensor = std::tuple<Address, int64_t, int64_t, int64_t>;  // address, strides of batch, row and head
@@ -309,6 +330,7 @@ PYBIND11_MODULE(_core, m) {
   pybind11::register_exception_translator(fused_tp::bindings::translate_errors);
   fused_tp::bindings::bind_group(m);
   fused_tp::bindings::bind_collectives(m);
+  fused_tp::bindings::bind_matmul(m);
   fused_tp::bindings::bind_attention(m);
   fused_tp::bindings::bind_gpu(m);
 }

@@ -28,7 +28,6 @@ from fused_tp.ops.collectives import gather, scatter
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from fused_tp.schedules.gemm import FrozenWeight
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Self, Unpack
@@ -51,7 +50,6 @@ class _ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    _frozen: FrozenWeight | None = None  # what multiplies, while nothing has a gradient
     _weight_placement: Shard | Replicate  # of [out, in]
     _bias_placement: Shard | Replicate
 
@@ -131,21 +129,6 @@ class _ParallelLinear(nn.Module):
             self.bias = shard_parameter(linear.bias, self.mesh, self._bias_placement, memo)
         self.train(linear.training)
 
-    def _local_weight(self) -> Tensor:
-        """This rank's part of the weight. A frozen one is known without asking DTensor, whose many frames cost as much
-        as a tenth of a decoding step's matmul, and is kept packed where that is faster."""
-        frozen = self._frozen
-        if torch.compiler.is_compiling():
-            return local(self.weight)
-        if frozen is not None and not self.training and frozen.is_of(self._parameters.get("weight")):
-            return frozen.weight
-        parameter = self.weight
-        decodes = not (self.training or torch.is_grad_enabled() or parameter.requires_grad) and parameter.is_cpu
-        decodes = decodes and type(getattr(parameter, "_local_tensor", parameter)) in (Tensor, nn.Parameter)
-        if decodes or frozen is not None:
-            self._frozen = FrozenWeight(parameter) if decodes else None
-        return local(parameter)
-
     def _check_input(self, x: Tensor, features: int, what: str) -> None:
         check_floating(x)
         check_width(x, features, what)
@@ -211,7 +194,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The weight and bias that this rank multiplies with."""
-        return self._local_weight(), local(self.bias)
+        return local(self.weight), local(self.bias)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -257,7 +240,7 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._local_weight()
+        weight = local(self.weight)
         if self.input_is_parallel:
             self._check_input(x, weight.shape[1], f"this rank's part of the {self.in_features} input features")
         else:

@@ -143,6 +143,8 @@ def local(parameter: Tensor | None) -> Tensor | None:
     """This rank's part of a parameter; its gradient is a DTensor of its placement, or goes to its `main_grad`."""
     if not isinstance(parameter, DTensor):
         return parameter
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+        return parameter._local_tensor  # to_local() goes through many frames, a tenth of a decoding step's matmul
     if getattr(parameter, "main_grad", None) is not None:
         parameter = into_main_grad(parameter)
     if not torch.compiler.is_compiling() and _lies_unevenly(parameter):

@@ -11,7 +11,7 @@ from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, spread
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_identity
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.gemm import packed_linear, weight_grad
+from fused_tp.schedules.gemm import linear, weight_grad
 
 
 @overload
@@ -135,7 +135,7 @@ COLUMN_PARALLEL_MATMUL: Op[_Args] = Op(
     "column_parallel_matmul",
     _Args,
     "Tensor[]",
-    lambda _, a: [packed_linear(a.x, w, b) for w, b in zip(a.weights, spread(a.biases, a.has_bias), strict=True)],
+    lambda _, a: [linear(a.x, w, b) for w, b in zip(a.weights, spread(a.biases, a.has_bias), strict=True)],
     lambda a: [a.x.new_empty((*a.x.shape[:-1], w.shape[0])) for w in a.weights],
     backward_key=_sum_key,
     example=lambda size, x, weight: _Args(x, [weight], [], [False], None),

@@ -173,12 +173,6 @@ shared_memory_reserve = Setting(
     lambda text: _count(text, 1, 1 << 56),  # kMaxReserve in csrc/shm/control.h
     "a positive number of bytes, at most 2**56",
 )
-pack_weights = _switch(
-    "FUSED_TP_PACK_WEIGHTS",
-    "1",
-    "0: layers that decode on the CPU keep no second copy of frozen weights in oneDNN's packed form",
-    True,
-)
 isa = Setting(
     "FUSED_TP_ISA",
     "the best this CPU has",

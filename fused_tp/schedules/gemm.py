@@ -4,10 +4,11 @@ torch multiplies float32 with MKL, which on CPUs of other makers than Intel runs
 Zen 4, one thread, weights [4096, 2048]: oneDNN takes 0.64 to 0.83 of MKL's time for 16 to 1024 rows). The choice
 depends on the CPU's maker and on the shape, never on a timing: two runs must give the same bits.
 
-oneDNN brings a weight into an order of its own in every call. Layers that decode with frozen weights keep these in that
-order (`FrozenWeight`). Measured on the same CPU, four shapes of weights, in times of what ran before: bfloat16 0.64 to
-0.77 for 1 to 16 rows and 0.94 for 128, with the same bits; float32 0.51 to 0.82 for 4 and 16 rows, 0.95 for 128, and
-1.3 for one row, which goes on as before.
+Few rows of x, as in decoding, are multiplied by the native core (csrc/matmul), which reads the weight once and as it
+lies; libraries reorder it in every call. Measured on the same CPU, two ranks of one thread, weights [4096, 2048], in
+times of torch's own: bfloat16 0.5 to 0.6 for one row, 0.8 for 16; float32 0.85 for one, 0.5 to 0.6 for 4 to 16.
+A copy that oneDNN reorders once was slower for one and two rows and a tenth to a fifth faster for 16; it took the
+weight's memory twice, and had to notice whatever writes to the weight.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import Any, TypeAlias
-from weakref import ref
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from fused_tp.runtime import settings
+try:
+    import fused_tp._core as _core
+
+    _BUILT = True
+except ImportError:  # a pure Python install
+    _BUILT = False
 
 # x [..., K] and w [N, K], for x @ w^T. In backward `w` is a transposed view, which costs nothing.
 Product: TypeAlias = tuple[Tensor, Tensor]
@@ -63,19 +68,59 @@ def _by_onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)  # whose memory is what they show
+_SMALLEST_NATIVE = 1 << 17  # elements of w; of smaller ones a call's own time decides
+_NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
+
+
+@cache
+def _native_rows(dtype: torch.dtype) -> int:
+    """Up to how many rows of x the native core is faster than what torch picks."""
+    if dtype is torch.float32 and not _onednn_beats_mkl():
+        return 0  # nothing was measured against MKL on Intel's CPUs
+    return _core.FEW_ROWS if _BUILT and _core.few_rows_isa(_NATIVE_DTYPES[dtype]) else 0
+
+
+def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor | None:
+    """x @ w^T + bias, into `out` where given, by the native core's kernels for few rows; None where another library is
+    to multiply."""
+    dtype, depth = x.dtype, w.shape[-1]
+    if dtype not in _NATIVE_DTYPES or not 0 < x.numel() <= _native_rows(dtype) * depth:
+        return None
+    if not x.is_cpu or w.numel() < _SMALLEST_NATIVE or w.dtype is not dtype or x.shape[-1] != depth:
+        return None
+    if type(x) not in _PLAIN or type(w) not in _PLAIN or w.stride(1) != 1 or x.stride(-1) != 1:
+        return None
+    if x.is_neg() or w.is_neg() or not (x.data_ptr() and w.data_ptr()):
+        return None  # their memory is not what they show
+    if (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)) or torch._C._len_torch_dispatch_stack():
+        return None  # the kernels have no derivative, and modes such as FlopCounterMode do not see them
+    rows, columns = as_rows(x), w.shape[0]
+    if bias is not None:
+        bias = bias.resolve_neg().expand(columns).contiguous()
+    y = x.new_empty((*x.shape[:-1], columns)) if out is None else out
+    _core.few_rows(
+        _NATIVE_DTYPES[dtype],
+        rows.data_ptr(),
+        rows.stride(0),
+        w.data_ptr(),
+        w.stride(0),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        len(rows),
+        columns,
+        depth,
+        torch.get_num_threads(),
+    )
+    return y
+
+
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ w^T + bias` for x [..., K], w [N, K] (any strides), bias [N]."""
-    if _kept and (packed := _packed(x, w)) is not None:
-        return _by_onednn(x, packed, bias)
+    if (y := _few_rows(x, w, bias)) is not None:
+        return y
     if x.dtype is torch.float32 and _use_onednn(x, w):
         return _by_onednn(x, w, bias)
-    return torch.nn.functional.linear(x, w, bias)
-
-
-def packed_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """torch's own `linear`, or by the packed form of `w` where one is kept."""
-    if _kept and (packed := _packed(x, w)) is not None:
-        return _by_onednn(x, packed, bias)
     return torch.nn.functional.linear(x, w, bias)
 
 
@@ -84,8 +129,10 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
     (x, w), *others = products
     if out is None:
         out = linear(x, w, bias)
-    elif _use_onednn(x, w) or (_kept and _packed(x, w) is not None):
-        out.copy_(linear(x, w, bias).view(out.shape))
+    elif out.is_contiguous() and _few_rows(x, w, bias, out) is not None:
+        pass
+    elif _use_onednn(x, w):
+        out.copy_(_by_onednn(x, w, bias).view(out.shape))
     elif bias is None:
         torch.mm(as_rows(x), w.t(), out=out)
     else:
@@ -108,76 +155,3 @@ def weight_grad(d_output: Tensor, x: Tensor) -> Tensor:
 def bias_grad(d_output: Tensor) -> Tensor:
     """db [N]: the sum of dY over all leading dims."""
     return as_rows(d_output).sum(0)
-
-
-# -- packed weights ---------------------------------------------------------------------------------------------------
-
-_SMALLEST_PACKED = 1 << 21  # elements of a weight; of smaller ones nothing was measured
-_PACKED_ROWS = {torch.bfloat16: (1, 128), torch.float32: (4, 128)}  # of x, where the packed form was faster
-_PLACES = 16  # of a weight, of four elements each, that are compared in every call
-
-_kept: dict[int, ref[FrozenWeight]] = {}  # by address; layers hold them
-
-
-@cache
-def _packs(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype is torch.float32 and _onednn_beats_mkl()
-
-
-class FrozenWeight:
-    """The part of a frozen parameter that a layer in eval mode multiplies by and, from its second use on where that is
-    faster, a copy of it in oneDNN's order. Copies and pickles of this are None."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter, self.allowed = parameter, settings.RAW.get(settings.pack_weights.key)
-        self.weight = weight = getattr(parameter, "_local_tensor", parameter)
-        self.address = address = weight.data_ptr()
-        self.seen: tuple[Any, ...] = ()  # what tells whether the weight was written to since it was packed
-        self.packed: Tensor | None = None
-        large = weight.numel() >= _SMALLEST_PACKED and weight.is_contiguous() and not weight.is_inference()
-        if large and _packs(weight.dtype) and settings.pack_weights():
-            self.sample = weight.as_strided((_PLACES, 4), ((weight.numel() - 4) // (_PLACES - 1), 1))
-            _kept[address] = ref(self, lambda gone: _kept.pop(address) if _kept.get(address) is gone else None)
-
-    def is_of(self, parameter: Tensor | None) -> bool:
-        """Whether this is still what a layer in eval mode is to hold."""
-        return (
-            parameter is self.parameter
-            and not torch.is_grad_enabled()
-            and not parameter.requires_grad
-            and getattr(parameter, "_local_tensor", parameter) is self.weight
-            and self.weight.data_ptr() == self.address
-            and settings.RAW.get(settings.pack_weights.key) == self.allowed
-        )
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-    def for_call(self, x: Tensor, w: Tensor) -> Tensor | None:
-        """What x [..., K] is multiplied by in place of `w`, which lies at this address; None where w itself is."""
-        least, most = _PACKED_ROWS[self.weight.dtype]
-        if w.shape != self.weight.shape or w.dtype != self.weight.dtype or not w.is_contiguous() or x.dtype != w.dtype:
-            return None
-        if not least * w.shape[1] <= x.numel() <= most * w.shape[1] or self.weight.data_ptr() != self.address:
-            return None
-        # Counters miss what is written through `.data` of a DTensor. A sample of the elements does not, unless few
-        # of them change.
-        versions = self.parameter._version, self.weight._version
-        if not self.seen or self.seen[0] != versions or not torch.equal(self.seen[1], self.sample):
-            self.seen, self.packed = (versions, self.sample.clone()), None
-        elif self.packed is None:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-        return self.packed
-
-
-def _packed(x: Tensor, w: Tensor) -> Tensor | None:
-    kept = _kept.get(w.data_ptr())
-    weight = None if kept is None else kept()
-    # oneDNN's op has no derivative.
-    if weight is None or not torch._C._get_mkldnn_enabled() or (torch.is_grad_enabled() and x.requires_grad):
-        return None
-    return weight.for_call(x, w)

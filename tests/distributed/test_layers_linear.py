@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-import fused_tp
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.linear import RepeatedColumnLinear
 from fused_tp.nn.sharding import local
-from fused_tp.runtime.settings import environment
-from fused_tp.schedules import gemm
 from tests.distributed.layers import EXACT, assert_same, assert_same_parameters, part
-from tests.reference import assert_within_dtype_error, refuses, seeded
+from tests.reference import refuses, seeded
 from tests.workers import device_mesh, on_ranks
 
 # Of x, out_features, gather_output: odd sizes; 3 features over 4 ranks leave one without any; 5 tokens likewise.
@@ -48,56 +43,6 @@ def test_linear_layers_equal_the_unsharded(group: dist.ProcessGroup) -> None:
             assert_same(group, full, row, shape, cut=-1, out_cut=-2 if sp else None)
     full = nn.Linear(7, 4, dtype=torch.float64)
     assert_same(group, full, RowParallelLinear.from_linear(full, mesh=mesh, input_is_parallel=False), (2, 5, 7))
-
-
-def uses_packed(layer: ColumnParallelLinear | RowParallelLinear, x: Tensor, calls: int = 2) -> bool:
-    """Whether the last of some calls multiplied by the packed form; all gave what the weight says now."""
-    row = isinstance(layer, RowParallelLinear)
-    op: Any = fused_tp.matmul_all_reduce if row else fused_tp.column_parallel_matmul
-    expected = op(x, local(layer.weight).clone(), local(layer.bias), group=layer.mesh)
-    for _ in range(calls):
-        assert_within_dtype_error(layer(x), expected.double(), x.dtype, reduced_over=96, roundings=2)
-    return layer._frozen is not None and layer._frozen.packed is not None
-
-
-@on_ranks(1, 2)
-def test_frozen_weights_are_kept_packed_while_they_are_what_was_packed(group: dist.ProcessGroup) -> None:
-    if not torch.backends.mkldnn.is_available():
-        return
-    torch.manual_seed(0)
-    full = nn.Linear(96, 80)
-    writes: list[Callable[[Any], Any]] = [
-        lambda layer: layer.weight.mul_(2),
-        lambda layer: local(layer.weight).add_(1),
-        lambda layer: layer.weight.data.sub_(0.5),  # which no counter sees
-        lambda layer: layer.load_state_dict({name: p.neg() for name, p in layer.state_dict().items()}),
-    ]
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(gemm, "_SMALLEST_PACKED", 0)
-        patch.setattr(gemm, "_packs", lambda dtype: dtype is torch.float32)
-        for kind, cut in ((ColumnParallelLinear, None), (RowParallelLinear, -1)):
-            layer, x = kind.from_linear(full, mesh=device_mesh(group)), part(seeded(4, 96), cut, group)
-            assert not uses_packed(layer.eval(), x)  # not frozen
-            layer.requires_grad_(False)
-            assert not uses_packed(layer, x, calls=1) and uses_packed(layer, x, calls=1)
-            for write in writes:
-                write(layer)
-                assert not uses_packed(layer, x, calls=1) and uses_packed(layer, x, calls=1)
-            assert copy.deepcopy(layer)._frozen is None and set(layer.state_dict()) == {"weight", "bias"}
-            assert pickle.loads(pickle.dumps(layer._frozen)) is None
-            assert torch.equal(layer(x[:1]), copy.deepcopy(layer)(x[:1]))  # one row, for which it is slower
-            for ending in (layer.train, lambda layer=layer: layer.requires_grad_(True)):
-                assert uses_packed(layer.eval().requires_grad_(False), x)
-                ending()
-                assert not uses_packed(layer, x) and not gemm._kept
-            layer.eval().requires_grad_(False)
-            for scope in (torch.enable_grad(), environment({"FUSED_TP_PACK_WEIGHTS": "0"})):
-                assert uses_packed(layer, x)
-                with scope:
-                    assert not uses_packed(layer, x) and not gemm._kept
-            assert uses_packed(layer, x)
-            del layer, ending
-            assert not gemm._kept
 
 
 @on_ranks(1, 2, 3, 4)

@@ -1,10 +1,14 @@
-"""The matmul that CPUs of some makers do by oneDNN: the same as torch's, whatever the strides."""
+"""Matmuls by other libraries than torch picks, and by the native core: the same as torch's, whatever the strides."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fused_tp
 from fused_tp.schedules import gemm
@@ -18,6 +22,16 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("this torch is built without oneDNN")
     monkeypatch.setattr(gemm, "_onednn_beats_mkl", lambda: True)
     monkeypatch.setattr(gemm, "_SMALLEST_FOR_ONEDNN", 0)
+    monkeypatch.setattr(gemm, "_native_rows", lambda dtype: 0)
+
+
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native core's kernels for every number of rows that they take."""
+    core = pytest.importorskip("fused_tp._core")
+    if not core.few_rows_isa(0):
+        pytest.skip("the native core has no kernels for few rows on this CPU")
+    monkeypatch.setattr(gemm, "_native_rows", lambda dtype: core.FEW_ROWS)
+    monkeypatch.setattr(gemm, "_SMALLEST_NATIVE", 0)
 
 
 INPUTS = {
@@ -56,3 +70,49 @@ def test_second_derivative() -> None:
     (first64,) = torch.autograd.grad((x64 @ w64.t()).pow(3).sum(), x64, create_graph=True)
     (second64,) = torch.autograd.grad(first64.sum(), x64)
     assert_within_dtype_error(second, second64, torch.float32, reduced_over=15, roundings=3)
+
+
+# -- few rows ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_on_every_instruction_set(dtype: torch.dtype, isa: str) -> None:
+    """Whole and broken tiles, steps, and blocks of steps; every number of threads gives the same bits."""
+    core, code = pytest.importorskip("fused_tp._core"), gemm._NATIVE_DTYPES[dtype]
+    if core.few_rows_isa(code, isa) not in (isa, "avx512" if dtype is torch.float32 else isa):
+        pytest.skip(f"this CPU lacks {isa}")
+    for rows, columns, depth in ((1, 6, 32), (3, 7, 1), (2, 1, 33), (4, 13, 31), (16, 100, 2080), (5, 200, 1024)):
+        x, w, bias = (seeded(*shape, dtype=dtype) for shape in ((rows, depth), (columns, depth + 3), (columns,)))
+        for b in (None, bias):
+            found = []
+            for threads in (1, 3):
+                y = torch.full((rows, columns), math.nan, dtype=dtype)
+                at = (x.data_ptr(), depth, w.data_ptr(), depth + 3, 0 if b is None else b.data_ptr(), y.data_ptr())
+                core.few_rows(code, *at, rows, columns, depth, threads, isa)
+                found.append(y)
+            assert torch.equal(*found)
+            assert_within_dtype_error(found[0], matmul64(x, w[:, :depth], b), dtype, reduced_over=depth)
+
+
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
+@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS.keys())
+def test_few_rows_of_strides(monkeypatch: pytest.MonkeyPatch, x: Tensor, weight: Tensor) -> None:
+    native(monkeypatch)
+    test_strides(x, weight)
+
+
+def test_few_rows_are_read_only_where_memory_is_what_a_tensor_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    native(monkeypatch)
+    x, w = seeded(2, 8), seeded(5, 8, seed=1)
+    negative = torch.complex(seeded(5, 8), -w).conj().imag
+    zero = torch._efficientzerotensor((5, 8))
+    for given, meant in ((negative, w), (zero, torch.zeros(5, 8)), (w.clone().requires_grad_(), w)):
+        assert_within_dtype_error(gemm.linear(x, given), matmul64(x, meant), torch.float32, reduced_over=8)
+        assert_within_dtype_error(gemm.linear(given, x), matmul64(meant, x), torch.float32, reduced_over=8)
+    assert torch.equal(gemm.linear(x, w, negative[:, 0]), gemm.linear(x, w, w[:, 0].clone()))
+    with FlopCounterMode(display=False) as counted:
+        gemm.linear(x, w)
+    assert counted.get_total_flops() == 2 * 2 * 8 * 5
+    special: Any = torch.tensor([[math.nan] + [1.0] * 7, [math.inf] + [1.0] * 7])
+    assert gemm.linear(special, w.abs())[0].isnan().all() and gemm.linear(special, w.abs())[1].isposinf().all()

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace fused_tp::attention {
+namespace fused_tp {
 
 // A function that is called with (task, worker); the worker is below the number of threads.
 class TaskRef {
@@ -33,4 +33,4 @@ void parallel_for(int64_t tasks, int threads, F&& function) {
   }
 }
 
-}  // namespace fused_tp::attention
+}  // namespace fused_tp

@@ -1,4 +1,4 @@
-#include "attention/thread_pool.h"
+#include "threads/thread_pool.h"
 
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-namespace fused_tp::attention {
+namespace fused_tp {
 namespace {
 
 class Pool {
@@ -105,4 +105,4 @@ void run_tasks(int64_t tasks, int threads, TaskRef function) {
   pool->run(tasks, tasks < threads ? static_cast<int>(tasks) : threads, function);
 }
 
-}  // namespace fused_tp::attention
+}  // namespace fused_tp

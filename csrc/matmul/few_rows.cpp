@@ -1,0 +1,54 @@
+// Who multiplies which columns; the arithmetic is in the tables of kernels.h.
+#include "matmul/few_rows.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "isa.h"
+#include "matmul/kernels.h"
+#include "threads/scratch.h"
+#include "threads/thread_pool.h"
+
+namespace fused_tp::matmul {
+namespace {
+
+constexpr int64_t kTaskColumns = 96;  // a multiple of all kernels' columns
+
+const Kernels* kernels_for(DType dtype, const char* isa) {
+#if FUSED_TP_X86
+  static const Isa usual = isa_here();
+  const Isa asked = isa == nullptr || *isa == '\0' ? usual : isa_here(isa);
+  if (asked >= Isa::kAvx512) return &kernels_avx512(dtype, asked == Isa::kAvx512Bf16);
+  if (asked == Isa::kAvx2) return &kernels_avx2(dtype);
+#else
+  (void)dtype, (void)isa;
+#endif
+  return nullptr;
+}
+
+}  // namespace
+
+const char* few_rows_isa(DType dtype, const char* isa) {
+  const Kernels* const kernels = kernels_for(dtype, isa);
+  return kernels == nullptr ? "" : kernels->isa;
+}
+
+void few_rows(const FewRows& problem, int threads, const char* isa) {
+  const Kernels* const found = kernels_for(problem.dtype, isa);
+  if (found == nullptr) throw std::invalid_argument("few_rows needs AVX2 or AVX-512; ask few_rows_isa first");
+  const Kernels& kernels = *found;
+  char* const packed = scratch_memory().at_least(kernels.packed_bytes(problem));
+  kernels.pack(problem, packed);
+  if (threads <= 1) {
+    kernels.multiply(problem, packed, 0, problem.columns);
+  } else {
+    const int64_t tasks = (problem.columns + kTaskColumns - 1) / kTaskColumns;
+    parallel_for(tasks, threads, [&](int64_t task, int) {
+      const int64_t first = task * kTaskColumns;
+      kernels.multiply(problem, packed, first, std::min(first + kTaskColumns, problem.columns));
+    });
+  }
+  scratch_memory().trim();
+}
+
+}  // namespace fused_tp::matmul

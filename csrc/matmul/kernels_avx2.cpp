@@ -1,0 +1,64 @@
+// Eight fp32 lanes, AVX2 + FMA.
+#include <immintrin.h>
+
+#include "matmul/kernels_impl.h"
+
+namespace fused_tp::matmul {
+namespace {
+
+struct Avx2Sums {
+  using Sums = __m256;
+  static constexpr int kRows = 2, kColumns = 4;
+  static Sums zero() { return _mm256_setzero_ps(); }
+  static float sum(Sums sums) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+};
+
+struct SingleLanes : Avx2Sums, SingleElements {
+  static constexpr int kStep = 8, kXBytes = 32;
+  using XStep = __m256;
+  using WStep = __m256;
+  static void pack(const float* from, char* to) { std::memcpy(to, from, kXBytes); }
+  static XStep load_x(const char* p) { return _mm256_load_ps(reinterpret_cast<const float*>(p)); }
+  static WStep load_w(const float* p) { return _mm256_loadu_ps(p); }
+  static Sums product(XStep x, WStep w, Sums sums) { return _mm256_fmadd_ps(x, w, sums); }
+};
+
+// Even and odd elements by themselves, in fp32.
+struct HalfLanes : Avx2Sums, Bf16Elements {
+  static constexpr int kColumns = 2;
+  static constexpr int kStep = 16, kXBytes = 64;
+  struct XStep {
+    __m256 even, odd;
+  };
+  using WStep = XStep;
+  static WStep load_w(const uint16_t* p) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i odd = _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)), _mm256_castsi256_ps(odd)};
+  }
+  static void pack(const uint16_t* from, char* to) {
+    const WStep step = load_w(from);
+    _mm256_store_ps(reinterpret_cast<float*>(to), step.even);
+    _mm256_store_ps(reinterpret_cast<float*>(to) + 8, step.odd);
+  }
+  static XStep load_x(const char* p) {
+    const auto* const lanes = reinterpret_cast<const float*>(p);
+    return {_mm256_load_ps(lanes), _mm256_load_ps(lanes + 8)};
+  }
+  static Sums product(const XStep& x, const WStep& w, Sums sums) {
+    return _mm256_fmadd_ps(x.odd, w.odd, _mm256_fmadd_ps(x.even, w.even, sums));
+  }
+};
+
+}  // namespace
+
+const Kernels& kernels_avx2(DType dtype) {
+  static constexpr Kernels single = make_kernels<SingleLanes>("avx2"), halves = make_kernels<HalfLanes>("avx2");
+  return dtype == DType::kF32 ? single : halves;
+}
+
+}  // namespace fused_tp::matmul

@@ -1,0 +1,75 @@
+// Sixteen fp32 lanes, AVX-512 F; products of bf16 with AVX512_BF16 where the CPU has it.
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#include <immintrin.h>
+
+#include "matmul/kernels_impl.h"
+
+namespace fused_tp::matmul {
+namespace {
+
+struct Avx512Sums {
+  using Sums = __m512;
+  static constexpr int kRows = 3, kColumns = 6;
+  static Sums zero() { return _mm512_setzero_ps(); }
+  static float sum(Sums sums) { return _mm512_reduce_add_ps(sums); }
+};
+
+struct SingleLanes : Avx512Sums, SingleElements {
+  static constexpr int kStep = 16, kXBytes = 64;
+  using XStep = __m512;
+  using WStep = __m512;
+  static void pack(const float* from, char* to) { std::memcpy(to, from, kXBytes); }
+  static XStep load_x(const char* p) { return _mm512_load_ps(p); }
+  static WStep load_w(const float* p) { return _mm512_loadu_ps(p); }
+  static Sums product(XStep x, WStep w, Sums sums) { return _mm512_fmadd_ps(x, w, sums); }
+};
+
+// Two products and both sums, in fp32, per lane and step.
+struct PairLanes : Avx512Sums, Bf16Elements {
+  static constexpr int kStep = 32, kXBytes = 64;
+  using XStep = __m512i;
+  using WStep = __m512i;
+  static void pack(const uint16_t* from, char* to) { std::memcpy(to, from, kXBytes); }
+  static XStep load_x(const char* p) { return _mm512_load_si512(p); }
+  static WStep load_w(const uint16_t* p) { return _mm512_loadu_si512(p); }
+  static Sums product(XStep x, WStep w, Sums sums) { return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)w); }
+};
+
+// The same without AVX512_BF16: even and odd elements by themselves, in fp32.
+struct HalfLanes : Avx512Sums, Bf16Elements {
+  static constexpr int kColumns = 4;
+  static constexpr int kStep = 32, kXBytes = 128;
+  struct XStep {
+    __m512 even, odd;
+  };
+  using WStep = XStep;
+  static WStep load_w(const uint16_t* p) {
+    const __m512i both = _mm512_loadu_si512(p);
+    const __m512i odd = _mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), _mm512_castsi512_ps(odd)};
+  }
+  static void pack(const uint16_t* from, char* to) {
+    const WStep step = load_w(from);
+    _mm512_store_ps(to, step.even);
+    _mm512_store_ps(to + 64, step.odd);
+  }
+  static XStep load_x(const char* p) { return {_mm512_load_ps(p), _mm512_load_ps(p + 64)}; }
+  static Sums product(const XStep& x, const WStep& w, Sums sums) {
+    return _mm512_fmadd_ps(x.odd, w.odd, _mm512_fmadd_ps(x.even, w.even, sums));
+  }
+};
+
+}  // namespace
+
+const Kernels& kernels_avx512(DType dtype, bool bf16_products) {
+  static constexpr Kernels single = make_kernels<SingleLanes>("avx512"), halves = make_kernels<HalfLanes>("avx512"),
+                           pairs = make_kernels<PairLanes>("avx512_bf16");
+  if (dtype == DType::kF32) return single;
+  return bf16_products ? pairs : halves;
+}
+
+}  // namespace fused_tp::matmul
