@@ -502,12 +502,14 @@ def test_products_do_nothing_but_load_and_multiply() -> None:
 @pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread"])
 def test_under_sanitizers(sanitizer: str) -> None:
     require_sanitizer(sanitizer)
-    sources = sorted((REPOSITORY / "csrc" / "attention").glob("*.cpp"))
+    sources = [
+        source for part in ("attention", "matmul", "threads") for source in (REPOSITORY / "csrc" / part).glob("*.cpp")
+    ]
     flags = ["-Icsrc", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     if sanitizer == "address" and core.attention_isa(0).startswith("avx512"):
         flags += ["-DFUSED_TP_X86=1", "-Wno-error", *native_build().X86_FLAGS["_avx512"]]
     else:  # what the others look for is the same in all instruction sets, and takes long to compile for each
-        sources = [path for path in sources if "_avx" not in path.stem]
+        sources = [source for source in sources if "_avx" not in source.stem]
         flags += ["-DFUSED_TP_X86=0"]
     program = build_program("attention_stress", [*sources, REPOSITORY / "tests/native/attention/stress.cpp"], flags)
     output_of(program, timeout=300)

@@ -1,5 +1,6 @@
-// Attention of odd shapes and masks, with several threads, from several callers: for sanitizers. Exact sizes of what is
-// given lie on the heap, and what they find is told by the exit status.
+// Attention of odd shapes and masks, and products of few rows, with several threads, from several callers: for
+// sanitizers. Exact sizes of what is given lie on the heap, and what they find is told by the exit status.
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include "attention/attention.h"
 #include "attention/kernels.h"
 #include "half.h"
+#include "matmul/few_rows.h"
 
 using namespace fused_tp;
 using namespace fused_tp::attention;
@@ -104,6 +106,25 @@ bool works(const Case& at, int threads, const char* isa) {
   return good;
 }
 
+// Products of few rows: whole and broken tiles and steps, ends of rows at the ends of what is allocated.
+bool multiplies(const char* isa) {
+  bool good = true;
+  for (const DType dtype : {DType::kF32, DType::kBF16})
+    for (const auto& [rows, columns, depth] : {std::array<int64_t, 3>{1, 1, 1}, {16, 211, 2085}, {5, 100, 31}}) {
+      if (*matmul::few_rows_isa(dtype, isa) == '\0') continue;
+      const auto x = elements(rows * depth, dtype, 1), w = elements(columns * depth, dtype, 2);
+      const auto bias = elements(columns, dtype, 3);
+      std::vector<char> one(rows * columns * element_size(dtype)), several = one;
+      matmul::FewRows problem{x.data(), depth, w.data(), depth, bias.data(), one.data(), rows, columns, depth, dtype};
+      matmul::few_rows(problem, 1, isa);
+      problem.y = several.data();
+      matmul::few_rows(problem, 3, isa);
+      good &= one == several;
+    }
+  if (!good) std::printf("%s: few rows have other bits with several threads\n", isa);
+  return good;
+}
+
 }  // namespace
 
 int main() {
@@ -116,8 +137,10 @@ int main() {
       {{1, 2, 1, 800, 90, 8, 8}, DType::kF32, 0, true, false, -1},
   };
   bool good = true;
-  for (const char* isa : {"plain", "avx2", "avx512", "avx512_bf16"})
+  for (const char* isa : {"plain", "avx2", "avx512", "avx512_bf16"}) {
     for (const Case& at : cases) good &= works(at, 3, isa);
+    good &= multiplies(isa);
+  }
   bool of_callers[3] = {};
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; ++i)
