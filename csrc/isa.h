@@ -1,4 +1,5 @@
-// Which instruction set the kernels of csrc/shm, csrc/attention and csrc/matmul use. Not for files compiled with the flags of one.
+// Which instruction set the kernels of csrc/shm, csrc/attention and csrc/matmul use. Not for files compiled with the
+// flags of one.
 #pragma once
 
 #include <algorithm>
