@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _pg_map, _resolve_process_group, _world
@@ -222,7 +223,13 @@ def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
     process_group = _process_group(group)
     if process_group is None:
         return ALONE
-    return GroupIdentity(process_group.group_name, process_group.size(), process_group.rank())
+    name: str = process_group.group_name
+    if not is_dynamo_compiling() and process_group not in _pg_map:  # its name may be another group's by now
+        raise RuntimeError(_GONE.format(name))
+    return GroupIdentity(name, process_group.size(), process_group.rank())
+
+
+_GONE = "There is no process group named {!r} any more; was it destroyed?"
 
 
 def group_by_name(name: str) -> Group:
@@ -236,5 +243,5 @@ def group_by_name(name: str) -> Group:
     try:
         process_group = _resolve_process_group(name)  # type: ignore[arg-type]  # GroupName is str, and not in torch 2.10
     except RuntimeError as error:
-        raise RuntimeError(f"There is no process group named {name!r} any more; was it destroyed?") from error
+        raise RuntimeError(_GONE.format(name)) from error
     return _describe(process_group)

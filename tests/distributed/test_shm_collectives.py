@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fused_tp
 from fused_tp.runtime.group import resolve_group
 from fused_tp.runtime.partition import shard_sizes
 from tests.distributed.shm_tools import (
@@ -197,7 +198,7 @@ def test_an_instruction_set_is_used_where_the_cpu_has_all_of_it() -> None:
 
 def same_name_case(group: Any, folder: str) -> list[float]:
     """destroy_process_group and a second init reuse the name of the group, and here even its store."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size, gone = dist.get_rank(group), dist.get_world_size(group), dist.group.WORLD
     dist.destroy_process_group()
     results = []
     for i in range(3):
@@ -207,6 +208,8 @@ def same_name_case(group: Any, folder: str) -> list[float]:
         assert world is not None
         results.append(transport_of(world).all_reduce(torch.tensor([float(rank + i)])).item())
         assert resolve_group(None).process_group is world
+        with pytest.raises(RuntimeError, match="destroyed"):  # though its name is that of `world`
+            fused_tp.all_reduce(torch.ones(1), group=gone)
         if i < 2:
             dist.destroy_process_group()
     return results
