@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce, matmul_reduce_scatter
+from fused_tp.ops import matmul_all_reduce
 from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
 from fused_tp.ops.all_reduce_rms_norm import ALL_REDUCE_RMS_NORM
 from fused_tp.ops.attention_arguments import arguments_of, checked_arguments
@@ -55,16 +55,6 @@ SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("op", "args"), SAMPLES, ids=[op.name for op, _ in SAMPLES])
 def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
     torch.library.opcheck(op.overload, args)
-
-
-@pytest.mark.parametrize(
-    "module", [all_gather_matmul, matmul_reduce_scatter, column_parallel_matmul], ids=lambda module: module.__name__
-)
-def test_second_derivative_is_refused(module: Any) -> None:
-    op = getattr(module, module.__name__.rpartition(".")[2])
-    x, w = leaf(3, 4), leaf(5, 4)
-    with pytest.raises(RuntimeError, match="the ops can be differentiated only once"):
-        torch.autograd.grad(op(x, w, group=None).pow(2).sum(), x, create_graph=True)
 
 
 def test_local_op_can_be_differentiated_twice() -> None:
