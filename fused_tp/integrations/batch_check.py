@@ -6,7 +6,7 @@ loader that deals samples out to them, most often) train on a mixture of samples
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,26 @@ from fused_tp.transport.store import exchange
 FIRST_CALLS = 3
 
 
+def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What ranks compare of an argument, by name: tensors in lists and dicts have names of their own."""
+    if isinstance(value, Tensor):
+        if not (value.is_floating_point() or value.is_complex() or value.is_meta):
+            contents = checksum(value.detach().cpu().contiguous().numpy().tobytes())
+            yield name, [list(value.shape), str(value.dtype), contents]
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _described(f"{name}[{key!r}]", one)
+    elif isinstance(value, (list, tuple)):
+        if any(isinstance(one, int) for one in value):
+            yield name, checksum(repr(value).encode())
+        else:
+            for i, one in enumerate(value):
+                yield from _described(f"{name}[{i}]", one)
+
+
 class BatchCheck:
-    """A forward pre-hook that compares the integer and boolean tensors among the arguments over the ranks of `meshes`.
+    """A forward pre-hook that compares integers and booleans among the arguments over the ranks of `meshes`: those in
+    tensors and lists, also in nested ones.
 
     It compares over one mesh after the other, and the second time what the first has found: all ranks of the product
     come to the same answer. Embeddings and other numbers are left out, which ranks may compute with other last bits.
@@ -48,11 +66,7 @@ class BatchCheck:
     def _compare(self, arguments: dict[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a CUDA graph, for which nothing can be read
-        described = {
-            name: [list(t.shape), str(t.dtype), checksum(t.detach().cpu().contiguous().numpy().tobytes())]
-            for name, t in sorted(arguments.items())
-            if isinstance(t, Tensor) and not (t.is_floating_point() or t.is_complex() or t.is_meta)
-        }
+        described = {name: one for key, value in sorted(arguments.items()) for name, one in _described(key, value)}
         found: list[Any] = [described]
         for mesh in self.meshes:
             found = [one for theirs in exchange(resolve_group(mesh), "the batch", found) for one in theirs]

@@ -443,6 +443,15 @@ def test_a_dim_of_one_rank_needs_no_plan(group: dist.ProcessGroup) -> None:
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
 
+class Unpacking(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(9, 9)
+
+    def forward(self, batch: dict[str, Any]) -> Any:
+        return self.linear(torch.as_tensor(batch["ids"]).float())
+
+
 @on_ranks(4)
 def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     parallel = parallelize(make("llama"), mesh_of(group, 2, 2))
@@ -455,6 +464,9 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     with settings.environment({"FUSED_TP_CHECK_BATCH": "2"}):
         parallel(input_ids=own)
         refuses(RankMismatchError, ": argument 0 of", parallel, own)
+    nested = parallelize(Unpacking(), mesh_of(group, 1, 4), plan={"linear": "colwise_gather_output"})
+    for ids in (own, own.tolist()):
+        refuses(RankMismatchError, r": argument 0\['ids'\]", nested, {"ids": ids})
     whole = make("llama")
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
