@@ -16,7 +16,6 @@ of backward: a rank that does not use it does not get to its hook.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,8 +137,8 @@ class GradientSync:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self._partly_used: dict[nn.Parameter, None] = {}  # in one order on all ranks
-        self._held: dict[nn.Parameter, Tensor] = {}  # gradients of these, until backward ends
+        self._partly_used: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
+        self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
         self._queued = False
         self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
 
@@ -158,7 +157,14 @@ class GradientSync:
                 "gradients."
             )
         for parameter in missing:
-            parameter.register_hook(partial(self._sum, weakref.ref(parameter)))
+            hooks = parameter._backward_hooks
+            if hooks is not None:
+                # module.to() may have put another tensor in its place, which does not call its hooks.
+                for key in [k for k, hook in hooks.items() if getattr(hook, "func", None) == self._sum]:
+                    del hooks[key]
+                parameter._backward_hooks = hooks
+            # By id: module.to() swaps no tensor that has weak references.
+            parameter.register_hook(partial(self._sum, id(parameter)))
             setattr(parameter, _HOOKED, id(parameter))
 
     def note_use(self, model: nn.Module, outputs: Sequence[Tensor]) -> None:
@@ -171,17 +177,16 @@ class GradientSync:
         used = {id(leaf) for t in outputs for leaf in leaves_of(t)}
         here = torch.tensor([id(p) in used for p in parameters], dtype=torch.float32, device=self.mesh.device_type)
         counts = all_reduce(here, group=self.mesh).tolist()
-        self._partly_used |= {p: None for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()}
+        self._partly_used |= {id(p): p for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()}
         if self._partly_used:
             for t in outputs:
                 t.register_hook(self._queue)
 
-    def _sum(self, parameter: weakref.ref[nn.Parameter], grad: Tensor) -> Tensor:
-        held = parameter()
-        if held is None or held not in self._partly_used:
+    def _sum(self, key: int, grad: Tensor) -> Tensor:
+        if key not in self._partly_used:
             return _sum_over(self.mesh, grad)
-        self._only_asked |= is_captured(get_gradient_edge(held).node)
-        self._held[held] = grad
+        self._only_asked |= is_captured(get_gradient_edge(self._partly_used[key]).node)
+        self._held[key] = grad
         return torch.zeros_like(grad)
 
     def _queue(self, grad: Tensor) -> None:
@@ -193,7 +198,7 @@ class GradientSync:
     def _sum_held(self) -> None:
         held, asked = self._held, self._only_asked
         self._forget()
-        here = [*(p in held for p in self._partly_used), asked]
+        here = [*(key in held for key in self._partly_used), asked]
         *counts, asked = all_reduce(
             torch.tensor(here, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
         )
@@ -202,10 +207,10 @@ class GradientSync:
                 "torch.autograd.grad asked for gradients of parameters that only some of the context parallel ranks "
                 "have used. Their sums are known when backward() has ended, in the parameters' grad."
             )
-        for parameter, count in zip(self._partly_used, counts, strict=True):
+        for (key, parameter), count in zip(self._partly_used.items(), counts, strict=True):
             if not count:
                 continue
-            total = _sum_over(self.mesh, held[parameter] if parameter in held else torch.zeros_like(parameter))
+            total = _sum_over(self.mesh, held[key] if key in held else torch.zeros_like(parameter))
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
     def _forget(self) -> None:
