@@ -35,7 +35,7 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, seq
     Raises:
         TypeError: a parameter is a DTensor already.
         ValueError: tied weights that the plan cuts differently; a cut weight that is read by another module than its
-            own; with `sequence_parallel`, a module that would need the whole sequence.
+            own; hooks that would be lost; with `sequence_parallel`, a module that would need the whole sequence.
     """
     dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
@@ -46,6 +46,11 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, seq
                     f"model has the DTensor parameter {f'{name}.{key}'!r}; parallelize takes a whole model, before "
                     "fully_shard or any other sharding."
                 )
+            if ranks > 1 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+                raise ValueError(
+                    f"{_path(name, key)!r} has gradient hooks, and parallelize puts a DTensor in its place, which "
+                    "would not have them. Register them after parallelize."
+                )
             if not isinstance(style, ParallelStyle):
                 own = plan.get(_path(name, key), style)
                 dims_of[id(parameter)][name] = spec_of(own).shard_dim
@@ -54,6 +59,8 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, seq
                     f"{_path(name, key)!r} has {parameter.shape[0]} elements, which {ranks} tensor parallel ranks "
                     "cannot share evenly."
                 )
+        if ranks > 1:
+            _check_nothing_lost(name, module, spec_of(style).convert is not None)
         if plan:
             _check_reads(name, module, plan)
         if style is not None and spec_of(style).shares_rotary:
@@ -72,6 +79,21 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, seq
 
 def _path(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
+
+
+def _check_nothing_lost(name: str, module: nn.Module, replaced: bool) -> None:
+    """Refuse what users have attached to a module that is replaced, and embeddings that write to a DTensor's values or
+    find sparse gradients."""
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        raise ValueError(
+            f"{name!r} is an nn.Embedding with max_norm or sparse=True, which tensor parallel ranks do not serve."
+        )
+    attached = [key for key, value in vars(module).items() if (key == "forward" or key.endswith("_hooks")) and value]
+    if replaced and attached:
+        raise ValueError(
+            f"{name!r} has {', '.join(attached)} of its own, and parallelize puts another layer in its place, which "
+            f"would not have them. Attach them after parallelize, or leave {name!r} out of the plan."
+        )
 
 
 def _check_reads(name: str, module: nn.Module, plan: Mapping[str, Style]) -> None:
@@ -248,8 +270,10 @@ def replicate_parameters(
 
     for name, module in modules.items():
         cut = {key: Shard(0) for key in module._parameters if _path(name, key) in plan}
-        read = {p: sums(_path(name, p.rpartition(".")[0])) for p in parameters_read(module)}
-        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=read)
+        read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
+        # Not those that are cut: a rank's part would be taken for all of it, where now torch raises.
+        asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.get(owner)).shard_dim is None}
+        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=asks)
         if held and isinstance(module, nn.Embedding):
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 

@@ -122,8 +122,8 @@ def parallelize(
         if tp_dim not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"{asked}=True needs tensor parallel ranks, and mesh has no dim {tp_dim!r}.")
         sequence_parallel = loss_parallel = False  # over one rank there is nothing to cut
-    if hasattr(model, _DONE):
-        raise TypeError("model has been parallelized already; start from the whole model.")
+    if any(hasattr(module, _DONE) for module in model.modules()):
+        raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync)
 
     hf = is_transformers_model(model)
@@ -132,7 +132,7 @@ def parallelize(
     has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else {}
     if tp_mesh is not None:
-        resolved = settle_between(model, resolved)
+        resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
         check_head_counts(model, resolved, tp_mesh.size())
     ranks = 1 if tp_mesh is None else tp_mesh.size()
     check_layers(model, resolved, ranks, sequence_parallel=sequence_parallel)
@@ -158,7 +158,8 @@ def parallelize(
     if meshes:
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
-    setattr(model, _DONE, parallelism)
+    for module in model.modules():
+        setattr(module, _DONE, parallelism)
     return model
 
 

@@ -1,11 +1,17 @@
 """Models in plain torch: what their forward must look like, and their attention over a ring of ranks.
 
-Tensor parallelism needs one thing: `forward` takes head counts from the width of what a projection returned, as in
-`q_proj(x).unflatten(-1, (-1, head_dim))`, since a rank has a part of the heads. The rest is for sequence and context
-parallelism:
+Tensor parallelism needs two things, since a rank has some of the heads and features, consecutive rows of the weight:
+
+- `forward` takes head counts from the width of what a projection returned, as in
+  `q_proj(x).unflatten(-1, (-1, head_dim))`.
+- Between two layers that are cut it treats heads and features one by one. A norm over all of them is another one over a
+  part; and so is `chunk` of one layer for q, k and v, or for gate and up. Make such a layer several.
+
+The rest is for sequence and context parallelism:
 
 - forward(tokens [batch, seq], ..., positions [seq] or [batch, seq]) -> tensors [batch, seq, ...], in any nesting.
-  Positions are called `positions` or `position_ids`, and every use of a token's place in the sequence goes by them.
+  Others, such as a mean over tokens, are refused, but for a scalar loss without context parallelism. Positions are
+  called `positions` or `position_ids`, and every use of a token's place in the sequence goes by them.
 - Attention is `torch.nn.functional.scaled_dot_product_attention` of q, k, v [batch, heads, seq, head_dim] with
   is_causal=True, or with neither a mask nor is_causal, called below the modules that the plan names layers of.
 - With sequence parallelism, a module that owns `q_proj` (`wq`, ...) hands its first argument to it as it is.
@@ -53,6 +59,12 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
             f"{kind}.forward has no argument `positions` or `position_ids`, which {asked} needs: a rank holds a part "
             "of the sequence and must be told where in the sequence it lies."
         )
+    mixes = next((name for name, m in model.named_modules() if _mixes_tokens(m)), None)
+    if parallelism.shards_sequence and mixes is not None:
+        raise ValueError(
+            f"{mixes!r} ({type(model.get_submodule(mixes)).__name__}) mixes tokens by other means than attention, "
+            "which a rank that holds a part of the sequence cannot; use neither cp_dim nor sequence_parallel."
+        )
     heads = _heads(plan)
     for asked in ("sequence_parallel", "loss_parallel"):
         if getattr(parallelism, asked) and len(heads) != 1:
@@ -65,6 +77,12 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
             f"loss_parallel=True needs {kind}.loss_function(logits, labels, vocab_size), which parallelize replaces by "
             "the cross entropy over all ranks' vocabulary; it has none."
         )
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return any(size > 1 for size in module.kernel_size)
+    return isinstance(module, (nn.RNNBase, nn.modules.batchnorm._NormBase))
 
 
 class PlainSequence(SequenceSharding):
@@ -115,12 +133,19 @@ class PlainSequence(SequenceSharding):
         return Rows()
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
-        if shard.cp is None:
-            return output  # the head has gathered what the TP ranks had
-        mine = shard.local_len
+        if not self.parallelism.shards_sequence:
+            return output
 
         def whole(t: Tensor) -> Tensor:
-            return self.whole(t, shard) if t.ndim >= 2 and t.shape[1] == mine else t
+            if t.ndim == 0 and shard.cp is None:
+                return t  # a loss, of the whole sequence that the head has gathered
+            if t.ndim < 2 or t.shape[1] != shard.local_len:
+                raise ValueError(
+                    f"The model returns a tensor {tuple(t.shape)} that is not [batch, seq, ...]; made of this rank's "
+                    "part of the sequence, it would be another one on every rank. Return what is made of single "
+                    "tokens, behind the output layer, and compute the rest (a mean, a pooled token) from it outside."
+                )
+            return self.whole(t, shard)
 
         return map_tensors(whole, output)
 

@@ -280,29 +280,27 @@ def _head_counts(*sources: object) -> dict[str, int]:
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def settle_between(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+def settle_between(model: nn.Module, plan: Mapping[str, Style], *, cuts_logits: bool = False) -> dict[str, Style]:
     """`plan`, and a style for each module that has parameters and must lie between two that are cut.
+
+    `cuts_logits`: the output layer leaves its features cut, too.
 
     Raises:
         ValueError: a module whose place cannot be known by its widths, and that the plan says nothing of.
     """
     settled = dict(plan)
-    for name, parent in model.named_modules():
-        prefix = f"{name}." if name else ""
-        cut = {leaf: spec_of(plan.get(prefix + leaf)) for leaf, _ in parent.named_children()}
-        column = [leaf for leaf, spec in cut.items() if spec.needs is nn.Linear and _cuts_output(spec)]
-        if not column:
-            continue
-        whole = {parent.get_submodule(leaf).in_features for leaf in column}  # widths of what all ranks have
-        whole |= {parent.get_submodule(leaf).out_features for leaf, spec in cut.items() if spec.shard_dim == 1}
+    modules = dict(model.named_modules())
+    head = _output_layer(model, plan) if cuts_logits else None
+    for name, (column, whole) in _around_parts(modules, plan, head).items():
+        parent, prefix = modules[name], f"{name}." if name else ""
         if name not in plan:
             for key, parameter in parent.named_parameters(recurse=False):
                 if prefix + key not in plan and (parameter.ndim == 0 or parameter.shape[-1] not in whole):
                     raise ValueError(
-                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, and {prefix + column[0]!r} is "
-                        "cut: whether a rank uses all of it is not known. Add it to the plan as 'colwise' if each rank "
-                        f"is to have its part; or {name!r} as 'replicated_with_grad_allreduce' if each rank adds one "
-                        "term to its gradient, or as 'replicate' if all ranks find the same."
+                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, and {column[0]!r} is cut: "
+                        "whether a rank uses all of it is not known. Add it to the plan as 'colwise' if each rank is "
+                        f"to have its part; or {name!r} as 'replicated_with_grad_allreduce' if each rank adds one term "
+                        "to its gradient, or as 'replicate' if all ranks find the same."
                     )
         for leaf, child in parent.named_children():
             path = prefix + leaf
@@ -314,23 +312,71 @@ def settle_between(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Sty
                 continue
             style = "mla_kv_a_proj" if leaf == LATENT else "replicated_with_grad_allreduce"
             raise ValueError(
-                f"{path!r} ({type(child).__name__}) is not in the plan, and its parent's {column[0]} is cut: if it "
+                f"{path!r} ({type(child).__name__}) is not in the plan, and {column[0]!r} near it is cut: if it "
                 "sees this rank's features, each rank would find the gradient of these only. Add it to the plan as "
                 f"{style!r}, or as 'replicate' if it sees what all ranks have."
             )
     return settled
 
 
+def _around_parts(
+    modules: Mapping[str, Any], plan: Mapping[str, Style], head: nn.Module | None
+) -> dict[str, tuple[list[str], set[int]]]:
+    """The modules whose own code may see a rank's features: by name, the column layers that make these, and the widths
+    of what all ranks have.
+
+    These are the parent of a column layer and, where no row layer is in it, those around it up to the first one that
+    has some; and from there down to the parents of these. `head` leaves its features cut, whatever its style.
+    """
+    rows: dict[str, list[str]] = {}  # by each module that they are in
+    for name, style in plan.items():
+        if spec_of(style).shard_dim == 1:
+            for scope in _scopes(name):
+                rows.setdefault(scope, []).append(name)
+    found: dict[str, tuple[list[str], set[int]]] = {}
+    for name, style in plan.items():
+        spec = spec_of(style)
+        column_layer = spec.needs is nn.Linear and spec.shard_dim == 0 and name in modules  # and no parameter
+        if not column_layer or (spec.gathers_output and modules[name] is not head):
+            continue
+        scopes = _scopes(name)
+        top = scopes[0] if spec.gathers_output else next((scope for scope in scopes if scope in rows), scopes[0])
+        ends = [] if spec.gathers_output else rows.get(top, [])
+        widths = {modules[name].in_features, *(modules[end].out_features for end in ends)}
+        for scope in dict.fromkeys(scope for one in (name, *ends) for scope in _scopes(one) if _within(scope, top)):
+            column, whole = found.setdefault(scope, ([], set()))
+            column.append(name)
+            whole |= widths
+    return found
+
+
+def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | None:
+    """The layer that makes the logits: transformers' models know it; of others it is the only one of its style."""
+    known: Any = getattr(model, "get_output_embeddings", None)
+    if callable(known):
+        head: nn.Module | None = known()
+        return head
+    names = [name for name, style in plan.items() if spec_of(style).gathers_output]
+    return model.get_submodule(names[0]) if len(names) == 1 else None
+
+
+def _scopes(name: str) -> list[str]:
+    """The names of the modules around one, from its parent to the model itself, ""."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
+
+
+def _within(scope: str, top: str) -> bool:
+    return not top or scope == top or scope.startswith(f"{top}.")
+
+
 LATENT = "kv_a_proj_with_mqa"
-
-
-def _cuts_output(spec: StyleSpec) -> bool:
-    return spec.shard_dim == 0 and not spec.gathers_output
 
 
 def _sees_all(module: nn.Module, whole: set[int], leaf: str, column: list[str]) -> bool:
     """Whether the widths of what `module` holds are those of what all ranks have."""
-    if leaf == LATENT or (leaf in HEAD_NORMS and not HEAD_PROJECTIONS.isdisjoint(column)):
+    leaves = {name.rpartition(".")[2] for name in column}
+    if leaf == LATENT or (leaf in HEAD_NORMS and not HEAD_PROJECTIONS.isdisjoint(leaves)):
         return False
     inside = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
     linears = [m for m in inside if isinstance(m, nn.Linear)]

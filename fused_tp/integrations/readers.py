@@ -28,7 +28,8 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(module._parameters)
     kind: Any = type(module)
     chains = _chains(kind, by_forward)
-    return sorted(name for name in names if name in chains)
+    held = {name for name, child in module.named_modules() if isinstance(child, (nn.ParameterList, nn.ParameterDict))}
+    return sorted(name for name in names if name in chains or name.rpartition(".")[0] in held & chains)
 
 
 @cache  # of classes
@@ -51,19 +52,22 @@ def _chains(kind: Any, by_forward: bool) -> frozenset[str]:
                     for node in ast.walk(method)
                     if isinstance(node, ast.Attribute) and node.attr in _DESCRIBE
                 }
+                owners = {"self", *(a.arg for a in method.args.args[:1])}
                 found |= {
-                    _chain(n) for n in ast.walk(method) if isinstance(n, ast.Attribute) and id(n) not in described
+                    _chain(n, owners)
+                    for n in ast.walk(method)
+                    if isinstance(n, ast.Attribute) and id(n) not in described
                 }
     return frozenset(found)
 
 
-def _chain(node: ast.expr) -> str:
-    """`a.b` of `self.a.b`; "" of anything else."""
+def _chain(node: ast.expr, owners: set[str]) -> str:
+    """`a.b` of `self.a.b`, where "self" is in `owners`; "" of anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
-    return ".".join(reversed(parts)) if isinstance(node, ast.Name) and node.id == "self" else ""
+    return ".".join(reversed(parts)) if isinstance(node, ast.Name) and node.id in owners else ""
 
 
 def forward_mentions(module: nn.Module, words: str, *, unknown: bool) -> bool:

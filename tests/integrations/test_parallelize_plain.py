@@ -50,6 +50,8 @@ def test_copies_of_a_parallel_model_are_parallel(group: dist.ProcessGroup) -> No
     tokens = make_tokens(2, 9)
     for one in (copy.deepcopy(parallel), pickle.loads(pickle.dumps(parallel))):
         assert_trains_alike(one, copy_of(whole), lambda model: model(tokens, labels=tokens).loss)
+        one.zero_grad()  # it has hooks by now
+        assert_trains_alike(one.double(), copy_of(whole).double(), lambda model: model(tokens, labels=tokens).loss)
     norm = parallel.model.norm
     norm.compile()  # a copy must not run what was compiled for the original
     assert copy.deepcopy(norm)._compiled_call_impl is None
@@ -151,6 +153,82 @@ def test_parallel_styles_in_a_plan(group: dist.ProcessGroup) -> None:
     assert_trains_alike(parallel, whole, lambda model: (model(x) * weights).sum())
 
 
+class Inside(nn.Module):
+    def __init__(self, size: int, other: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, other)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Nested(nn.Module):
+    """Layers that are cut one deeper than what lies between them; and parameters in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = Inside(8, 12), nn.PReLU(), Inside(12, 8)
+        self.scale, self.gains = nn.Parameter(torch.ones(())), nn.ParameterList([torch.ones(8), torch.ones(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gains[1] * self.down(self.scale * self.act(self.up(self.gains[0] * x)))
+
+
+NESTED_PLAN = {"up.linear": "colwise", "down.linear": "rowwise"}
+
+
+@on_ranks(2)
+def test_what_lies_between_layers_that_are_cut(group: dist.ProcessGroup) -> None:
+    mesh, whole, x, weights = mesh_of(group, 1, 2), Nested(), torch.randn(3, 8), torch.randn(3, 8)
+    refuses(ValueError, r"'scale' \(\) .*'' as 'repl", parallelize, copy_of(whole), mesh, plan=NESTED_PLAN)
+    del whole.scale
+    whole.scale = 2.0
+    for tensor in (x, weights, *whole.parameters()):
+        dist.broadcast(tensor.data, group_src=0, group=group)
+    parallel = parallelize(copy_of(whole), mesh, plan=NESTED_PLAN)
+    assert_trains_alike(parallel, whole, lambda model: (model(x) * weights).sum())
+    model = make("plain")
+    model.temperature = nn.Parameter(torch.ones(1))
+    refuses(ValueError, r"'temperature' .*'lm_head' is cut", parallelize, model, mesh, loss_parallel=True)
+
+
+def hooked(of: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if of == "weight":
+        model[1].weight.register_hook(lambda grad: 2 * grad)
+    elif of == "forward":
+        model[0].forward = lambda x: x
+    elif of == "_forward_pre_hooks":
+        nn.utils.weight_norm(model[0])
+    else:
+        model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits(self.embed(tokens))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embed.weight)
+
+
+@on_ranks(2)
+def test_what_would_be_lost_is_refused(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 1, 2)
+    for of in ("weight", "forward", "_forward_pre_hooks", "_forward_hooks"):
+        plan = {"0": "colwise", "1": "rowwise"}
+        refuses(ValueError, f"{of}.* ha(s|ve).*after parallelize", parallelize, hooked(of), mesh, plan=plan)
+    tied = parallelize(Tied(), mesh, plan={"embed": "embedding_rowwise"})  # of which logits() may never be called
+    refuses(RuntimeError, "mixed torch.Tensor and DTensor", tied, torch.tensor([[1, 2]]))
+    renormed = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 8))
+    refuses(ValueError, "max_norm", parallelize, renormed, mesh, plan={"1": "colwise_gather_output"})
+
+
 class NoPositions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -185,6 +263,12 @@ class Unsearchable(Tagger):
         return Scores(super().forward(x, positions)["scores"])
 
 
+class Mean(Tagger):
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
+        scores = super().forward(x, positions)["scores"]
+        return {"scores": scores, "mean": scores.mean(1)}
+
+
 class OtherLoss(Llama):
     keywords: ClassVar[dict[str, Any]] = {}
 
@@ -199,6 +283,7 @@ def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
     for mode in (True, False):
         refuses(ValueError, r"nn\.MultiheadAttention", parallelize(WholeAttention().train(mode), mesh), x)
     refuses(TypeError, "returned a Scores", parallelize(Unsearchable(), mesh), x)
+    refuses(ValueError, r"returns a tensor \(1, 3\) that is not", parallelize(Mean(), mesh), torch.randn(1, 8, 16))
     model = make("plain")
     model.__class__ = OtherLoss
     parallelize(model, mesh)
@@ -216,5 +301,13 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
         parallelize(Tagger(), tp_mesh, plan=TAGGER_PLAN, sequence_parallel=True)
     refuses(ValueError, "one output layer", parallelize, Tagger(), tp_mesh, plan=TAGGER_PLAN, loss_parallel=True)
     refuses(ValueError, "attn_mask", parallelize(Masked(), cp_mesh), torch.randn(1, 6, 16))
+    for mixes in (nn.Conv1d(16, 16, 3), nn.GRU(16, 16), nn.BatchNorm1d(16)):
+        tagger = Tagger()
+        tagger.blocks.append(mixes)
+        refuses(ValueError, r"'blocks\.2' .* mixes tokens", parallelize, tagger, cp_mesh)
+    tagger = Tagger()
+    parallelize(tagger.blocks, mesh_of(group, 1, 2), plan={"*.wo": "rowwise_split_input"})
+    refuses(TypeError, "a part of it, has been parallelized", parallelize, tagger, cp_mesh)
+    refuses(TypeError, "a part of it, has been parallelized", parallelize, tagger.blocks[0], cp_mesh)
     model = make("plain", num_key_value_heads=1)
     refuses(ValueError, "TP sizes that work: 1", parallelize, model, tp_mesh)
