@@ -248,7 +248,7 @@ def _place(group: Group, store: dist.Store) -> str:
 @on_destroy
 def _leave(group: Group) -> None:
     """Peers that wait for this rank in an exchange, now or later, hear that it has destroyed the group."""
-    if group in _EXCHANGES and group.size > 1:
+    if group in STORES and group.size > 1:  # else this rank has told them nothing, and its store cannot be had any more
         with contextlib.suppress(RuntimeError, NoAnswer):  # as in `publish_failure`
             STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/left/{group.rank}", b""))
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fused_tp
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import resolve_group
+from fused_tp.runtime.group import _slots, resolve_group
+from fused_tp.runtime.settings import environment
 from fused_tp.transport.shm import shm_transport
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
 from tests.late import interrupted_after
@@ -137,6 +138,15 @@ def test_a_group_that_was_destroyed_is_not_used_again(group: Any) -> None:
             assert torch.equal(got, expected)
         with pytest.raises(RuntimeError, match="destroyed"):
             fused_tp.matmul_all_reduce(x, weight, group=own)
+
+
+@on_ranks(2, run=run_fresh)
+def test_a_group_whose_first_call_was_refused_is_dropped(group: Any) -> None:
+    with own_group(ranks_of(group)) as own:
+        with environment({"FUSED_TP_TIMEOUT": "soon"}), pytest.raises(ValueError, match="FUSED_TP_TIMEOUT"):
+            fused_tp.all_reduce(torch.ones(2), group=own)
+        known = resolve_group(own)
+    assert not any(known in slot for slot in _slots)
 
 
 def results_are_the_callers(group: Any, tag: str) -> None:
