@@ -145,7 +145,7 @@ class Hierarchical(Schedule):
         length = shape[scatter_dim]
         if length % self.world_size or prod(shape) == 0:
             return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
-        with self._begin("matmul_reduce_scatter", (*shape, scatter_dim), x):
+        with self._begin("matmul_reduce_scatter", (*shape, scatter_dim, bias is not None), x):
             inside = self._inside("matmul_reduce_scatter", x.dtype)
             part = length // self._hosts.count
 
@@ -164,7 +164,7 @@ class Hierarchical(Schedule):
         m, n = rows[0][0].shape[0], w.shape[0]
         cuts = self._columns(m, n, x)
         moving = []
-        with self._begin("matmul_all_reduce", shape, x):
+        with self._begin("matmul_all_reduce", (*shape, bias is not None), x):
             inside = self._inside("matmul_reduce_scatter", x.dtype)
             # By columns: rows are cut already, over the ranks of a host.
             for chunk, (start, stop) in enumerate(cuts):
@@ -176,6 +176,18 @@ class Hierarchical(Schedule):
                 meanwhile()
             chunks = [self._everywhere(chunk, m) for chunk in moving]
         return (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)).view(shape)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self._flat.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
+        return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self._flat.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
+        return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

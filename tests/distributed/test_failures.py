@@ -143,6 +143,16 @@ DISAGREE: dict[str, Disagreement] = {
         lambda group, odd: fused_tp.all_gather_matmul(X[odd:], W, group=group),
         "(dims=[16, 6, 0], dtype=torch.float32), rank 1 calls all_gather_matmul(dims=[12, 6, 0]",
     ),
+    "bias": (
+        lambda group, odd: fused_tp.matmul_all_reduce(X, W, W[:, 0] if odd else None, group=group),
+        "rank 1 calls matmul_all_reduce(dims=[4, 3, True]",
+    ),
+    "eps": (
+        lambda group, odd: fused_tp.matmul_all_reduce_rms_norm(
+            X, W, W.t()[:4], W[:, 0], 1e-3 if odd else 1, group=group
+        ),
+        "rank 1 calls matmul_all_reduce_rms_norm(dims=[4, 3, 0.001]",
+    ),
 }
 
 
