@@ -53,17 +53,17 @@ class BatchCheck:
 
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         self.meshes = tuple(meshes)
-        self.calls = 0
+        self.calls = {True: 0, False: 0}  # in training mode and not, where ranks may sample their own tokens
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        self.calls += 1
+        call = self.calls[model.training] = self.calls[model.training] + 1
         every = settings.batch_check_every()
-        if every and (self.calls <= FIRST_CALLS or self.calls % every == 0):
-            self._compare({**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs})
+        if every and (call <= FIRST_CALLS or call % every == 0):
+            self._compare(sum(self.calls.values()), {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs})
 
-    def _compare(self, arguments: dict[str, Any]) -> None:
+    def _compare(self, call: int, arguments: dict[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a CUDA graph, for which nothing can be read
         described = {name: one for key, value in sorted(arguments.items()) for name, one in _described(key, value)}
@@ -77,9 +77,10 @@ class BatchCheck:
         names = {name for name in names if found[0].get(name) != found[differ[0]].get(name)}
         dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
         raise RankMismatchError(
-            f"the ranks of {dims} were given different batches in call {self.calls} of the model: "
+            f"the ranks of {dims} were given different batches in call {call} of the model: "
             f"{listed(sorted(names))} of the first rank and of rank {differ[0]} of the {len(found)} differ. They "
             "compute one forward pass together, so each must be given the same batch. A data loader must deal samples "
             "out to the data parallel ranks only: DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
-            "rank=mesh['dp'].get_local_rank()), or num_replicas=1, rank=0 where there are none, with the same seed."
+            "rank=mesh['dp'].get_local_rank()), or num_replicas=1, rank=0 where there are none, with the same seed. "
+            "Ranks that sample tokens need equal random states (torch.manual_seed)."
         )

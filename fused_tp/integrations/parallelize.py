@@ -122,6 +122,11 @@ def parallelize(
         if tp_dim not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"{asked}=True needs tensor parallel ranks, and mesh has no dim {tp_dim!r}.")
         sequence_parallel = loss_parallel = False  # over one rank there is nothing to cut
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise TypeError(
+            "model is in a DistributedDataParallel, which holds the parameters that parallelize replaces; parallelize "
+            "the model inside, and wrap that."
+        )
     if any(hasattr(module, _DONE) for module in model.modules()):
         raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync)

@@ -170,8 +170,12 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
         raise ValueError(
             f"The plan has styles that fused_tp does not serve: {unserved}. Modules are served as "
             f"{', '.join(sorted(STYLES))}, parameters of one dim as 'colwise'. Leave these names out of the plan, and "
-            "what they stand for stays whole on every rank: "
-            f"plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unserved)}}}."
+            "what they stand for stays whole on every rank"
+            + (
+                f": plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unserved)}}}."
+                if plan == "auto"
+                else "."
+            )
         )
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")

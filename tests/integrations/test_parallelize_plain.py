@@ -300,6 +300,9 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"'score' \(Linear\) has parameters and is not in the plan"):
         parallelize(Tagger(), tp_mesh, plan=TAGGER_PLAN, sequence_parallel=True)
     refuses(ValueError, "one output layer", parallelize, Tagger(), tp_mesh, plan=TAGGER_PLAN, loss_parallel=True)
+    wrapped = nn.parallel.DistributedDataParallel(Tagger(), process_group=group)
+    refuses(TypeError, "the model inside", parallelize, wrapped, tp_mesh, plan={"module.score": "colwise_rep"})
+    refuses(ValueError, r"whole on every rank\.$", parallelize, Tagger(), tp_mesh, plan={"score": "colwize"})
     refuses(ValueError, "attn_mask", parallelize(Masked(), cp_mesh), torch.randn(1, 6, 16))
     for mixes in (nn.Conv1d(16, 16, 3), nn.GRU(16, 16), nn.BatchNorm1d(16)):
         tagger = Tagger()

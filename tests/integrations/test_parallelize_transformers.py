@@ -464,6 +464,8 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     with settings.environment({"FUSED_TP_CHECK_BATCH": "2"}):
         parallel(input_ids=own)
         refuses(RankMismatchError, ": argument 0 of", parallel, own)
+    refuses(RankMismatchError, "sample tokens need equal random states", parallel.eval(), own)
+    parallel.train()
     nested = parallelize(Unpacking(), mesh_of(group, 1, 4), plan={"linear": "colwise_gather_output"})
     for ids in (own, own.tolist()):
         refuses(RankMismatchError, r": argument 0\['ids'\]", nested, {"ids": ids})
