@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 import fused_tp
 from fused_tp.attention.layout import all_tokens
 from fused_tp.runtime.partition import shard_sizes
+from fused_tp.schedules import gemm
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import assert_within_dtype_error, rms_norm64
 from tests.workers import device_mesh, error_of, run_ranks
@@ -427,6 +429,8 @@ def compare(found: Any, dense: Any, name: str) -> None:
             assert one.double().equal(ref), f"result {i}"
         if name == "vocab_parallel_cross_entropy":  # what is left of logits of this size
             one, ref = one + 8, ref + 8
+        if i == 1 and name.endswith(("attention", "decode")):  # a log-sum-exp near 0, the logarithm of a sum near 1
+            one, ref = one + 1, ref + 1
         assert_within_dtype_error(one, ref, one.dtype, reduced_over=1024, roundings=4, name=f"result {i}")
 
 
@@ -479,6 +483,7 @@ def make_odd(s: Source, problem: Problem) -> None:
                 one[name] = how(odd_numbers(s, one[name], problem.huge) if numbers else one[name])
 
 
+@mock.patch.object(gemm, "_SMALLEST_NATIVE", 0)  # small inputs, too, are for the native core
 def fuzz_rank(group: Any, name: str, seed: int, calls: int) -> list[str]:
     """What was wrong, call by call."""
     rank, size, failures = group.rank(), group.size(), []
