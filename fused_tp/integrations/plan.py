@@ -173,7 +173,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
             "what they stand for stays whole on every rank"
             + (
                 f": plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unserved)}}}."
-                if plan == "auto"
+                if own_plan
                 else "."
             )
         )
