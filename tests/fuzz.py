@@ -427,14 +427,13 @@ def compare(found: Any, dense: Any, name: str) -> None:
         one, ref = one[small], ref[small]
         if name in EXACT:
             assert one.double().equal(ref), f"result {i}"
-        if name == "vocab_parallel_cross_entropy" or (i == 1 and name in WITH_LSE):  # a logarithm of about one
+        if name == "vocab_parallel_cross_entropy":  # what is left of logits of this size
             one, ref = one + 8, ref + 8
         if i == 1 and name.endswith(("attention", "decode")):  # a log-sum-exp near 0, the logarithm of a sum near 1
             one, ref = one + 1, ref + 1
         assert_within_dtype_error(one, ref, one.dtype, reduced_over=1024, roundings=4, name=f"result {i}")
 
 
-WITH_LSE = ("ring_attention", "ulysses_attention", "context_parallel_attention", "context_parallel_decode")
 EXACT = ("all_gather", "shard_sequence", "unshard_sequence", "sequence_positions")
 
 
