@@ -528,7 +528,7 @@ def _owned(result: Any) -> Any:
     """`result`, whose tensors torch takes for no views: it would refuse to write to them in place, as callers may, and
     which results are views of a buffer depends on the schedule."""
     if isinstance(result, Tensor):
-        return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
+        return result.data if result._is_view() else result  # a tenth of the time of _unsafe_view
     return type(result)(map(_owned, result))
 
 
