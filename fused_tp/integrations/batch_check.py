@@ -22,6 +22,12 @@ from fused_tp.transport.store import exchange
 FIRST_CALLS = 3
 
 
+def is_due(call: int) -> bool:
+    """Whether ranks compare what they have at this call, counted from 1."""
+    every = settings.batch_check_every()
+    return every > 0 and (call <= FIRST_CALLS or call % every == 0)
+
+
 def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What ranks compare of an argument, by name: tensors in lists and dicts have names of their own."""
     if isinstance(value, Tensor):
@@ -59,8 +65,7 @@ class BatchCheck:
         if torch.compiler.is_compiling():
             return
         call = self.calls[model.training] = self.calls[model.training] + 1
-        every = settings.batch_check_every()
-        if every and (call <= FIRST_CALLS or call % every == 0):
+        if is_due(call):
             self._compare(sum(self.calls.values()), {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs})
 
     def _compare(self, call: int, arguments: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.integrations.batch_check import BatchCheck
+from fused_tp.integrations.gradient_check import GradientCheck
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
 from fused_tp.integrations.layers import check_layers, replicate_parameters, shard_layers
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
@@ -70,14 +71,16 @@ def parallelize(
     `gather_state_dict(model)` gives the original's state back. `save_pretrained(folder)` of a transformers model, which
     all ranks must call, writes the original's files on global rank 0.
 
-    Gradients: over the TP ranks they are complete after backward in any case. Over the CP ranks each rank's are its own
-    tokens' share of the global loss. `grad_sync=True` SUMS the shares in backward. `grad_sync=False` leaves them, each
-    times the CP size, to FSDP2 or DDP over a mesh that includes the CP ranks, which take the MEAN.
+    Gradients: over the TP ranks they are complete after backward in any case. After the first backward passes and now
+    and then (`FUSED_TP_CHECK_BATCH`) the TP ranks compare those of parameters that each holds whole, and ValueError
+    names what differs. Over the CP ranks each rank's are its own tokens' share of the global loss. `grad_sync=True`
+    SUMS the shares in backward. `grad_sync=False` leaves them, each times the CP size, to FSDP2 or DDP over a mesh that
+    includes the CP ranks, which take the MEAN.
 
     With `grad_sync` a gradient is summed as soon as backward has it, before hooks that were registered after the first
-    forward, DistributedDataParallel and optimizers see it. All CP ranks must find gradients of the same parameters, but
-    for models that have modules named "expert": their ranks compare at each forward which parameters they have used,
-    and those that only some ranks used are summed at the end of backward, in this and all later steps.
+    forward, DistributedDataParallel and optimizers see it. The CP ranks compare which parameters they have used, at
+    the same forward passes as above, and at each of a model that has modules named "expert". Those that only some
+    ranks used are summed at the end of backward, in this and all later steps.
 
     Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must be the same on
     them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of different lengths
@@ -163,6 +166,8 @@ def parallelize(
     if meshes:
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
+    if tp_mesh is not None:
+        model.register_forward_hook(GradientCheck(tp_mesh))
     for module in model.modules():
         setattr(module, _DONE, parallelism)
     return model

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map
 
+from fused_tp.integrations.batch_check import is_due
 from fused_tp.integrations.forward_shard import (
     UNSHARDED,
     CpContext,
@@ -87,6 +88,7 @@ class SequenceSharding:
         self._computed_alike = False
         # Which of their parameters a forward pass uses depends on its tokens.
         self._routes = any("expert" in name for name, _ in model.named_modules())
+        self._calls = 0  # that backward may follow
         self._layers: list[Any] = []
         self._loss: GlobalLoss | None = None
 
@@ -348,7 +350,9 @@ class SequenceSharding:
                 "ranks: a loss of its own is that of this rank's part. Compute it from the logits: call the model "
                 "without labels."
             )
-        if self._routes and self.sync is not None and torch.is_grad_enabled():
+        with_gradients = self.sync is not None and torch.is_grad_enabled()
+        self._calls += with_gradients
+        if self.sync is not None and with_gradients and (self._routes or is_due(self._calls)):
             found = tree_flatten(dict(output) if isinstance(output, dict) else output)[0]
             self.sync.note_use(model, [t for t in found if isinstance(t, Tensor) and t.requires_grad])
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():

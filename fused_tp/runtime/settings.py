@@ -123,8 +123,8 @@ check_ranks = _switch(
 batch_check_every = Setting(
     "FUSED_TP_CHECK_BATCH",
     "1000",
-    "calls of a parallel model between comparisons of the tokens, labels and masks that its ranks were given; the "
-    "first 3 calls are compared too; 0: none",
+    "calls of a parallel model between comparisons of the tokens, labels and masks that its ranks were given, and of "
+    "the gradients that they find of whole parameters; the first 3 calls are compared too; 0: none",
     1000,
     lambda text: _count(text.strip(), 0),
     "a number of calls, 0 for none",

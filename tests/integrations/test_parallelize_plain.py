@@ -192,6 +192,66 @@ def test_what_lies_between_layers_that_are_cut(group: dist.ProcessGroup) -> None
     refuses(ValueError, r"'temperature' .*'lm_head' is cut", parallelize, model, mesh, loss_parallel=True)
 
 
+class Scaled(nn.Module):
+    """Features are scaled, or dropped, between layers that are cut, by what an outer module hands down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gain, self.inner = nn.LayerNorm(8), nn.Parameter(torch.ones(1)), nn.Module()
+        self.inner.up, self.inner.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.dropped = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.norm(x), self.dropped)
+        return self.inner.down(torch.relu(self.inner.up(x)) * self.gain)
+
+
+@on_ranks(2)
+def test_gradients_that_differ_between_ranks_are_an_error(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    mesh, x, weights = mesh_of(group, 1, 2), torch.randn(3, 8), torch.randn(3, 8)
+    plan = {"inner.up": "colwise", "inner.down": "rowwise"}
+
+    def backward(model: nn.Module) -> None:
+        (model(x) * weights).sum().backward()
+
+    with pytest.raises(ValueError, match=r"different gradients of 'gain', which .* leave these layers out of the plan"):
+        backward(parallelize(Scaled(), mesh, plan=plan))
+    model = Scaled()
+    model.gain.requires_grad_(False)
+    parallelize(model, mesh, plan=plan)
+    backward(model)
+    backward(model)
+    model.dropped = 0.5
+    torch.manual_seed(group.rank())
+    with pytest.raises(ValueError, match=r"'norm.*drew different dropout"):
+        backward(model)
+
+
+class Routed(nn.Module):
+    """A batch goes through the layer that its tokens name; nothing here is named after experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.ways = nn.Embedding(4, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x, way = self.embed(tokens), (tokens % 2).unsqueeze(-1)
+        for number, layer in enumerate(self.ways):
+            if (way == number).any():
+                x = x + layer(x) * (way == number)
+        return x
+
+
+@on_ranks(2)
+def test_layers_that_only_some_cp_ranks_use(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    whole, tokens = Routed(), torch.tensor([[0, 2, 1, 3, 3, 1, 2, 2]])  # in zigzag order a rank sees one parity
+    weights = torch.randn(1, 8, 8)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    assert_trains_alike(parallel, whole, lambda model: (model(tokens) * weights).sum())
+
+
 def hooked(of: str) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     if of == "weight":

@@ -1,0 +1,115 @@
+"""Whether the tensor parallel ranks find the same gradients of what each of them holds whole, asked at the first
+backward passes and now and then.
+
+Such a gradient is the same on all ranks, or backward sums it. A parameter that meets only a rank's own features, in a
+way that no plan told of, leaves every rank with one term of it; unequal dropout, with a mixture of several. Nothing
+fails, and training goes on with wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from fused_tp.integrations.batch_check import is_due
+from fused_tp.runtime.errors import listed
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.store import exchange
+
+_WIDTH = 1021  # of a sketch; a prime, so that no row of a weight falls on the same places as the next
+# A difference of this share of a gradient is more than rounding, and of this share of all gradients more than what
+# rounding leaves of one that should be 0.
+_OF_ITS_OWN, _OF_ALL = 0.05, 1e-3
+
+
+class GradientCheck:
+    """A forward hook that has backward compare, when it ends, gradients of whole parameters over the ranks of `mesh`.
+
+    Not under torch.compile; not for parameters that FSDP2 manages, which has taken the gradients away by then.
+
+    Raises:
+        ValueError: in backward, on all ranks; names the parameters and what to do.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.calls = 0
+        self._queued = False
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        outputs = [t for t in tree_leaves(dict(output) if isinstance(output, dict) else output) if _has_backward(t)]
+        self.calls += bool(outputs)
+        if outputs and is_due(self.calls):
+            self._queued = False  # also after a backward that raised
+            for t in outputs:
+                t.register_hook(partial(self._queue, model))
+
+    def _queue(self, model: nn.Module, grad: Tensor) -> None:
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(partial(self._compare, model))
+
+    @torch.no_grad()
+    def _compare(self, model: nn.Module) -> None:
+        self._queued = False
+        names, sketches = [], []
+        for name, gradient in self._whole(model):
+            names.append(name)
+            sketches.append(_sketch(gradient))
+        if not names:
+            return
+        mine = torch.stack(sketches).tolist()
+        ranks = exchange(resolve_group(self.mesh), "gradients of whole parameters", [names, mine])
+        if any(theirs != names for theirs, _ in ranks):
+            return  # backward took other ways, as with experts; sums of their gradients are not for here
+        all_of_them = sum(norm**2 for norm, _ in mine) ** 0.5
+        worst = {}
+        for i, name in enumerate(names):
+            norms, projections = zip(*(theirs[i] for _, theirs in ranks), strict=True)
+            difference = max(projections) - min(projections)
+            if difference > max(_OF_ITS_OWN * max(norms), _OF_ALL * all_of_them):
+                worst[name] = difference / max(norms)
+        if worst:
+            first = sorted(worst, key=lambda name: -worst[name])[:4]
+            more = f" and {len(worst) - len(first)} more" if len(worst) > len(first) else ""
+            raise ValueError(
+                f"after backward the ranks of {(self.mesh.mesh_dim_names or ('tp',))[0]!r} hold different gradients of "
+                f"{listed(map(repr, first))}{more}, which each of them holds whole. Either they drew different "
+                "dropout: give them equal random states (torch.manual_seed). Or the parameter is used between layers "
+                "that are cut, where a rank sees only its own features and has one term of the gradient: leave these "
+                "layers out of the plan, or give the parameter's module the style 'replicated_with_grad_allreduce'."
+            )
+
+    def _whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+                continue
+            whole = all(placement.is_replicate() for placement in (*parameter.placements, *gradient.placements))
+            if whole and parameter.device_mesh == self.mesh:
+                yield name, gradient.to_local()
+
+
+def _has_backward(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.requires_grad
+
+
+def _sketch(gradient: Tensor) -> Tensor:
+    """[norm, projection] of a gradient: its product with numbers of random sign and size 1 in the mean, by which two
+    gradients differ about as much as by their norm."""
+    flat = gradient.flatten().float()
+    whole = flat.numel() // _WIDTH * _WIDTH
+    folded = flat[:whole].view(-1, _WIDTH).sum(0)
+    folded[: flat.numel() - whole] += flat[whole:]
+    weights = torch.randn(_WIDTH, generator=torch.Generator().manual_seed(0)).to(flat.device)
+    return torch.stack([flat.norm(), folded @ weights])
