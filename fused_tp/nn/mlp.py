@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +20,8 @@ from fused_tp.nn.linear import (
     column_outputs,
     linear_of,
 )
-from fused_tp.nn.sharding import Memo
+from fused_tp.nn.norm import replicate_own
+from fused_tp.nn.sharding import Memo, check_mesh
 from fused_tp.ops.arguments import check_bool
 
 if TYPE_CHECKING:
@@ -52,13 +54,14 @@ class ParallelMLP(nn.Module):
 
     Args:
         hidden_size, intermediate_size: of the full layer.
-        activation: "gelu", "gelu_tanh", "relu", "silu" or an elementwise function.
+        activation: "gelu", "gelu_tanh", "relu", "silu" or an elementwise function. Parameters of one that is a module
+            (nn.PReLU) are of one element and become replicated DTensors, with a complete gradient on every rank.
         gated: SwiGLU-like (https://arxiv.org/abs/2002.05202), with a third weight `gate_proj`.
         bias, device, dtype: of all linear layers, as in nn.Linear.
         mesh, sequence_parallel, sequence_dim: as in ColumnParallelLinear.
 
     Raises:
-        TypeError, ValueError: as the linear layers; an activation of another name.
+        TypeError, ValueError: as the linear layers; an activation of another name, or with larger parameters.
 
     Example:
         >>> mlp = ParallelMLP(512, 1408, activation="silu", gated=True, bias=False, mesh=mesh)
@@ -79,7 +82,7 @@ class ParallelMLP(nn.Module):
         check_positive("hidden_size", hidden_size)
         check_positive("intermediate_size", intermediate_size)
         check_bool(gated=gated)
-        self.activation = _activation(activation)
+        self.activation = _activation(activation, keywords["mesh"])
         self._names: tuple[str | None, str, str] = ("gate_proj" if gated else None, "up_proj", "down_proj")
 
         if gated:
@@ -115,13 +118,15 @@ class ParallelMLP(nn.Module):
         if activation is None:
             found = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
             activation = next(found, None)
+            if isinstance(activation, nn.Module):  # its parameters stay those that `memo` knows
+                activation = copy.deepcopy(activation, {id(p): p for p in activation.parameters()})
         if activation is None:
             raise ValueError(
                 f"{type(module).__name__} has none of the attributes {', '.join(_ACTIVATION_NAMES)}; pass activation=."
             )
         mlp = cls.__new__(cls)
         nn.Module.__init__(mlp)
-        mlp.activation = _activation(activation)
+        mlp.activation = _activation(activation, mesh, memo)
         mlp._names = names
         options: dict[str, Any] = {"mesh": mesh, "memo": memo}
         options |= {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim}
@@ -153,11 +158,21 @@ def _find_names(module: nn.Module) -> tuple[str | None, str, str]:
     )
 
 
-def _activation(activation: str | Activation) -> Activation:
+def _activation(activation: str | Activation, mesh: DeviceMesh, memo: Memo | None = None) -> Activation:
     if isinstance(activation, str):
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or a function, got {activation!r}.")
         return ACTIVATIONS[activation]
     if not callable(activation):
         raise TypeError(f"activation must be a name or a function, not {type(activation).__name__}.")
+    for part in activation.modules() if isinstance(activation, nn.Module) else ():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.numel() > 1:
+                raise ValueError(
+                    f"the activation {type(activation).__name__} has a parameter {name} of shape "
+                    f"{tuple(parameter.shape)}; each rank has its own part of the intermediate features, so parameters "
+                    "of an activation must be of one element. Convert the linear layers one by one, with "
+                    "gather_output=True before the activation and input_is_parallel=False behind it."
+                )
+        replicate_own(part, check_mesh(mesh), memo, sums=lambda: True)  # a rank sees its own features only
     return activation

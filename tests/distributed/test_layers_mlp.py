@@ -22,12 +22,12 @@ class Plain(nn.Module):
         super().__init__()
         self.add_module(up, nn.Linear(6, 10))
         self.add_module(down, nn.Linear(10, 6))
-        self.activation_fn = act
+        self.activation = act
         self.names = (up, down)
 
     def forward(self, x: Tensor) -> Tensor:
         up, down = (getattr(self, name) for name in self.names)
-        return down(self.activation_fn(up(x)))
+        return down(self.activation(up(x)))
 
 
 def check(group: dist.ProcessGroup, full: nn.Module, sharded: nn.Module, sequence_parallel: bool, **given: Any) -> None:
@@ -45,6 +45,7 @@ def test_mlp_equals_the_unsharded(group: dist.ProcessGroup) -> None:
         Plain("fc1", "fc2", nn.GELU()),
         Plain("c_fc", "c_proj", nn.GELU(approximate="tanh")),
         Plain("up_proj", "down_proj", nn.ReLU()),
+        Plain("fc1", "fc2", nn.Sequential(nn.PReLU(), nn.Tanh())),  # learnt, from this rank's features
     ]
     for module in modules:
         for sequence_parallel in (False, True):
@@ -110,6 +111,7 @@ def test_bad_modules_are_refused(group: dist.ProcessGroup) -> None:
         (conv, TypeError, "c_fc is a Conv1d"),
         (fc, ValueError, "pass activation="),
         ({**fc, "norm": nn.LayerNorm(3)}, ValueError, "submodule norm"),
+        ({**fc, "act": nn.PReLU(3)}, ValueError, r"parameter weight of shape \(3,\)"),
         ({**fc, "drop": nn.Dropout(0.5)}, ValueError, "submodule drop"),
         ({**fc, "act": nn.ReLU(), "scale": nn.Parameter(torch.ones(3))}, ValueError, r"of its own \(scale\)"),
     ):
