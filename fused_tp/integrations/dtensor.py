@@ -140,12 +140,20 @@ class FusedSequenceParallel(SequenceParallel):
             if not isinstance(x, Tensor):
                 raise TypeError(f"the first input of {type(module).__name__} must be a Tensor, not {type(x).__name__}.")
             if isinstance(x, DTensor):
-                # of unequal parts the total length is known only here
+                whole = x.shape
                 x = x.redistribute(placements=[sharding]).to_local()
+                # The parts may differ in length, which only x knew. The view is no tensor that another DTensor holds.
+                x = x.view_as(x)
+                cast(Any, x)._fused_tp_whole = whole
             return (x, *inputs[1:])
 
         def give_dtensor(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            return DTensor.from_local(output, device_mesh, [sharding], run_check=False)
+            whole = getattr(inputs[0], "_fused_tp_whole", None)
+            if whole is None:
+                return DTensor.from_local(output, device_mesh, [sharding], run_check=False)
+            shape = list(output.shape)
+            shape[sharding.dim] = whole[sharding.dim]
+            return as_dtensor(output, device_mesh, sharding, tuple(shape))
 
         module.register_forward_pre_hook(take_local)
         if not self.use_local_output:

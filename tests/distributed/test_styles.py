@@ -127,6 +127,9 @@ def test_dtensors_in_and_out(group: dist.ProcessGroup) -> None:
     assert isinstance(norm, DTensor) and norm.placements == (Replicate(),)
     for name, grad in full_grads(model).items():
         torch.testing.assert_close(grad, full.get_parameter(name).grad, **EXACT)
+    x_full = seeded(2, 4 * group.size() + 1, 6, dtype=torch.float64)  # which no two ranks cut equally
+    y = model[0](distribute_tensor(x_full, mesh, [Shard(1)]))
+    torch.testing.assert_close(y.full_tensor(), full[0](x_full), **EXACT)
 
 
 @on_ranks(2)
