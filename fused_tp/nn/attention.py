@@ -30,6 +30,7 @@ from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local, shard_parameter
 from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.attention_arguments import checked_softcap, checked_window, on_host
+from fused_tp.ops.collectives import copy_to_group
 from fused_tp.ops.context_parallel_decode import DecodeArguments, decode
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
@@ -208,8 +209,7 @@ class ParallelAttention(nn.Module):
         self.sinks: nn.Parameter | None = None
         if sinks:
             self.sinks = empty_parameter((num_heads,), mesh, Shard(0), device=device, dtype=dtype)
-            if not self.sinks.is_meta:
-                nn.init.zeros_(local(self.sinks.detach()))
+            self.reset_parameters()
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if qk_norm:
@@ -217,6 +217,11 @@ class ParallelAttention(nn.Module):
             # A rank sees its own heads only, so the weights' gradients are terms of a sum over ranks.
             self.q_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
             self.k_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
+
+    def reset_parameters(self) -> None:
+        """Sets `sinks` to 0; projections and norms have a `reset_parameters` of their own."""
+        if self.sinks is not None and not self.sinks.is_meta:
+            nn.init.zeros_(local(self.sinks.detach()))
 
     @classmethod
     def from_module(
@@ -274,7 +279,7 @@ class ParallelAttention(nn.Module):
                 sequence_parallel those of the whole sequence.
             attention_mask: bool (True: may attend) or floating point (added to the scores); [batch, kv_len],
                 [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], any of them 1 where it is the same for
-                all.
+                all. The gradient of one that is learnt is complete on every rank.
             kv_cache: keys and values are appended to it; for generation under no_grad. A ContextKVCache, or a batch of
                 a PagedContextKVCache, is cut over its own group, cp_group where there is one: x and the result are
                 then all new tokens, the same on all ranks of the group.
@@ -502,6 +507,8 @@ class ParallelAttention(nn.Module):
         full = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
         if any(given not in (1, wanted) for given, wanted in zip(mask.shape, full, strict=True)):
             raise ValueError(f"attention_mask broadcast to 4 dims is {tuple(mask.shape)}; that does not fit {full}.")
+        if mask.requires_grad:  # a learnt bias, of whose gradient this rank has the term of its heads
+            mask = copy_to_group(mask, group=self.mesh)
         return mask.narrow(1, self._first_head(), q.shape[2]) if mask.shape[1] > 1 else mask
 
 

@@ -72,9 +72,10 @@ def test_masks(group: dist.ProcessGroup) -> None:
         for mask in (PADDING, blind):
             check(group, full, sharded, mask=mask, full_mask=mask[:, None, None])
         check(group, full, sharded, mask=pairs, full_mask=pairs[:, None])
-        check(group, full, sharded, mask=per_head, full_mask=per_head)
-        bias = per_head[:, :1].masked_fill(~pairs[:, None], -torch.inf)
-        check(group, full, sharded, mask=bias, full_mask=bias)
+        for bias in (per_head, per_head[:, :1].masked_fill(~pairs[:, None], -torch.inf)):
+            mine, theirs = (bias.clone().requires_grad_() for _ in range(2))
+            check(group, full, sharded, mask=mine, full_mask=theirs)
+            torch.testing.assert_close(mine.grad, theirs.grad, **EXACT)
 
 
 @on_ranks(1, 2, 4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fused_tp.nn import ColumnParallelLinear, ParallelAttention, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.linear import RepeatedColumnLinear
 from fused_tp.nn.sharding import local
 from tests.distributed.layers import EXACT, assert_same, assert_same_parameters, part
@@ -74,6 +74,10 @@ def test_initial_weights_are_those_of_the_unsharded_layer(group: dist.ProcessGro
         assert torch.equal(layer.weight.full_tensor(), full.weight)
         if getattr(full, "bias", None) is not None:
             assert torch.equal(layer.bias.full_tensor(), full.bias)
+    attention = ParallelAttention(6, 3, sinks=True, mesh=mesh)
+    nn.init.ones_(attention.sinks)
+    attention.reset_parameters()  # as after to_empty
+    assert not attention.sinks.full_tensor().any()
     # Replicated parameters agree even where random states do not.
     torch.manual_seed(group.rank())
     bias = RowParallelLinear(4, 5, mesh=mesh).bias
