@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from fused_tp.cli import at_least, positive
+from fused_tp.cli import at_least, make_folder, positive
 from fused_tp.runtime.settings import table_path
 
 from . import cpu_attention, cpu_block, cpu_matmul
@@ -106,6 +106,8 @@ def main(options: argparse.Namespace) -> int:
         return 2
     try:
         cases = select(cpu_cases(), options.case, "--case")
+        if not options.list:
+            make_folder("--out", options.out)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -143,6 +145,7 @@ def _tune(options: argparse.Namespace) -> int:
         return 2
     path = options.table or Path(table_path() or options.out / "dispatch.json")
     try:
+        make_folder("--table", path.parent)
         tune.tune(path, options.ranks, options.rounds or tune.ROUNDS)
     except (RankFailure, ValueError) as error:
         print(f"Tuning did not get through, and {path} is as it was. {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -37,6 +38,20 @@ def cpu_name() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def make_folder(option: str, path: Path) -> None:
+    """Makes `path`, to which a command will write its results: asked before minutes of work, not behind them.
+
+    Raises:
+        ValueError: nothing can be written there.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option}: the folder {path} cannot be made ({error.strerror}); name another.") from None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"{option}: nothing can be written to the folder {path}; name another.")
 
 
 def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:

@@ -21,7 +21,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from fused_tp.cli import at_least, positive
+from fused_tp.cli import at_least, make_folder, positive
 
 # Sized so that the default run ends in about a minute on two cores of a server CPU.
 DEFAULT_SIZES = {"hidden": 512, "intermediate": 1408, "layers": 4, "heads": 8, "kv_heads": 4}
@@ -177,6 +177,11 @@ def main(arguments: argparse.Namespace) -> int:
         for package in ("matplotlib", "rich", *(("transformers",) if settings.hf else ())):
             if find_spec(package) is None:
                 raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+        if settings.device == "cuda":
+            _check_gpus(settings.ranks)
+        for name, folder in (("--save", settings.save), ("--out", settings.out)):
+            if folder is not None:
+                make_folder(name, folder)
         how = None if under_torchrun() else start_method(settings)
         if how == "forkserver":
             preload()
@@ -202,6 +207,15 @@ def start_method(settings: DemoSettings) -> str:
     if too_long or settings.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
     return "forkserver"
+
+
+def _check_gpus(ranks: int) -> None:
+    """Raises ValueError where this host has fewer GPUs than ranks; under torchrun there may be other hosts."""
+    import torch
+
+    found, wanted = torch.cuda.device_count(), 1 if under_torchrun() else ranks
+    if found < wanted:
+        raise ValueError(f"--device cuda needs a GPU for each of the {ranks} ranks; torch sees {found}.")
 
 
 def preload() -> None:

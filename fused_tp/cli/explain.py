@@ -10,6 +10,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 import torch
@@ -21,9 +22,12 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(n) for n in text.lower().split("x"))
+        shape = tuple(int(n) for n in text.lower().split("x"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write it like 8x1024x4096") from None
+    if math.prod(max(1, n) for n in shape) >= 2**60:
+        raise argparse.ArgumentTypeError(f"{text} has more elements than a tensor can have")
+    return shape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +53,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if arguments.ranks < 1:
             raise ValueError(f"--ranks is {arguments.ranks}; a group has at least one rank.")
+        if arguments.arch != "cpu" and not arguments.arch.startswith("sm_"):
+            raise ValueError(f"--arch is {arguments.arch!r}; it must be cpu, or sm_80, sm_90 and the like for GPUs.")
         explanation = explain_for(
             arguments.op,
             *arguments.shapes,

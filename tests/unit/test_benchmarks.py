@@ -185,6 +185,7 @@ def test_case_names(capsys: pytest.CaptureFixture[str]) -> None:
         (cpu.from_command_line, ["--ranks", "3"]),
         (gpu.from_command_line, ["--only", "("]),
         (gpu.from_command_line, ["--only", "nothing like it"]),
+        (command, ["bench", "--out", f"{__file__}/new"]),
         (command, ["bench", "--table", "x"]),
         (command, ["bench", "--tune", "--case", "ring"]),
         (command, ["bench", "--tune", "--list"]),

@@ -207,5 +207,13 @@ def test_explain_of_a_collective_along_a_dim(capsys: pytest.CaptureFixture[str])
 
 
 def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "all_reduce", "2x64", "--dim", "1"]) == 2
-    assert "all_reduce has none" in capsys.readouterr().err
+    for shape, given, message in (
+        ("2x64", ["--dim", "1"], "all_reduce has none"),
+        ("2x64", ["--arch", "hopper"], "it must be cpu, or sm_80"),
+        (f"{2**70}x2", [], "more elements than a tensor"),
+    ):
+        try:
+            status = main(["explain", "all_reduce", shape, *given])
+        except SystemExit as refused:  # as argparse does it
+            status = int(refused.code or 0)
+        assert status == 2 and message in capsys.readouterr().err
