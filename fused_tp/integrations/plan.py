@@ -179,9 +179,10 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
         )
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
+        first = ", ".join(list(patterns)[:2])
+        found = f"has {len(patterns)} entries ({first}, ...), of which {type(model).__name__} has none"
         raise ValueError(
-            f"The plan has {len(patterns)} entries ({', '.join(list(patterns)[:2])}, ...), of which "
-            f"{type(model).__name__} has none, so nothing would be cut. "
+            f"The plan {found if patterns else 'is empty'}, so nothing would be cut. "
             + ("Parallelize the model without adapters: see merge_and_unload()." if adapters else "Pass plan=.")
         )
     return resolved
