@@ -26,7 +26,7 @@ from fused_tp.nn.linear import (
     linear_of,
 )
 from fused_tp.nn.local_attention import attention_with_mask, local_attention
-from fused_tp.nn.norm import sequence_parallel_
+from fused_tp.nn.norm import replicate_own, sequence_parallel_
 from fused_tp.nn.sharding import Memo, check_mesh, empty_parameter, local, shard_parameter
 from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.attention_arguments import checked_softcap, checked_window, on_host
@@ -111,6 +111,7 @@ class ParallelAttention(nn.Module):
         bias, out_bias: of the q, k, v projections and of o_proj (default: as bias).
         qk_norm: RMSNorm over head_dim on q and k, before `rope`; `norm_eps` is its epsilon.
         rope: called as rope(q, k, positions) -> (q, k) with q [batch, seq, heads / W, head_dim]; see RotaryEmbedding.
+            Parameters of one that is a module become replicated DTensors, with a complete gradient on every rank.
         causal: a token sees itself and those before it.
         scale: of the scores, default head_dim ** -0.5.
         dropout: of the attention weights, while training. What is dropped depends on the place in the whole, not on the
@@ -184,6 +185,8 @@ class ParallelAttention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        for part in rope.modules() if isinstance(rope, nn.Module) else ():
+            replicate_own(part, mesh, None, sums=lambda: True)  # learnt from this rank's heads only
         self.rope = rope
         self.causal = causal
         self.scale = scale

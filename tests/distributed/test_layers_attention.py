@@ -39,6 +39,17 @@ def check(
     assert_same(group, full, sharded, (2, TOKENS, HIDDEN), full_given=(full_mask,), **given)
 
 
+class LearntRope(nn.Module):
+    """Scales features by a parameter that all heads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(seeded(HEAD_DIM, dtype=torch.float64, seed=6))
+
+    def forward(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return q * self.scales, k * self.scales
+
+
 @on_ranks(1, 2, 3, 4)
 def test_attention_equals_the_unsharded(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
@@ -47,12 +58,18 @@ def test_attention_equals_the_unsharded(group: dist.ProcessGroup) -> None:
         if kv_heads % group.size() and group.size() % kv_heads:
             continue
         for sequence_parallel in (False, True):
-            for bias, norms, hook, causal in ((True, False, None, False), (False, True, rope, True)):
+            for bias, norms, hook, causal in (
+                (True, False, None, False),
+                (False, True, rope, True),
+                (False, False, LearntRope(), True),
+            ):
                 full = Attention(kv_heads, bias, norms, hook, causal)
-                sharded = ParallelAttention.from_module(full, mesh=mesh, rope=hook, sequence_parallel=sequence_parallel)
-                check(group, full, sharded, sequence_parallel)
-                options: dict[str, Any] = {"bias": bias, "qk_norm": norms, "rope": hook, "causal": causal}
-                options |= {"mesh": mesh, "sequence_parallel": sequence_parallel, "dtype": torch.float64}
+                where: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
+                if not isinstance(hook, nn.Module):  # which from_module would not take along
+                    sharded = ParallelAttention.from_module(full, rope=hook, **where)
+                    check(group, full, sharded, sequence_parallel)
+                options: dict[str, Any] = {"bias": bias, "qk_norm": norms, "causal": causal, **where}
+                options |= {"rope": copy.deepcopy(hook), "dtype": torch.float64}
                 made = ParallelAttention(HIDDEN, HEADS, kv_heads, HEAD_DIM, **options)
                 full.load_state_dict({name: p.full_tensor() for name, p in made.state_dict().items()})
                 check(group, full, made, sequence_parallel)
