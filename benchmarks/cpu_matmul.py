@@ -24,6 +24,7 @@ FEATURES = 4096
 ALL_REDUCE_BYTES = tuple(1024 * 4**i for i in range(9))  # 1 KiB to 64 MiB
 
 FEW_ROWS = 16  # up to which a weight is read in far more time than it is multiplied
+BEST = (("bf16", 1), ("fp32", 16))  # where reading it once gains most
 LAYERS = 4  # whose weights are then multiplied in turn: more than caches hold
 ALONE = "matmul alone"
 # In fp32 and with few rows fused_tp multiplies by another library than torch picks (see fused_tp.schedules.gemm). These
@@ -43,7 +44,7 @@ def cases() -> list[Case]:
             rivals = {
                 ALONE: Rival(TIME_RATIO, aim=1.05 if large else None),
                 GLOO: Rival(TIME_RATIO, bar=0.75 if large and dtype == "bf16" else None),
-                DEEPSPEED: Rival(TIME_RATIO, bar=0.97 if large else 0.85),
+                DEEPSPEED: Rival(TIME_RATIO, bar=0.97 if large else 0.85 if (dtype, rows) in BEST else 0.95),
                 OUR_ALONE: Rival(TIME_RATIO),
                 OUR_DEEPSPEED: Rival(TIME_RATIO),
             }
