@@ -125,7 +125,7 @@ def without(group: Any, missing: int) -> list[Any]:
             right_or_nan(calls[1], calls[1].launch(workspace), op)
             took = time.monotonic() - begun
             calls[1].launch(workspace)  # does not wait again, and touches nothing that peers may still read
-            assert 0.4 < took < 5 and time.monotonic() - begun < 5
+            assert 0.4 < took < 30 and time.monotonic() - begun < 30  # the deadline, and what an interpreter may need
             said.append(workspace.expired())
         dist.barrier(group)  # what the others may still write to is there until they are done
     return said
