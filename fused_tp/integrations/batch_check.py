@@ -23,9 +23,11 @@ FIRST_CALLS = 3
 
 
 def is_due(call: int) -> bool:
-    """Whether ranks compare what they have at this call, counted from 1."""
+    """Whether ranks compare what they have at this call, counted from 1. Not while a CUDA graph is captured, for which
+    nothing can be read."""
     every = settings.batch_check_every()
-    return every > 0 and (call <= FIRST_CALLS or call % every == 0)
+    due = every > 0 and (call <= FIRST_CALLS or call % every == 0)
+    return due and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -69,8 +71,6 @@ class BatchCheck:
             self._compare(sum(self.calls.values()), {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs})
 
     def _compare(self, call: int, arguments: dict[str, Any]) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return  # a CUDA graph, for which nothing can be read
         described = {name: one for key, value in sorted(arguments.items()) for name, one in _described(key, value)}
         found: list[Any] = [described]
         for mesh in self.meshes:

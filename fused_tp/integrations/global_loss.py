@@ -167,6 +167,11 @@ class GradientSync:
             parameter.register_hook(partial(self._sum, id(parameter)))
             setattr(parameter, _HOOKED, id(parameter))
 
+    @property
+    def partly(self) -> bool:
+        """Whether some parameters were used by some ranks only: then every forward needs `note_use`."""
+        return bool(self._partly_used)
+
     def note_use(self, model: nn.Module, outputs: Sequence[Tensor]) -> None:
         """Find out which parameters only some ranks used for `outputs`. A collective call.
 

@@ -62,22 +62,16 @@ class GradientCheck:
     @torch.no_grad()
     def _compare(self, model: nn.Module) -> None:
         self._queued = False
-        names, sketches = [], []
-        for name, gradient in self._whole(model):
-            names.append(name)
-            sketches.append(_sketch(gradient))
-        if not names:
-            return
-        mine = torch.stack(sketches).tolist()
-        ranks = exchange(resolve_group(self.mesh), "gradients of whole parameters", [names, mine])
-        if any(theirs != names for theirs, _ in ranks):
-            return  # backward took other ways, as with experts; sums of their gradients are not for here
-        all_of_them = sum(norm**2 for norm, _ in mine) ** 0.5
+        found = {name: _sketch(gradient) for name, gradient in self._whole(model)}
+        mine = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
+        ranks = exchange(resolve_group(self.mesh), "gradients of whole parameters", mine)
+        # By what all ranks have: each comes to the same answer. A rank without a gradient has zeros.
+        of_all = max(sum(norm**2 for norm, _ in theirs.values()) for theirs in ranks) ** 0.5
         worst = {}
-        for i, name in enumerate(names):
-            norms, projections = zip(*(theirs[i] for _, theirs in ranks), strict=True)
+        for name in dict.fromkeys(name for theirs in ranks for name in theirs):
+            norms, projections = zip(*(theirs.get(name, (0.0, 0.0)) for theirs in ranks), strict=True)
             difference = max(projections) - min(projections)
-            if difference > max(_OF_ITS_OWN * max(norms), _OF_ALL * all_of_them):
+            if difference > max(_OF_ITS_OWN * max(norms), _OF_ALL * of_all):
                 worst[name] = difference / max(norms)
         if worst:
             first = sorted(worst, key=lambda name: -worst[name])[:4]

@@ -352,7 +352,7 @@ class SequenceSharding:
             )
         with_gradients = self.sync is not None and torch.is_grad_enabled()
         self._calls += with_gradients
-        if self.sync is not None and with_gradients and (self._routes or is_due(self._calls)):
+        if self.sync is not None and with_gradients and (self._routes or self.sync.partly or is_due(self._calls)):
             found = tree_flatten(dict(output) if isinstance(output, dict) else output)[0]
             self.sync.note_use(model, [t for t in found if isinstance(t, Tensor) and t.requires_grad])
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():

@@ -249,7 +249,8 @@ def test_layers_that_only_some_cp_ranks_use(group: dist.ProcessGroup) -> None:
     whole, tokens = Routed(), torch.tensor([[0, 2, 1, 3, 3, 1, 2, 2]])  # in zigzag order a rank sees one parity
     weights = torch.randn(1, 8, 8)
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
-    assert_trains_alike(parallel, whole, lambda model: (model(tokens) * weights).sum())
+    for _ in range(4):  # also at later calls, at which ranks do not compare what they use
+        assert_trains_alike(parallel, whole, lambda model: (model(tokens) * weights).sum())
 
 
 def hooked(of: str) -> nn.Module:
