@@ -6,7 +6,8 @@ depends on the CPU's maker and on the shape, never on a timing: two runs must gi
 
 Few rows of x, as in decoding, are multiplied by the native core (csrc/matmul), which reads the weight once and as it
 lies; libraries reorder it in every call. Measured on the same CPU, two ranks of one thread, weights [4096, 2048], in
-times of torch's own: bfloat16 0.5 to 0.6 for one row, 0.8 for 16; float32 0.85 for one, 0.5 to 0.6 for 4 to 16.
+times of torch's own, over several runs: bfloat16 0.5 to 0.65 for one row, 0.75 to 0.85 for 16; float32 0.7 to 0.9 for
+one, 0.45 to 0.6 for 4 to 16.
 A copy that oneDNN reorders once was slower for one and two rows and a tenth to a fifth faster for 16; it took the
 weight's memory twice, and had to notice whatever writes to the weight.
 """

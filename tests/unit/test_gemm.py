@@ -107,7 +107,9 @@ def test_few_rows_are_read_only_where_memory_is_what_a_tensor_shows(monkeypatch:
     x, w = seeded(2, 8), seeded(5, 8, seed=1)
     negative = torch.complex(seeded(5, 8), -w).conj().imag
     zero = torch._efficientzerotensor((5, 8))
+    assert gemm._few_rows(x, w, None) is not None
     for given, meant in ((negative, w), (zero, torch.zeros(5, 8)), (w.clone().requires_grad_(), w)):
+        assert gemm._few_rows(x, given, None) is None
         assert_within_dtype_error(gemm.linear(x, given), matmul64(x, meant), torch.float32, reduced_over=8)
         assert_within_dtype_error(gemm.linear(given, x), matmul64(meant, x), torch.float32, reduced_over=8)
     assert torch.equal(gemm.linear(x, w, negative[:, 0]), gemm.linear(x, w, w[:, 0].clone()))
