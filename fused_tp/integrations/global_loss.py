@@ -11,7 +11,8 @@ rank's part, and a bucket that starts when it is full starts at different points
 they do not run the same layers.
 
 A parameter that only some ranks have used (an expert that none of a rank's tokens was routed to) has its sum at the end
-of backward: a rank that does not use it does not get to its hook.
+of backward: a rank that does not use it does not get to its hook. When backward ends, the ranks compare which
+parameters they have summed, in which order: sums of two parameters of one shape look alike.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,9 +33,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again
-from fused_tp.ops.collectives import all_reduce
+from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_captured
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.base import checksum
+from fused_tp.transport.store import exchange
 
 # Keywords that would make it another loss, and the values that do not.
 OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
@@ -139,6 +145,7 @@ class GradientSync:
         self.mesh = mesh
         self._partly_used: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
         self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
+        self._summed: list[str] = []  # the others that this backward has come to
         self._queued = False
         self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
 
@@ -149,14 +156,16 @@ class GradientSync:
             ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them.
         """
         # The id tells a parameter from copies that carry its attributes but not its hooks.
-        missing = [p for p in model.parameters() if p.requires_grad and getattr(p, _HOOKED, None) != id(p)]
+        self._forget()  # what a backward that raised has left
+        named = model.named_parameters()
+        missing = [(name, p) for name, p in named if p.requires_grad and getattr(p, _HOOKED, None) != id(p)]
         if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
             raise ValueError(
                 "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
                 "parallelize and a mesh that includes the context parallel ranks to fully_shard: it then reduces the "
                 "gradients."
             )
-        for parameter in missing:
+        for name, parameter in missing:
             hooks = parameter._backward_hooks
             if hooks is not None:
                 # module.to() may have put another tensor in its place, which does not call its hooks.
@@ -164,7 +173,7 @@ class GradientSync:
                     del hooks[key]
                 parameter._backward_hooks = hooks
             # By id: module.to() swaps no tensor that has weak references.
-            parameter.register_hook(partial(self._sum, id(parameter)))
+            parameter.register_hook(partial(self._sum, name, id(parameter)))
             setattr(parameter, _HOOKED, id(parameter))
 
     @property
@@ -177,7 +186,6 @@ class GradientSync:
 
         Once found, they are summed at the end of every backward, in one order: what uses them changes with the batch.
         """
-        self._forget()  # what a backward that raised has left
         parameters = [p for p in model.parameters() if p.requires_grad]
         used = {id(leaf) for t in outputs for leaf in leaves_of(t)}
         here = torch.tensor([id(p) in used for p in parameters], dtype=torch.float32, device=self.mesh.device_type)
@@ -187,8 +195,10 @@ class GradientSync:
             for t in outputs:
                 t.register_hook(self._queue)
 
-    def _sum(self, key: int, grad: Tensor) -> Tensor:
+    def _sum(self, name: str, key: int, grad: Tensor) -> Tensor:
+        self._queue(grad)
         if key not in self._partly_used:
+            self._summed.append(name)
             return _sum_over(self.mesh, grad)
         self._only_asked |= is_captured(get_gradient_edge(self._partly_used[key]).node)
         self._held[key] = grad
@@ -197,12 +207,35 @@ class GradientSync:
     def _queue(self, grad: Tensor) -> None:
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._sum_held)
+            Variable._execution_engine.queue_callback(self._end)
 
     @torch.no_grad()
-    def _sum_held(self) -> None:
-        held, asked = self._held, self._only_asked
+    def _end(self) -> None:
+        held, summed, asked = self._held, self._summed, self._only_asked
         self._forget()
+        self._compare(summed)
+        if self._partly_used:
+            self._sum_held(held, asked)
+
+    def _compare(self, summed: list[str]) -> None:
+        """Raises:
+        RankMismatchError: on all ranks, which have summed gradients of different parameters into each other.
+        """
+        number = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64)
+        numbers = all_gather(number.to(self.mesh.device_type), 0, group=self.mesh).tolist()
+        if len(set(numbers)) == 1:
+            return
+        lists = exchange(resolve_group(self.mesh), "parameters whose gradients were summed", summed)
+        other = next(i for i, theirs in enumerate(lists) if theirs != lists[0])
+        first, second = next(pair for pair in zip_longest(lists[0], lists[other]) if pair[0] != pair[1])
+        raise RankMismatchError(
+            f"in one backward the context parallel ranks came to gradients of different parameters (rank 0 to {first!r}"
+            f" where rank {other} came to {second!r}), so their sums are mixed up: do not take an optimizer step. "
+            "Which parameters this model uses depends on a rank's tokens. Set FUSED_TP_CHECK_BATCH=1, and the ranks "
+            "ask each other at every forward pass which they use; models with 'expert' in a module's name do without."
+        )
+
+    def _sum_held(self, held: dict[int, Tensor], asked: bool) -> None:
         here = [*(key in held for key in self._partly_used), asked]
         *counts, asked = all_reduce(
             torch.tensor(here, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
@@ -219,7 +252,7 @@ class GradientSync:
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
     def _forget(self) -> None:
-        self._held, self._queued, self._only_asked = {}, False, False
+        self._held, self._summed, self._queued, self._only_asked = {}, [], False, False
 
 
 def leaves_of(t: Tensor) -> list[Tensor]:

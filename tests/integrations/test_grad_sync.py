@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused_tp.integrations.global_loss import GradientSync
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.runtime.errors import RankMismatchError
 from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
 from tests.workers import on_ranks
 
@@ -304,3 +305,41 @@ def test_experts_that_some_ranks_have_no_token_for(group: dist.ProcessGroup, shm
         for model in (whole, parallel):
             model(tokens).square().mean().backward()
         assert_same_gradients(parallel, whole)
+
+
+class Branching(nn.Module):
+    """One of two layers of equal shapes, by the tokens that a rank has; or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(67, 8)
+        self.even, self.odd, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 67)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        odd = tokens % 2 == 1
+        for chosen, layer in ((~odd, self.even), (odd, self.odd)):
+            if bool(chosen.any()):
+                x = x.masked_scatter(chosen[..., None], layer(x[chosen]))
+        return self.head(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shm", ["1", "0"])
+def test_sums_of_different_parameters_are_an_error(group: dist.ProcessGroup, shm: str) -> None:
+    """Each rank uses one of two layers, for the first time after the forward passes that were looked at."""
+    parted = torch.tensor([[2, 4, 1, 3, 5, 7, 6, 8]])  # zigzag: rank 0 has both ends, rank 1 the middle
+    whole = Branching()
+    for every in ("1000", "1"):
+        with mock.patch.dict(os.environ, FUSED_TP_SHM=shm, FUSED_TP_CHECK_BATCH=every):
+            model = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+            for _ in range(3):
+                model(torch.arange(8)[None]).square().mean().backward()
+            model.zero_grad()
+            if every == "1000":
+                with pytest.raises(RankMismatchError, match=r"'(odd|even)\.bias' where rank 1 came to '(odd|even)\.b"):
+                    model(parted).square().mean().backward()
+            else:
+                for one in (whole, model):
+                    one(parted).square().mean().backward()
+                assert_same_gradients(model, whole)
