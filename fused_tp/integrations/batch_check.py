@@ -30,6 +30,17 @@ def is_due(call: int) -> bool:
     return due and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
+def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any]:
+    """What each rank of the product of `meshes` has given, in one order on all of them. A collective call.
+
+    It asks over one mesh after the other, and the second time for what the first has found: all come to one answer.
+    """
+    found = [mine]
+    for mesh in meshes:
+        found = [one for theirs in exchange(resolve_group(mesh), what, found) for one in theirs]
+    return found
+
+
 def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What ranks compare of an argument, by name: tensors in lists and dicts have names of their own."""
     if isinstance(value, Tensor):
@@ -51,9 +62,8 @@ class BatchCheck:
     """A forward pre-hook that compares integers and booleans among the arguments over the ranks of `meshes`: those in
     tensors and lists, also in nested ones.
 
-    It compares over one mesh after the other, and the second time what the first has found: all ranks of the product
-    come to the same answer. Embeddings and other numbers are left out, which ranks may compute with other last bits.
-    Not under torch.compile and not while a CUDA graph is captured, which nothing may interrupt.
+    Embeddings and other numbers are left out, which ranks may compute with other last bits. Not under torch.compile and
+    not while a CUDA graph is captured, which nothing may interrupt.
 
     Raises:
         RankMismatchError: on all ranks; names the arguments that differ and how to feed equal batches.
@@ -72,9 +82,7 @@ class BatchCheck:
 
     def _compare(self, call: int, arguments: dict[str, Any]) -> None:
         described = {name: one for key, value in sorted(arguments.items()) for name, one in _described(key, value)}
-        found: list[Any] = [described]
-        for mesh in self.meshes:
-            found = [one for theirs in exchange(resolve_group(mesh), "the batch", found) for one in theirs]
+        found = of_all_ranks(self.meshes, "the batch", described)
         differ = [i for i, theirs in enumerate(found) if theirs != found[0]]
         if not differ:
             return

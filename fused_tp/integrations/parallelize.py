@@ -13,6 +13,7 @@ from fused_tp.integrations.batch_check import BatchCheck
 from fused_tp.integrations.gradient_check import GradientCheck
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
 from fused_tp.integrations.layers import check_layers, replicate_parameters, shard_layers
+from fused_tp.integrations.model_check import check_equal_models
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
     Style,
@@ -65,8 +66,8 @@ def parallelize(
     Packed documents (transformers): `position_ids` [1 or batch, seq] that do not count up by one, next to
     use_cache=False and no attention_mask, or `cu_seq_lens_q`, make documents that do not see each other.
 
-    Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have; ranks must hold the
-    same ones. They move to the mesh's device. A model on the meta device gets memory for its shards only, without
+    Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have, which the ranks
+    compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, without
     values: follow with `load_full_state_dict` or torch.distributed.checkpoint. Tied weights stay one parameter.
     `gather_state_dict(model)` gives the original's state back. `save_pretrained(folder)` of a transformers model, which
     all ranks must call, writes the original's files on global rank 0.
@@ -106,6 +107,7 @@ def parallelize(
 
     Raises:
         TypeError: an argument of another type; a model that is sharded already.
+        RankMismatchError: the ranks have made different models, or of different random states.
         ValueError: what cannot be served, in a sentence, before anything is changed: a mesh without these dims, TP
             sizes that do not divide the heads, a style or module the plan cannot have, sequence cuts that the model
             cannot take.
@@ -153,6 +155,8 @@ def parallelize(
         check_plain_model(model, resolved, parallelism)
         sequence = PlainSequence(model, parallelism, resolved)
 
+    meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
+    check_equal_models(model, meshes)
     if tp_mesh is not None:
         warn_of_small_share(model, resolved)
         memo = WeakIdKeyDictionary()
@@ -162,7 +166,6 @@ def parallelize(
     sequence.adapt(model)
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
-    meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
     if meshes:
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)

@@ -312,6 +312,7 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed = nn.Embedding(67, 8)
         self.even, self.odd, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 67)
 

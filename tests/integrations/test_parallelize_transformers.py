@@ -446,6 +446,7 @@ def test_a_dim_of_one_rank_needs_no_plan(group: dist.ProcessGroup) -> None:
 class Unpacking(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.linear = torch.nn.Linear(9, 9)
 
     def forward(self, batch: dict[str, Any]) -> Any:
@@ -471,6 +472,22 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
         refuses(RankMismatchError, r": argument 0\['ids'\]", nested, {"ids": ids})
     whole = make("llama")
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
+
+
+@on_ranks(4)
+def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
+    rank, mesh = dist.get_rank(group), mesh_of(group, 2, 2)
+    drawn, longer = make("llama"), make("llama")
+    norm = type(drawn.model.norm)
+    if rank == 2:
+        torch.nn.init.normal_(drawn.model.norm.weight)
+    if rank == 1:
+        longer.more = torch.nn.Linear(2, 2, bias=False)
+    says = r"'tp' and 'cp' have made different models: {}\.weight' of rank {} of the 4.*torch\.manual_seed"
+    for model, text in ((drawn, says.format("'model\\.norm", 2)), (longer, says.format("'more", 0))):
+        refuses(RankMismatchError, text, parallelize, model, mesh)
+        assert type(model.model.norm) is norm and type(model.lm_head) is torch.nn.Linear  # nothing is replaced
+    parallelize(make("llama").to("meta" if rank else "cpu"), mesh)  # one rank loads, and hands on
 
 
 @on_ranks(2)
