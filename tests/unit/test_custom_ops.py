@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from fused_tp.ops.context_parallel_decode import CONTEXT_PARALLEL_DECODE
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
 from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
 from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
+from fused_tp.ops.op import OPS
 from fused_tp.ops.ring_attention import RING_ATTENTION
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, SHARD_SEQUENCE, UNSHARD_SEQUENCE
 from fused_tp.ops.vocab_parallel_cross_entropy import VOCAB_PARALLEL_CROSS_ENTROPY
@@ -55,6 +59,25 @@ SAMPLES: list[tuple[Any, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(("op", "args"), SAMPLES, ids=[op.name for op, _ in SAMPLES])
 def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
     torch.library.opcheck(op.overload, args)
+
+
+def test_compilers_decompose_no_op() -> None:
+    """Inductor refuses an op that is in its table, which it makes when it is imported; as export does."""
+    from torch._decomp import core_aten_decompositions
+
+    table = core_aten_decompositions()
+    assert not [op.name for op in OPS.values() if op.overload in table]
+
+
+@pytest.mark.full
+def test_inductor_after_fused_tp() -> None:
+    program = (
+        "import torch, fused_tp; x, w = torch.ones(2, 8), torch.ones(6, 8); "
+        "f = lambda x, w: fused_tp.matmul_all_reduce(x, w, group=None) + 1; "
+        "assert torch.equal(torch.compile(f, fullgraph=True)(x, w), f(x, w))"
+    )
+    no_cache = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240, env=no_cache)
 
 
 def test_local_op_can_be_differentiated_twice() -> None:
