@@ -234,7 +234,7 @@ class Op(Generic[A]):
             return self._call(values) if found is None else found
         for value in given:
             for one in value if type(value) is list else (value,):
-                if type(one) in _PLAIN and (one.is_neg() or one.is_conj() or not one.data_ptr()):
+                if type(one) in _PLAIN and (one.is_neg() or one.is_conj() or (not one.data_ptr() and one.numel())):
                     return self._call(values)
         if needs_grad:
             return self._with_grad(schedule, self.pack((*self._into_main_grads(given), name)))

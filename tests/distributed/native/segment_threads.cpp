@@ -26,6 +26,7 @@ std::shared_ptr<Segment> Segment::create(size_t bytes) {
   segment->bytes_ = bytes;
   segment->address_.pid = ::getpid();
   segment->address_.fd = next_id++;
+  segment->address_.bytes = bytes;
   segments[segment->address_.fd] = segment;
   return segment;
 }
