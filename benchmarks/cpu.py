@@ -146,6 +146,12 @@ def _tune(options: argparse.Namespace) -> int:
     path = options.table or Path(table_path() or options.out / "dispatch.json")
     try:
         make_folder("--table", path.parent)
+        if path.is_dir():
+            raise ValueError(f"--table: {path} is a folder; name a file.")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
         tune.tune(path, options.ranks, options.rounds or tune.ROUNDS)
     except (RankFailure, ValueError) as error:
         print(f"Tuning did not get through, and {path} is as it was. {error}", file=sys.stderr)

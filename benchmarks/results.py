@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -172,6 +173,8 @@ def merge(path: Path, new: Sequence[Record]) -> list[Record]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file as a whole or not at all, so that an interrupted run leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+    # A folder of this writer's own; a file that tempfile makes could be read by its owner only.
+    with tempfile.TemporaryDirectory(dir=path.parent) as own:
+        part = Path(own, path.name)
+        part.write_text(text)
+        part.replace(path)

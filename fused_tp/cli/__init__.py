@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import platform
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,10 +48,11 @@ def make_folder(option: str, path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise ValueError(f"{option}: the folder {path} cannot be made ({error.strerror}); name another.") from None
-    if not os.access(path, os.W_OK):
-        raise ValueError(f"{option}: nothing can be written to the folder {path}; name another.")
+        raise ValueError(
+            f"{option}: the folder {path} cannot be made or written to ({error.strerror}); name another."
+        ) from None
 
 
 def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:

@@ -32,7 +32,7 @@ from benchmarks.case import (
     slowest,
 )
 from benchmarks.ranks import RankContext, RankFailure, Ranks
-from benchmarks.results import Comparison, Machine, Record, merge, read, records_of
+from benchmarks.results import Comparison, Machine, Record, merge, read, records_of, write_whole
 from benchmarks.runner import Times, take_turns
 from benchmarks.table import markdown
 from fused_tp.cli.main import main as command
@@ -104,6 +104,26 @@ def test_records_and_their_file(tmp_path: Path) -> None:
     path.write_text(f"{RECORD.to_json()}\n\nnonsense\n")
     with pytest.raises(ValueError, match=r"cpu\.jsonl, line 3"):
         read(path)
+
+
+def test_a_file_is_written_whole_beside_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, plain, folder = tmp_path / "file", tmp_path / "plain", tmp_path / "folder"
+    replace_by = Path.replace
+
+    def late(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace_by)
+        write_whole(path, "of another writer")  # who comes and goes between our two steps
+        return replace_by(part, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    write_whole(path, "ours")
+    assert path.read_text() == "ours"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode
+    folder.mkdir()
+    with pytest.raises(OSError):
+        write_whole(folder, "text")
+    assert sorted(tmp_path.iterdir()) == [path, folder, plain]
 
 
 def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import tune
+from benchmarks import cpu, tune
 from benchmarks.tune import challenge, retuned
 from fused_tp.cli.main import main
 from fused_tp.ops.explain import explain_for
@@ -142,6 +142,17 @@ def test_too_few_rounds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["bench", "--tune", "--rounds", "3", "--table", str(path)]) == 1
     assert "rounds is 3; a choice by three quarters of the rounds needs 9 at least." in capsys.readouterr().err
     assert not path.exists()
+
+
+@pytest.mark.parametrize("place", [".", "file/new.json", "/proc/new.json"])
+def test_a_table_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.setattr(tune, "_measure", lambda *_: pytest.fail("measures"))
+    (tmp_path / "file").touch()
+    assert cpu.from_command_line(["--tune", "--table", str(tmp_path / place)]) == 2
+    assert capsys.readouterr().err.startswith("--table: ")
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def test_tuning_again_replaces_its_own_rules_only() -> None:

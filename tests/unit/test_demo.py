@@ -66,7 +66,7 @@ BAD_ARGUMENTS = {
     "--data no/such/file": "--data: is no/such/file; give a file",
     "--resume no/such/folder": "--resume: is no/such/folder; give a checkpoint",
     f"--out {__file__}": "test_demo.py; give a folder, new or old",
-    f"--out {__file__}/new": "test_demo.py/new cannot be made (Not a directory); name another",
+    f"--out {__file__}/new": "test_demo.py/new cannot be made or written to (Not a directory); name another",
     f"--save {__file__}/new": "cannot be made",
     "--device cuda --cp 4096": "--device cuda needs a GPU for each of the 8192 ranks",
     "--hf no/such/folder": "config.json",
