@@ -30,7 +30,7 @@ import torch.distributed as dist
 from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
-from fused_tp.schedules.registry import SCHEDULES, fused_kernels_on
+from fused_tp.schedules.registry import forced_schedule, fused_kernels_on
 from fused_tp.transport import cuda_driver, native_kernels
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -394,7 +394,7 @@ def _device_kernels(archs: list[int]) -> Finding:
 def _settings() -> Iterator[Finding]:
     checks: dict[str, Callable[[], Any]] = {
         "FUSED_TP_TABLE": lambda: dispatch.load_table(settings.table_path()),
-        "FUSED_TP_SCHEDULE": _forced_schedule,
+        "FUSED_TP_SCHEDULE": forced_schedule,
         "FUSED_TP_ATTENTION": _forced_provider,
     }
     for setting in settings.SETTINGS:
@@ -413,13 +413,6 @@ def _settings() -> Iterator[Finding]:
     for name in sorted(os.environ):
         if name.startswith("FUSED_TP_") and name not in known:
             yield Finding(name, repr(os.environ[name]), PROBLEM, "Nothing reads this variable; is it misspelt?")
-
-
-def _forced_schedule() -> str | None:
-    name = settings.forced_schedule()
-    if name is not None and name not in SCHEDULES:
-        raise ValueError(f"There is no such schedule; there are {', '.join(SCHEDULES)}.")
-    return name
 
 
 def _forced_provider() -> str | None:

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, help="that all_gather, reduce_scatter gather or scatter (default 0)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--ranks", type=int, default=2, help="size of the group (default 2)")
-    parser.add_argument("--transport", default="shm", help="shm, gloo, nccl, ... (default shm)")
+    parser.add_argument("--transport", help="shm, gloo, nccl, ... (default shm, for GPUs nccl)")
     parser.add_argument("--arch", default="cpu", help="cpu, sm_90, ... (default cpu)")
 
 
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
             *arguments.shapes,
             dtype=getattr(torch, arguments.dtype),
             world_size=arguments.ranks,
-            transport=arguments.transport,
+            transport=arguments.transport or ("shm" if arguments.arch == "cpu" else "nccl"),
             arch=arguments.arch,
             dim=arguments.dim,
         )

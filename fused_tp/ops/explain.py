@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from fused_tp.attention.decode import MAX_DECODE_QUERIES, kernel_serves
 from fused_tp.attention.kernels.base import KernelQuery
@@ -19,11 +20,20 @@ from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused
 from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
 from fused_tp.ops.arguments import any_dim, check_linear, check_tensor
 from fused_tp.ops.op import OPS, DispatchKey, Op
-from fused_tp.runtime import dispatch, settings
-from fused_tp.runtime.availability import Availability
+from fused_tp.runtime import settings
+from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.registry import ALONE, SCHEDULES, Decision, decide
+from fused_tp.schedules.registry import (
+    ALONE,
+    SCHEDULES,
+    Decision,
+    ScheduleSpec,
+    choose_by_table,
+    decide,
+    forced_schedule,
+)
 from fused_tp.transport.base import accumulate_dtype
+from fused_tp.transport.shm import shm_serves
 from fused_tp.transport.torch_dist import backend_of
 
 
@@ -116,32 +126,52 @@ def explain_for(
     dim: int | None = None,
 ) -> Explanation:
     """`explain` for a group that need not exist: `world_size` ranks on `transport`, "shm" or the name of a
-    torch.distributed backend, with devices of `arch`, "cpu" or "sm_90" and the like."""
+    torch.distributed backend, with devices of `arch`, "cpu" or "sm_90" and the like.
+
+    Raises:
+        ValueError: as `explain`; `transport` does not move tensors on such devices; or what the op would raise, where
+            `FUSED_TP_SCHEDULE` or the dispatch table name a schedule that cannot be had.
+    """
     device_type = "cuda" if arch.startswith("sm_") else arch
+    moved = {"shm": ["cpu"], **dist.Backend.backend_capability}
+    if device_type not in moved.get(transport, ()):
+        able = ", ".join(name for name, types in moved.items() if device_type in types)
+        raise ValueError(f"transport is {transport!r}; it must be one that moves tensors on {device_type}: {able}.")
+    shared = shm_serves(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
     messages = "torch.distributed" if transport == "shm" else transport  # which a table may prefer to shared memory
+
+    def serves(spec: ScheduleSpec) -> Availability:
+        # The links between the ranks are not known here; they are assumed to be good.
+        if spec.transport == "shm":
+            return shared
+        if spec.devices and device_type not in spec.devices:
+            return unavailable(f"it is for {', '.join(spec.devices)}, not {device_type}")
+        if world_size > (spec.max_ranks or world_size):
+            return unavailable(f"it serves up to {spec.max_ranks} ranks, and the group has {world_size}")
+        return AVAILABLE
 
     def ask(key: DispatchKey) -> Decision:
         if world_size == 1:
             return ALONE
-        forced = SCHEDULES.get(settings.forced_schedule() or "")
-        if (
-            forced is not None
-            and forced.supports(key.op, key.dtype)
-            and device_type in (forced.devices or (device_type,))
-        ):
-            return Decision(forced.name, forced.transport or messages, f"FUSED_TP_SCHEDULE={forced.name} forces it")
-        # The links between the ranks are not known here; they are assumed to be good.
-        lacking = tuple(
-            other
-            for other, spec in SCHEDULES.items()
-            if not spec.supports(key.op, key.dtype)
-            or (spec.devices and device_type not in spec.devices)
-            or world_size > (spec.max_ranks or world_size)
+        reason = ""
+        if (forced := forced_schedule()) is not None:
+            spec = SCHEDULES[forced]
+            if supported := spec.supports(key.op, key.dtype):
+                if not (served := serves(spec)):
+                    raise ValueError(f"Schedule {forced!r} cannot serve this group: {served.reason}.")
+                return Decision(forced, spec.transport or messages, f"FUSED_TP_SCHEDULE={forced} forces it")
+            reason = f"FUSED_TP_SCHEDULE={forced}, but {supported.reason}; "
+        choice = choose_by_table(
+            key,
+            world_size,
+            "shm" if shared else messages,
+            arch,
+            lambda spec: spec.supports(key.op, key.dtype) and serves(spec),
         )
-        choice = dispatch.choose(key, world_size, transport, arch, lacking)
-        moves = SCHEDULES[choice.schedule].transport or messages
-        table = settings.table_path() or "as shipped"
-        return Decision(choice.schedule, moves, f"dispatch table {table}, rule {choice.rule}")
+        reason += f"dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}"
+        if transport == "shm" and not shared and "no one_sided" not in choice.rule:
+            reason += f"; no shared memory: {shared.reason}"
+        return Decision(choice.schedule, SCHEDULES[choice.schedule].transport or messages, reason)
 
     place = _Place(world_size, device_type, arch, ask, lambda: messages, fused_ring_available)
     return _explain(op, shapes, dim, dtype, place)

@@ -147,7 +147,7 @@ def _load(path: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
                     _check_rules(f"{arch}/{transport}/{op}", rules, ("schedule",), (*_LIMITS, "chunks"))
         attention = content.get("attention", [])
         _check_rules("attention", attention, ("kernel", "dtypes", "backward"), ("max_head_dim",))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a dispatch table ({error}); see {SHIPPED.name} for the format.") from error
     return table, attention
 

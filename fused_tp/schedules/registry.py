@@ -24,7 +24,7 @@ from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.schedules.plain import Plain
 from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport import native_kernels
+from fused_tp.transport import native_kernels, shm
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.transport.device_plans import SUMMED_DTYPES
@@ -131,9 +131,7 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
             f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differing}."
         )
     device = key.device
-    name, chunks = settings.forced_schedule(), None
-    if name is not None and name not in SCHEDULES:
-        raise ValueError(f"FUSED_TP_SCHEDULE names schedule {name!r}; there are {', '.join(SCHEDULES)}.")
+    name, chunks = forced_schedule(), None
     # What the forced schedule cannot serve goes by the table.
     if name is None or not _forced_serves(name, key, group):
         choice = _choose(key, group)
@@ -147,6 +145,18 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
             raise ValueError(f"Schedule {name!r} cannot serve this group: {available.reason}.")
         schedule = made[what] = SCHEDULES[name].make(group, device, chunks)
     return schedule
+
+
+def forced_schedule() -> str | None:
+    """What `FUSED_TP_SCHEDULE` names, None where it is not set.
+
+    Raises:
+        ValueError: there is no such schedule.
+    """
+    name = settings.forced_schedule()
+    if name is not None and name not in SCHEDULES:
+        raise ValueError(f"FUSED_TP_SCHEDULE names schedule {name!r}; there are {', '.join(SCHEDULES)}.")
+    return name
 
 
 def _forced_serves(name: str, key: DispatchKey, group: Group) -> Availability:
@@ -164,25 +174,37 @@ def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
     may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
     if may_span_hosts and settings.table_path() is None and _forced_serves("hierarchical", key, group):
         return dispatch.Choice("hierarchical", "CPU ranks of several hosts take two levels")
+
+    def usable(spec: ScheduleSpec) -> Availability:
+        supported = spec.supports(key.op, key.dtype)
+        made = spec.name != "one_sided" and (spec.name, device, None) in _MADE[group]
+        return spec.available(group, device) if supported and not made else supported
+
+    return choose_by_table(key, group.size, transport, group_arch(group, device), usable)
+
+
+def choose_by_table(
+    key: DispatchKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
+) -> dispatch.Choice:
+    """The first rule of the table whose schedule is usable, and why those before it are not.
+
+    Raises:
+        ValueError: the table names a schedule that does not exist, or has no rule for the call.
+    """
     reasons: dict[str, str] = {}
     while True:
-        choice = dispatch.choose(key, group.size, transport, group_arch(group, device), tuple(reasons))
+        choice = dispatch.choose(key, size, transport, arch, tuple(reasons))
         if choice.schedule not in SCHEDULES:
             names = ", ".join(SCHEDULES)
             raise ValueError(
                 f"Dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}, names schedule "
                 f"{choice.schedule!r}; there are {names}."
             )
-        spec = SCHEDULES[choice.schedule]
         # Asked one after the other and not ahead of need, because the ranks must find out together.
-        usable = spec.supports(key.op, key.dtype)
-        made = choice.schedule != "one_sided" and (choice.schedule, device, None) in _MADE[group]
-        if usable and not made:
-            usable = spec.available(group, device)
-        if usable:
+        if found := usable(SCHEDULES[choice.schedule]):
             notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
             return dispatch.Choice(choice.schedule, choice.rule + notes, choice.chunks)
-        reasons[choice.schedule] = usable.reason
+        reasons[choice.schedule] = found.reason
 
 
 def group_arch(group: Group, device: torch.device) -> str:
@@ -407,6 +429,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             lambda group, device, _: SharedMemory(_known(ShmTransport, shm_transport(group))),
             "shm",
             ("cpu",),
+            shm.MAX_RANKS,
         ),
         ScheduleSpec(
             "fused_kernel",

@@ -35,6 +35,7 @@ try:
 except ImportError as missing:
     _why_no_core = f"the native core is not built ({missing}); install a C++ compiler and reinstall fused_tp"
 
+MAX_RANKS: int = getattr(_core, "MAX_RANKS", 64)  # kMaxRanks in csrc/shm/control.h
 _MEETING = "the shared-memory rendezvous"
 
 # The numbers of csrc/dtype.h. bool moves as bytes.
@@ -347,10 +348,19 @@ def known_shm_transport(group: Group) -> ShmTransport | None:
     return found if isinstance(found, ShmTransport) else None
 
 
-def shm_availability(group: Group) -> Availability:
-    """Whether `shm_transport(group)` is there, as far as is known. Never waits for other ranks."""
+def shm_serves(size: int) -> Availability:
+    """Whether groups of `size` ranks may share memory, wherever the ranks are."""
     if not settings.shared_memory_allowed():
         return unavailable("FUSED_TP_SHM=0 turns shared memory off")
+    if size > MAX_RANKS:
+        return unavailable(f"the group has {size} ranks; shared memory serves at most {MAX_RANKS}")
+    return AVAILABLE
+
+
+def shm_availability(group: Group) -> Availability:
+    """Whether `shm_transport(group)` is there, as far as is known. Never waits for other ranks."""
+    if not (serves := shm_serves(group.size)):
+        return serves
     if _core is None:
         return unavailable(_why_no_core)
     if group.process_group is None:
@@ -360,9 +370,8 @@ def shm_availability(group: Group) -> Availability:
 
 
 def _rendezvous(group: Group) -> ShmTransport | Availability:
-    limit = _core.MAX_RANKS if _core is not None else 64
-    if group.size > limit:
-        return unavailable(f"the group has {group.size} ranks; shared memory serves at most {limit}")
+    if not (serves := shm_serves(group.size)):
+        return serves
     # May raise, and must do so before this rank is counted. The core reads the second by itself.
     reserve_bytes, _ = settings.shared_memory_reserve(), settings.isa()
     core_group, problem = None, ""

@@ -145,7 +145,8 @@ def test_why_a_provider_computes_the_steps(
     op: str, arch: str, dtype: torch.dtype, queries: int, v_head_dim: int, said: str
 ) -> None:
     shapes = ((2, queries, 8, 128), (2, 64, 2, 128), (2, 64, 2, v_head_dim))
-    answer = explain_for(op, *shapes, dtype=dtype, world_size=2, transport="gloo", arch=arch)
+    transport = "xccl" if arch == "xpu" else "gloo"
+    answer = explain_for(op, *shapes, dtype=dtype, world_size=2, transport=transport, arch=arch)
     assert said in next(line for line in str(answer).splitlines() if line.startswith("  each step: "))
     if op == "ring_attention":
         assert "this holds" not in str(answer)

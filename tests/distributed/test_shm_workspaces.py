@@ -164,7 +164,6 @@ def wrong_address(group: Any, tag: str, how: str) -> str:
 
     class Core:
         Group = Stranger
-        MAX_RANKS = real.MAX_RANKS
 
     described = resolve_group(group)
     before = core_resources()

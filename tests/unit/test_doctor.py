@@ -95,14 +95,31 @@ def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.Monke
     by_table = shown()
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "hierarchical")
     assert shown()["matmul_all_reduce, cpu"] == "hierarchical (1 token), hierarchical (2048 tokens)"
-    for name in ("fused_kernel", "magic"):  # of GPUs, and of nobody
-        monkeypatch.setenv("FUSED_TP_SCHEDULE", name)
-        assert shown() == by_table
+    monkeypatch.setenv("FUSED_TP_SCHEDULE", "fused_kernel")  # of GPUs; there is none of a sum alone
+    assert shown() == {**dict.fromkeys(by_table, "no choice"), (alone := "all_reduce_rms_norm, cpu"): by_table[alone]}
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "copy_engine")
     on_gpus: dict[str, Any] = {"dtype": torch.float32, "world_size": 2, "transport": "nccl", "arch": "sm_90"}
     for op, forced in (("all_reduce", False), ("all_gather", True)):  # copy engines have nothing for sums alone
         decision = explain_for(op, (4, 8), **on_gpus).forward
         assert decision is not None and (decision.schedule == "copy_engine") == forced
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (
+            '{"arch": {"default": {"default": {"default": [{"schedule": "nonesuch"}]}}}}',
+            "names schedule 'nonesuch'; there",
+        ),
+        pytest.param("[" * 100_000, "is not a dispatch table", id="deep"),
+    ],
+)
+def test_a_table_that_cannot_be_followed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, table: str, said: str
+) -> None:
+    (tmp_path / "table.json").write_text(table)
+    monkeypatch.setenv("FUSED_TP_TABLE", str(tmp_path / "table.json"))
+    assert all(one.status == doctor.PROBLEM and said in one.advice for one in doctor._schedules(None))
 
 
 def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def test_a_table_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         (None, r"table\.json is not a dispatch table"),
         ("{", "is not a dispatch table"),
         ("{}", "is not a dispatch table"),
+        pytest.param("[" * 100_000, "is not a dispatch table", id="deep"),
         ("[]", r"table\.json is not a dispatch table \(the file is \[\]; it must be an object"),
         ('{"arch": {"cpu": {"gloo": 3}}}', "cpu/gloo is 3; it must be an object of named entries"),
         ('{"arch": {"cpu": {"gloo": {"x": {}}}}}', "cpu/gloo/x is {}; it must be a list of rules"),
@@ -185,6 +186,37 @@ def test_explain_where_a_table_prefers_messages_to_shared_memory(
     )
 
 
+FORCED = [  # FUSED_TP_SCHEDULE, options, and what is said of an all_reduce: an error, but for the last three
+    ("nonsense", "", "FUSED_TP_SCHEDULE names schedule 'nonsense'; there are plain, "),
+    ("two_shot", "", "Schedule 'two_shot' cannot serve this group: it is for cuda, not cpu."),
+    ("two_shot", "--arch sm_90 --ranks 64", "this group: it serves up to 63 ranks, and the group has 64."),
+    ("one_sided", "--transport gloo", "this group: its transport is gloo."),
+    ("one_sided", "--ranks 65", "this group: the group has 65 ranks; shared memory serves at most 64."),
+    ("copy_engine", "", "copy engines have nothing for all_reduce; dispatch table as shipped, rule cpu/shm/default"),
+    ("", "--ranks 65", "cpu/default/default: max_bytes 1048576; no shared memory: the group has 65 ranks; shared"),
+    ("", "--arch sm_90", "forward: plain over nccl, because"),
+]
+
+
+@pytest.mark.parametrize(("forced", "options", "said"), FORCED)
+def test_explain_goes_by_what_the_group_can_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forced: str, options: str, said: str
+) -> None:
+    monkeypatch.delenv("FUSED_TP_TABLE", raising=False)
+    monkeypatch.setenv("FUSED_TP_SCHEDULE", forced)
+    refused = main(["explain", "all_reduce", "2x64", *options.split()]) == 2
+    out, err = capsys.readouterr()
+    assert said in (err if refused else out) and refused == (forced not in ("copy_engine", ""))
+
+
+def test_explain_of_a_table_that_names_no_schedule(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", [{"schedule": "nonesuch"}]))
+    assert main(["explain", "all_reduce", "2x64"]) == 2
+    assert "every size, names schedule 'nonesuch'; there are plain, " in capsys.readouterr().err
+
+
 def test_help_of_explain_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
@@ -210,6 +242,8 @@ def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> Non
     for shape, given, message in (
         ("2x64", ["--dim", "1"], "all_reduce has none"),
         ("2x64", ["--arch", "hopper"], "it must be cpu, or sm_80"),
+        ("2x64", ["--transport", "bogus"], "'bogus'; it must be one that moves tensors on cpu: shm, gloo, "),
+        ("2x64", ["--transport", "nccl"], "'nccl'; it must be one that moves tensors on cpu: shm, gloo, "),
         (f"{2**70}x2", [], "more elements than a tensor"),
     ):
         try:
