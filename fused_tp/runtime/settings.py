@@ -1,6 +1,7 @@
 """Settings, read from the environment at every call so that a program can change them while it runs.
 
-Each is stated once and is its own reader: `timeout_seconds()`.
+Each is stated once and is its own reader: `timeout_seconds()`. Two are read once: the CPU core reads `FUSED_TP_ISA`
+itself, and `runtime.dispatch` keeps the tables that it has read.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ shared_memory_reserve = Setting(
 isa = Setting(
     "FUSED_TP_ISA",
     "the best this CPU has",
-    "plain, avx2, avx512 or avx512_bf16: the most that the kernels of the CPU core may use",
+    "plain, avx2, avx512 or avx512_bf16: the most that the kernels of the CPU core may use; a process reads it once",
     "",
     _one_of("(plain|avx2|avx512(_bf16)?)?"),
     "plain, avx2, avx512 or avx512_bf16",
