@@ -18,7 +18,7 @@ parameters they have summed, in which order: sums of two parameters of one shape
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -31,6 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again
 from fused_tp.ops.collectives import all_gather, all_reduce
@@ -65,14 +66,14 @@ class GlobalLoss:
         vocab_mesh: the ranks that the logits' last dim is cut over, or None.
         cp_mesh: the ranks that the sequence is cut over, or None.
         grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
-        ran: whether it has computed the loss of the forward pass that runs, or ran last.
+        computed: the losses of the forward pass that runs.
     """
 
     own: Callable[..., Tensor]
     vocab_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None
     grad_sync: bool
-    ran: bool = False
+    computed: list[Tensor] = field(default_factory=list)
 
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
         if runs_again():
@@ -83,12 +84,16 @@ class GlobalLoss:
         shard = running_shard()
         if shard is None or shard.targets is None:
             return self.own(logits, labels, vocab_size, **kwargs)
-        self.ran = True
         ignore_index = kwargs.get("ignore_index", shard.ignore_index)
         if ignore_index != shard.ignore_index:
             raise ValueError(
                 f"The model calls its loss_function with ignore_index={ignore_index}, and targets were counted with "
                 f"{shard.ignore_index}; pass ignore_index to the model's forward, or use -100."
+            )
+        if not same(labels, shard.targets):
+            raise ValueError(
+                "The model calls its loss_function with other labels than it was given; over cut tokens or a cut "
+                "vocabulary only those are served. Compute another loss from the logits: call the model without labels."
             )
         asked = []
         for name, usual in OTHER_LOSSES.items():  # torch.compile does not trace this as a comprehension
@@ -102,10 +107,30 @@ class GlobalLoss:
             )
         assert shard.target_count is not None  # set together with the targets
         loss = self._sum_of_own_tokens(logits, shard, shard.targets, vocab_size) / shard.target_count
-        if self.cp_mesh is None:
-            return loss
-        loss = all_reduce(loss, group=self.cp_mesh)
-        return loss if self.grad_sync else scale_gradient(loss, self.cp_mesh.size())
+        if self.cp_mesh is not None:
+            loss = all_reduce(loss, group=self.cp_mesh)
+            loss = loss if self.grad_sync else scale_gradient(loss, self.cp_mesh.size())
+        self.computed.append(loss)
+        return loss
+
+    def check_returned(self, output: Any) -> None:
+        """Raises:
+        ValueError: `output`, of a forward pass that was given labels, does not hold the loss that was computed.
+        """
+        computed, self.computed = self.computed, []
+        if not computed:
+            raise ValueError(
+                "forward was given labels and did not call the model's loss_function, which computes the loss over all "
+                "ranks: a loss of its own is that of this rank's part. Compute it from the logits: call the model "
+                "without labels."
+            )
+        returned = tree_leaves(dict(output) if isinstance(output, dict) else output)
+        if not any(same(one, loss) for one in returned for loss in computed):
+            raise ValueError(
+                "forward returned no loss that its loss_function computed: what it made of it, or added to it, it took "
+                "from this rank's part of the tokens or of the vocabulary. Add it outside, from the logits of a call "
+                "without labels."
+            )
 
     def _sum_of_own_tokens(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
         if logits.shape[:-1] != targets.shape:
@@ -126,6 +151,13 @@ class GlobalLoss:
         return F.cross_entropy(
             precise.flatten(0, -2), targets.flatten(), ignore_index=shard.ignore_index, reduction="sum"
         )
+
+
+def same(one: Any, other: Tensor) -> bool:
+    """Whether `one` is `other`, or a tensor of its values."""
+    if one is other or not isinstance(one, Tensor):
+        return one is other
+    return one.shape == other.shape and torch.equal(one.detach().to(other), other.detach())
 
 
 class GradientSync:

@@ -170,7 +170,7 @@ class SequenceSharding:
         if self.sync is not None and torch.is_grad_enabled():
             self.sync.watch(model)
         if self._loss is not None:
-            self._loss.ran = False
+            self._loss.computed = []
         self._state = UNSHARDED
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
@@ -344,12 +344,8 @@ class SequenceSharding:
         shard = leave_forward(self)
         if output is None:  # forward raised
             return None
-        if shard is not None and shard.targets is not None and self._loss is not None and not self._loss.ran:
-            raise ValueError(
-                "forward was given labels and did not call the model's loss_function, which computes the loss over all "
-                "ranks: a loss of its own is that of this rank's part. Compute it from the logits: call the model "
-                "without labels."
-            )
+        if shard is not None and shard.targets is not None and self._loss is not None:
+            self._loss.check_returned(output)
         with_gradients = self.sync is not None and torch.is_grad_enabled()
         self._calls += with_gradients
         if self.sync is not None and with_gradients and (self._routes or self.sync.partly or is_due(self._calls)):

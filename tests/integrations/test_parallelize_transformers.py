@@ -505,8 +505,22 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
             out.loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
             return out
 
+    class Adding(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.loss = out.loss + 1e-4 * out.logits.logsumexp(-1).square().mean()  # of this rank's tokens
+            return out
+
+    class Other(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **{**kwargs, "labels": kwargs["labels"].clamp_max(5)})
+
     mesh, tokens = mesh_of(group, 2, 1), make_tokens(2, 9)
     whole, parallel = make("llama"), make("llama")
+    for kind, says in ((Adding, "returned no loss that its loss_function"), (Other, "other labels than it was given")):
+        further = make("llama")
+        further.__class__ = kind
+        refuses(ValueError, says, parallelize(further, mesh), input_ids=tokens, labels=tokens)
     parallel.__class__ = Handing
     parallelize(parallel, mesh)
     assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens).loss)
