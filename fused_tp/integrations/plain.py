@@ -24,6 +24,7 @@ The rest is for sequence and context parallelism:
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -175,6 +176,11 @@ def _with_ring_attention(
     # One mode at a time: the ring's own attention calls would be seen by a mode further out.
     if cp is None or getattr(_inside, "mode", False):
         return forward(*args, **kwargs)
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled where it has not been imported
+    if dynamo is not None and not torch.compiler.is_compiling():
+        # Where the model's own frame cannot be traced, torch.compile would trace the mode's, for all functions as for
+        # the first. Each time: torch._dynamo.reset() forgets it.
+        dynamo.skip_code(RingAttentionMode.__torch_function__.__code__)
     _inside.mode = True
     try:
         with RingAttentionMode(cp, heads_sharded):

@@ -97,6 +97,33 @@ def test_compiled(group: dist.ProcessGroup, layout: str) -> None:
         assert_near(fast(tokens).logits, whole(tokens).logits, "logits")
 
 
+class Asking(nn.Module):
+    """Asks for the values of tensors in a loop, which torch.compile cannot trace, and runs as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.block, self.head = nn.Embedding(67, 16), Block(), nn.Linear(16, 67)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for n in range(1, 4):
+            if bool((tokens + n > 0).any()):
+                x = x * n + n
+        return self.head(self.block(x))
+
+
+@on_ranks(2)
+def test_compiled_where_the_model_cannot_be_traced(group: dist.ProcessGroup) -> None:
+    whole = Asking()
+    torch._dynamo.reset()
+    fast = torch.compile(parallelize(copy_of(whole), mesh_of(group, 2, 1)), backend="eager")
+    with torch.no_grad():
+        for seq in (9, 12):
+            tokens = make_tokens(2, seq)
+            assert_near(fast(tokens), whole(tokens), "logits")
+
+
 class Block(nn.Module):
     """Attention without a residual, checkpointed by its owner."""
 
