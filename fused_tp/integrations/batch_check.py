@@ -23,11 +23,14 @@ FIRST_CALLS = 3
 
 
 def is_due(call: int) -> bool:
-    """Whether ranks compare what they have at this call, counted from 1. Not while a CUDA graph is captured, for which
-    nothing can be read."""
+    """Whether ranks compare what they have at this call, counted from 1. Not while a CUDA graph is captured."""
     every = settings.batch_check_every()
-    due = every > 0 and (call <= FIRST_CALLS or call % every == 0)
-    return due and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return every > 0 and (call <= FIRST_CALLS or call % every == 0) and not is_capturing()
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is captured, for which nothing can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any]:
@@ -44,7 +47,8 @@ def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any
 def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """What ranks compare of an argument, by name: tensors in lists and dicts have names of their own."""
     if isinstance(value, Tensor):
-        if not (value.is_floating_point() or value.is_complex() or value.is_meta):
+        numbers = value.layout == torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
+        if numbers and not (value.is_floating_point() or value.is_complex()):
             contents = checksum(value.detach().cpu().contiguous().numpy().tobytes())
             yield name, [list(value.shape), str(value.dtype), contents]
     elif isinstance(value, Mapping):

@@ -17,7 +17,8 @@ parameters they have summed, in which order: sums of two parameters of one shape
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -31,9 +32,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.nn.parallel import DistributedDataParallel
 
+from fused_tp.integrations.batch_check import is_capturing
 from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again
+from fused_tp.integrations.outputs import tensors_in
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_captured
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
@@ -124,8 +127,9 @@ class GlobalLoss:
                 "ranks: a loss of its own is that of this rank's part. Compute it from the logits: call the model "
                 "without labels."
             )
-        returned = tree_leaves(dict(output) if isinstance(output, dict) else output)
-        if not any(same(one, loss) for one in returned for loss in computed):
+        if torch.compiler.is_compiling():
+            return
+        if not any(same(t, loss) for t in tensors_in(output) for loss in computed):
             raise ValueError(
                 "forward returned no loss that its loss_function computed: what it made of it, or added to it, it took "
                 "from this rank's part of the tokens or of the vocabulary. Add it outside, from the logits of a call "
@@ -165,7 +169,7 @@ class GradientSync:
 
     The hook sits before AccumulateGrad, so it sums what one backward adds and never what was there before: gradients
     may be accumulated over several backwards. All ranks of `mesh` must find gradients of the same parameters, but for
-    those that `note_use` has found out about.
+    those that `note_use` has found out about: these have their gradients when backward has ended, and until then zeros.
 
     Example:
         >>> sync = GradientSync(mesh["cp"])
@@ -178,19 +182,30 @@ class GradientSync:
         self._partly_used: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
         self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
         self._summed: list[str] = []  # the others that this backward has come to
-        self._queued = False
         self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
+        # What runs when backward ends, which alone holds it: one that has raised leaves nothing behind.
+        self._queued: Callable[[], Callable[[], None] | None] = _nothing
+
+    def __reduce__(self) -> Any:
+        return GradientSync, (self.mesh,)
 
     def watch(self, model: nn.Module) -> None:
         """Hook every trainable parameter of `model` that has not been.
 
         Raises:
-            ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them.
+            ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them. Or
+                gradients go to `main_grad`.
         """
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        of_its_own = [name for name, p in named if getattr(p, "main_grad", None) is not None]
+        if of_its_own:
+            raise ValueError(
+                f"the gradient of {of_its_own[0]!r} goes to its main_grad, which grad_sync=True does not sum over the "
+                "context parallel ranks. Pass grad_sync=False to parallelize, and let what reduces main_grad take the "
+                "mean over these ranks too; or remove main_grad."
+            )
         # The id tells a parameter from copies that carry its attributes but not its hooks.
-        self._forget()  # what a backward that raised has left
-        named = model.named_parameters()
-        missing = [(name, p) for name, p in named if p.requires_grad and getattr(p, _HOOKED, None) != id(p)]
+        missing = [(name, p) for name, p in named if getattr(p, _HOOKED, None) != id(p)]
         if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
             raise ValueError(
                 "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
@@ -213,38 +228,73 @@ class GradientSync:
         """Whether some parameters were used by some ranks only: then every forward needs `note_use`."""
         return bool(self._partly_used)
 
-    def note_use(self, model: nn.Module, outputs: Sequence[Tensor]) -> None:
+    def note_use(self, model: nn.Module, outputs: Sequence[Tensor], *, routed: bool) -> None:
         """Find out which parameters only some ranks used for `outputs`. A collective call.
 
         Once found, they are summed at the end of every backward, in one order: what uses them changes with the batch.
+
+        Args:
+            routed: the model has experts.
+
+        Raises:
+            ValueError: there are such parameters, and what looks at their gradients in the middle of backward; or a
+                reentrant checkpoint in a model with experts, which hides what is used.
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
-        used = {id(leaf) for t in outputs for leaf in leaves_of(t)}
-        here = torch.tensor([id(p) in used for p in parameters], dtype=torch.float32, device=self.mesh.device_type)
-        counts = all_reduce(here, group=self.mesh).tolist()
+        nodes = [node for t in outputs for node in _nodes_of(t)]
+        used = {id(leaf) for leaf in _leaves(nodes)}
+        hidden = routed and any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        here = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32)
+        *counts, hidden = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
+        if hidden:
+            raise ValueError(
+                "a reentrant checkpoint hides which experts a context parallel rank has used; checkpoint with "
+                "use_reentrant=False."
+            )
         self._partly_used |= {id(p): p for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()}
         if self._partly_used:
+            self._refuse_onlookers()
             for t in outputs:
                 t.register_hook(self._queue)
 
+    def _refuse_onlookers(self) -> None:
+        in_ddp = DistributedDataParallel._get_active_ddp_module() is not None
+        held = self._partly_used.values()
+        if in_ddp or any(len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks for p in held):
+            what = "DistributedDataParallel looks" if in_ddp else "a hook on them looks"
+            raise ValueError(
+                "only some of the context parallel ranks have used some parameters, whose gradients are summed when "
+                f"backward has ended, and {what} at them before. Pass grad_sync=False to parallelize, and reduce the "
+                "gradients over a mesh that includes the context parallel ranks, by fully_shard or by "
+                "DistributedDataParallel with find_unused_parameters=True."
+            )
+
     def _sum(self, name: str, key: int, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward was called with create_graph=True; gradients that are summed over context parallel ranks "
+                "cannot be differentiated again. Leave create_graph out."
+            )
         self._queue(grad)
         if key not in self._partly_used:
             self._summed.append(name)
             return _sum_over(self.mesh, grad)
         self._only_asked |= is_captured(get_gradient_edge(self._partly_used[key]).node)
-        self._held[key] = grad
+        # A reentrant checkpoint's backward, which runs in the midst of this one, comes here too.
+        self._held[key] = self._held[key] + grad if key in self._held else grad
         return torch.zeros_like(grad)
 
     def _queue(self, grad: Tensor) -> None:
-        if not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._end)
+        if self._queued() is None:
+            end = partial(self._end)
+            self._queued = weakref.ref(end)
+            self._held, self._summed, self._only_asked = {}, [], False
+            Variable._execution_engine.queue_callback(end)
 
     @torch.no_grad()
     def _end(self) -> None:
         held, summed, asked = self._held, self._summed, self._only_asked
-        self._forget()
+        self._held, self._queued = {}, _nothing
         self._compare(summed)
         if self._partly_used:
             self._sum_held(held, asked)
@@ -253,6 +303,8 @@ class GradientSync:
         """Raises:
         RankMismatchError: on all ranks, which have summed gradients of different parameters into each other.
         """
+        if is_capturing():
+            return
         number = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64)
         numbers = all_gather(number.to(self.mesh.device_type), 0, group=self.mesh).tolist()
         if len(set(numbers)) == 1:
@@ -283,23 +335,29 @@ class GradientSync:
             total = _sum_over(self.mesh, held[key] if key in held else torch.zeros_like(parameter))
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
-    def _forget(self) -> None:
-        self._held, self._summed, self._queued, self._only_asked = {}, [], False, False
+
+def _nothing() -> None:
+    return None
 
 
 def leaves_of(t: Tensor) -> list[Tensor]:
     """The tensors whose gradients a backward from `t` accumulates."""
-    if t.grad_fn is None:
-        return [t]
-    leaves, seen, nodes = [], {t.grad_fn}, [t.grad_fn]
+    return _leaves(_nodes_of(t))
+
+
+def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+
+
+def _nodes_of(t: Tensor) -> set[Any]:
+    """All that a backward from `t` may come to."""
+    first = get_gradient_edge(t).node
+    seen, nodes = {first}, [first]
     while nodes:
-        node = nodes.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves.append(node.variable)  # type: ignore[attr-defined]  # only this kind of node has one
-        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        following = {node for node, _ in nodes.pop().next_functions if node is not None} - seen
         seen |= following
         nodes.extend(following)
-    return leaves
+    return seen
 
 
 @torch.no_grad()

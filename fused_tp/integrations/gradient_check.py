@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from fused_tp.integrations.batch_check import is_due
+from fused_tp.integrations.outputs import tensors_in
 from fused_tp.runtime.errors import listed
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.store import exchange
@@ -47,7 +48,7 @@ class GradientCheck:
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        outputs = [t for t in tree_leaves(dict(output) if isinstance(output, dict) else output) if _has_backward(t)]
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
         self.calls += bool(outputs)
         if outputs and is_due(self.calls):
             self._queued = False  # also after a backward that raised
@@ -66,10 +67,13 @@ class GradientCheck:
         mine = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
         ranks = exchange(resolve_group(self.mesh), "gradients of whole parameters", mine)
         # By what all ranks have: each comes to the same answer. A rank without a gradient has zeros.
-        of_all = max(sum(norm**2 for norm, _ in theirs.values()) for theirs in ranks) ** 0.5
-        worst = {}
+        of_all = max(sum(norm**2 for norm, _ in theirs.values() if isfinite(norm)) for theirs in ranks) ** 0.5
+        worst: dict[str, float] = {}
         for name in dict.fromkeys(name for theirs in ranks for name in theirs):
             norms, projections = zip(*(theirs.get(name, (0.0, 0.0)) for theirs in ranks), strict=True)
+            if not all(map(isfinite, norms)):
+                worst |= {name: inf} if any(map(isfinite, norms)) else {}
+                continue
             difference = max(projections) - min(projections)
             if difference > max(_OF_ITS_OWN * max(norms), _OF_ALL * of_all):
                 worst[name] = difference / max(norms)
@@ -92,10 +96,6 @@ class GradientCheck:
             whole = all(placement.is_replicate() for placement in (*parameter.placements, *gradient.placements))
             if whole and parameter.device_mesh == self.mesh:
                 yield name, gradient.to_local()
-
-
-def _has_backward(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.requires_grad
 
 
 def _sketch(gradient: Tensor) -> Tensor:

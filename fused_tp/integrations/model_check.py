@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -17,15 +17,16 @@ _SAMPLE = 1021  # numbers of a tensor that are compared: weights that were drawn
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
-    """Compare parameters and buffers over the ranks of `meshes`: names, shapes, dtypes and a sample of the numbers.
+    """Compare parameters and persistent buffers over the ranks of `meshes`: names, shapes, dtypes, whether they require
+    grad, and a sample of the numbers.
 
-    What a rank holds on the meta device has no numbers to compare.
+    What a rank holds on the meta device has no numbers to compare, nor has what is not dense.
 
     Raises:
         RankMismatchError: on all ranks; names what differs and how to make it equal.
     """
-    named = chain(model.named_parameters(), model.named_buffers())
-    mine = {name: [list(t.shape), str(t.dtype), _sample(t)] for name, t in named}
+    named = chain(model.named_parameters(), _persistent_buffers(model))
+    mine = {name: [list(t.shape), str(t.dtype), t.requires_grad, _sample(t)] for name, t in named if _is_plain(t)}
     sums = of_all_ranks(meshes, "a checksum of the model", checksum(repr(mine)))
     if len(set(sums)) == 1:
         return
@@ -40,19 +41,34 @@ def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
             more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
             raise RankMismatchError(
                 f"the ranks of {dims} have made different models: {listed(map(repr, differ[:4]))}{more} of rank {i} of "
-                f"the {len(ranks)} differ from another rank's in shape, dtype or values. Each is to keep a part of one "
-                "model. Give all ranks one random state before they make it (torch.manual_seed(0)), or load the same "
-                "checkpoint on all of them."
+                f"the {len(ranks)} differ from another rank's in shape, dtype, requires_grad or values. Each is to "
+                "keep a part of one model. Give all ranks one random state before they make it (torch.manual_seed(0)), "
+                "or load the same checkpoint on all of them."
             )
 
 
 def _alike(one: list[object], other: list[object] | None) -> bool:
-    return other is not None and one[:2] == other[:2] and (None in (one[2], other[2]) or one[2] == other[2])
+    return other is not None and one[:-1] == other[:-1] and (None in (one[-1], other[-1]) or one[-1] == other[-1])
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not (t.is_nested or t.is_quantized)
 
 
 def _sample(t: Tensor) -> int | None:
-    """A checksum of some of the numbers of `t`; None on the meta device."""
+    """A checksum of some of the numbers of `t`; None on the meta device, and of numbers of less than a byte."""
     if t.is_meta:
         return None
-    flat = t.detach().reshape(-1)
-    return checksum(flat[:: max(1, flat.numel() // _SAMPLE)].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    places = torch.arange(0, t.numel(), max(1, t.numel() // _SAMPLE), device=t.device)
+    try:  # by index: flattening would copy all of a transposed tensor
+        sample = t.detach()[torch.unravel_index(places, t.shape)] if t.ndim and t.numel() else t.detach()
+    except NotImplementedError:
+        return None
+    return checksum(sample.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -75,13 +75,15 @@ def parallelize(
     Gradients: over the TP ranks they are complete after backward in any case. After the first backward passes and now
     and then (`FUSED_TP_CHECK_BATCH`) the TP ranks compare those of parameters that each holds whole, and ValueError
     names what differs. Over the CP ranks each rank's are its own tokens' share of the global loss. `grad_sync=True`
-    SUMS the shares in backward. `grad_sync=False` leaves them, each times the CP size, to FSDP2 or DDP over a mesh that
-    includes the CP ranks, which take the MEAN.
+    SUMS the shares in backward; so what a caller adds to the loss that comes from no tokens, such as a penalty on
+    parameters, is to be divided by the CP size. `grad_sync=False` leaves them, each times the CP size, to FSDP2 or DDP
+    over a mesh that includes the CP ranks, which take the MEAN.
 
     With `grad_sync` a gradient is summed as soon as backward has it, before hooks that were registered after the first
     forward, DistributedDataParallel and optimizers see it. The CP ranks compare which parameters they have used, at
     the same forward passes as above, and at each of a model that has modules named "expert". Those that only some
-    ranks used are summed at the end of backward, in this and all later steps.
+    ranks used are summed at the end of backward, in this and all later steps; under DistributedDataParallel and with
+    hooks on them that is refused. When backward ends the ranks compare what they have summed (RankMismatchError).
 
     Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must be the same on
     them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of different lengths
@@ -122,6 +124,8 @@ def parallelize(
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
     check_bool(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, grad_sync=grad_sync)
     tp_mesh, cp_mesh = _find_dims(mesh, tp_dim, cp_dim)
+    meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
+    check_equal_models(model, meshes)  # before what one rank may refuse and another not
     if tp_mesh is None and (sequence_parallel or loss_parallel):
         asked = "sequence_parallel" if sequence_parallel else "loss_parallel"
         if tp_dim not in (mesh.mesh_dim_names or ()):
@@ -155,8 +159,6 @@ def parallelize(
         check_plain_model(model, resolved, parallelism)
         sequence = PlainSequence(model, parallelism, resolved)
 
-    meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
-    check_equal_models(model, meshes)
     if tp_mesh is not None:
         warn_of_small_share(model, resolved)
         memo = WeakIdKeyDictionary()

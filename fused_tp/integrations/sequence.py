@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_map
 
 from fused_tp.integrations.batch_check import is_due
 from fused_tp.integrations.forward_shard import (
@@ -25,6 +24,7 @@ from fused_tp.integrations.forward_shard import (
     running_node,
 )
 from fused_tp.integrations.global_loss import GlobalLoss, GradientSync, leaves_of, scale_gradient, shift
+from fused_tp.integrations.outputs import map_tensors, tensors_in
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
 
@@ -349,8 +349,8 @@ class SequenceSharding:
         with_gradients = self.sync is not None and torch.is_grad_enabled()
         self._calls += with_gradients
         if self.sync is not None and with_gradients and (self._routes or self.sync.partly or is_due(self._calls)):
-            found = tree_flatten(dict(output) if isinstance(output, dict) else output)[0]
-            self.sync.note_use(model, [t for t in found if isinstance(t, Tensor) and t.requires_grad])
+            outputs = [t for t in tensors_in(output) if t.requires_grad]
+            self.sync.note_use(model, outputs, routed=self._routes)
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
@@ -370,27 +370,6 @@ class SequenceSharding:
         t = shard.cp.unshard(t, 1)
         # Every rank computes the same from the whole output, so its gradient is counted once.
         return t if parallelism.grad_sync else scale_gradient(t, shard.cp.mesh.size())
-
-
-def map_tensors(function: Callable[[Tensor], Any], output: Any) -> Any:
-    """`output`, a nest of tuples, lists and dicts, with every tensor replaced by function(tensor).
-
-    Raises:
-        TypeError: it holds an object that cannot be searched, such as a dataclass; the tensors in it would stay what
-            one rank has.
-    """
-
-    def one(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        if is_dataclass(value):
-            raise TypeError(
-                f"forward returned a {type(value).__name__}, which cannot be searched for tensors of a part of the "
-                "sequence; return a NamedTuple, tuple, list or dict, or register it by torch.utils._pytree."
-            )
-        return value
-
-    return tree_map(one, output)
 
 
 def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import weakref
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -305,6 +306,60 @@ def test_experts_that_some_ranks_have_no_token_for(group: dist.ProcessGroup, shm
         for model in (whole, parallel):
             model(tokens).square().mean().backward()
         assert_same_gradients(parallel, whole)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_experts_of_a_model_that_its_caller_checkpoints(group: dist.ProcessGroup, use_reentrant: bool) -> None:
+    """One backward of two forward passes, the first of which runs again in its midst."""
+    whole, tokens = Routed(), torch.arange(7)[None]
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    for model in (whole, parallel):
+        given = torch.zeros((), requires_grad=True)  # for which a reentrant checkpoint has a gradient
+        again = checkpoint(lambda x, m=model: m(tokens[:, :4]) + x, given, use_reentrant=use_reentrant)
+        (again.square().mean() + model(tokens).square().mean()).backward()
+    assert_same_gradients(parallel, whole)
+
+
+@on_ranks(2)
+def test_experts_after_a_backward_that_raised(group: dist.ProcessGroup) -> None:
+    whole, tokens = Routed(), torch.arange(7)[None]
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    first, second = (parallel(given).square().mean() for given in (tokens.flip(1), tokens))
+    handle = parallel.embed.weight.register_hook(_fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        first.backward()
+    handle.remove()
+    parallel.zero_grad()
+    second.backward()
+    whole(tokens).square().mean().backward()
+    assert_same_gradients(parallel, whole)
+
+
+@on_ranks(2)
+def test_refusals_of_gradients_that_could_not_be_summed(group: dist.ProcessGroup) -> None:
+    mesh, tokens = mesh_of(group, 2, 1), make_tokens(1, 9)
+    whole = Routed()
+    for model in (
+        DistributedDataParallel(parallelize(copy_of(whole), mesh), process_group=group),
+        parallelize(copy_of(whole), mesh),
+    ):
+        if not isinstance(model, DistributedDataParallel):
+            for parameter in model.experts.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(ValueError, match="looks at them before"):
+            model(tokens)
+    model = parallelize(copy_of(whole), mesh)
+    model.experts[0].forward = partial(checkpoint, model.experts[0].forward, use_reentrant=True)
+    with pytest.raises(ValueError, match="checkpoint with use_reentrant=False"):
+        model(tokens)
+    plain = parallelize(Branching(), mesh)
+    loss = plain(tokens).square().mean()
+    with pytest.raises(RuntimeError, match="Leave create_graph out"):
+        torch.autograd.grad(loss, list(plain.parameters()), create_graph=True)
+    plain.head.weight.main_grad = torch.zeros(67, 8)
+    with pytest.raises(ValueError, match=r"'head.weight' goes to its main_grad, which grad_sync=True"):
+        plain(tokens)
 
 
 class Branching(nn.Module):

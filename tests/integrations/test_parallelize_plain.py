@@ -248,7 +248,13 @@ def test_gradients_that_differ_between_ranks_are_an_error(group: dist.ProcessGro
     model.gain.requires_grad_(False)
     parallelize(model, mesh, plan=plan)
     backward(model)
-    backward(model)
+    if group.rank():
+        handle = model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+    with pytest.raises(ValueError, match=r"different gradients of 'norm\.weight'"):
+        backward(model)
+    if group.rank():
+        handle.remove()
+    model.zero_grad()
     model.dropped = 0.5
     torch.manual_seed(group.rank())
     with pytest.raises(ValueError, match=r"'norm.*drew different dropout"):

@@ -487,6 +487,20 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     for model, text in ((drawn, says.format("'model\\.norm", 2)), (longer, says.format("'more", 0))):
         refuses(RankMismatchError, text, parallelize, model, mesh)
         assert type(model.model.norm) is norm and type(model.lm_head) is torch.nn.Linear  # nothing is replaced
+    frozen, odd = make("llama"), make("llama")
+    frozen.requires_grad_(rank != 3)
+    refuses(
+        RankMismatchError,
+        "of rank 3 of the 4 differ from another rank's in shape, dtype, req",
+        parallelize,
+        frozen,
+        mesh,
+    )
+    odd.register_buffer("cache", torch.full((3,), rank), persistent=False)
+    odd.register_buffer("sparse", torch.eye(2).to_sparse())
+    odd.register_buffer("packed", torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
+    odd.register_buffer("expanded", torch.ones(1).expand(2, 3).t())
+    parallelize(odd, mesh)
     parallelize(make("llama").to("meta" if rank else "cpu"), mesh)  # one rank loads, and hands on
 
 
