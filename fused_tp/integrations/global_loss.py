@@ -316,7 +316,8 @@ class GradientSync:
             f"in one backward the context parallel ranks came to gradients of different parameters (rank 0 to {first!r}"
             f" where rank {other} came to {second!r}), so their sums are mixed up: do not take an optimizer step. "
             "Which parameters this model uses depends on a rank's tokens. Set FUSED_TP_CHECK_BATCH=1, and the ranks "
-            "ask each other at every forward pass which they use; models with 'expert' in a module's name do without."
+            "ask each other at every forward pass which they use, as they do for models with 'expert' in a module's "
+            "name; use_reentrant=False in checkpoints lets them see it."
         )
 
     def _sum_held(self, held: dict[int, Tensor], asked: bool) -> None:
