@@ -150,7 +150,7 @@ def advised_plan(kind: str, mesh: DeviceMesh) -> dict[str, str]:
     plan = dict(make_model(kind).tp_plan or {})
     for _ in range(20):
         with torch.device("meta"):
-            model = make_model(kind)
+            model = make_model(kind).to("meta")  # some make parameters on the CPU all the same
         try:
             parallelize(model, mesh, plan=plan)
         except ValueError as error:
