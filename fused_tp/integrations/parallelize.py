@@ -25,6 +25,7 @@ from fused_tp.integrations.plan import (
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
 from fused_tp.ops.arguments import check_bool
+from fused_tp.runtime.group import check_mesh_order
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -195,5 +196,6 @@ def _find_dims(mesh: DeviceMesh, tp_dim: str, cp_dim: str) -> tuple[DeviceMesh |
         )
     if mesh.get_coordinate() is None:
         raise ValueError("mesh does not contain this rank; only its members can hold a part of the model.")
+    check_mesh_order(mesh, tuple(names.index(dim) for dim in (cp_dim, tp_dim) if dim in names))
     tp_mesh, cp_mesh = (mesh[dim] if dim in names and mesh[dim].size() > 1 else None for dim in (tp_dim, cp_dim))
     return tp_mesh, cp_mesh

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.ops.attention_arguments import (
@@ -15,7 +16,7 @@ from fused_tp.ops.attention_arguments import (
     with_keywords,
 )
 from fused_tp.ops.ulysses_attention import attention_by_heads
-from fused_tp.runtime.group import ALONE, group_identity
+from fused_tp.runtime.group import ALONE, check_mesh_order, group_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -97,6 +98,8 @@ def context_parallel_attention(
     arXiv:2405.07719.
     """
     inner, ring = _dims(mesh, ulysses_dim, ring_dim)
+    if mesh.ndim > 1 and not is_dynamo_compiling():
+        check_mesh_order(mesh, (0, 1), flattened=True)
     return attention_by_heads(
         q,
         k,

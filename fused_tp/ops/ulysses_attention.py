@@ -7,7 +7,6 @@ the same work whatever the mask; but there can be no more ranks than heads.
 
 from __future__ import annotations
 
-from math import gcd
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -148,7 +147,9 @@ def attention_by_heads(
 def _one_for_equally_many(x: Tensor, heads: Heads, rank: int) -> Tensor:
     """Key heads of a rank, repeated so that each is read by equally many of its query heads, where it is not so."""
     own, per_kv_head = heads.of("q", rank), heads.heads // heads.kv_heads
-    each = gcd(len(own), per_kv_head)
+    each, rest = len(own), per_kv_head
+    while rest:  # their greatest common divisor, of symbolic sizes too
+        each, rest = rest, each % rest
     readers = [head // per_kv_head - own.start // per_kv_head for head in range(own.start, own.stop, each)]
     if readers == list(range(x.shape[2])):
         return x

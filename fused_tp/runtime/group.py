@@ -10,8 +10,10 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import ProcessGroup
@@ -202,6 +204,36 @@ def known_group(group: GroupLike | GroupName) -> Group | None:
         return known if known is not None and known.process_group in _pg_map else None
     process_group = group if isinstance(group, ProcessGroup) else _process_group(group)
     return _groups.get(process_group) if process_group in _pg_map else None
+
+
+@lru_cache(maxsize=64)
+def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool = False) -> None:
+    """Check that a rank's place along each of `dims` of `mesh` is its number in the group of that dim, up to one order
+    for all; with `flattened`, also that both together are its number in the group of all of them.
+
+    torch numbers the ranks of every group in ascending order, whatever the order of the mesh.
+
+    Raises:
+        ValueError: ranks of one number in one group have different numbers in another.
+    """
+    numbers = {dim: mesh.mesh.argsort(dim).argsort(dim) for dim in dims}
+    aligned = all(
+        torch.equal(number, number.narrow(other, 0, 1).expand_as(number))
+        for dim, number in numbers.items()
+        for other in dims
+        if other != dim
+    )
+    if flattened and aligned:
+        order = mesh.mesh.flatten().argsort().argsort().view(mesh.mesh.shape)
+        place = torch.zeros_like(order)
+        for dim, number in numbers.items():
+            place = place * mesh.size(dim) + number
+        aligned = torch.equal(place, order)
+    if not aligned:
+        raise ValueError(
+            f"mesh has the ranks {mesh.mesh.tolist()}; they must ascend along every dim. torch numbers the ranks of a "
+            "group in ascending order, and those that belong together would have different numbers."
+        )
 
 
 class GroupIdentity(NamedTuple):

@@ -221,6 +221,14 @@ def test_compile_with_dynamic_shapes(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(outcome(compiled, leaves), outcome(fn, leaves))
 
 
+@on_ranks(2)
+def test_compile_with_dynamic_heads(group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(fused_tp.ulysses_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    q, k, v = (seeded(1, 4, heads, 8) for heads in (4, 2, 2))
+    torch.testing.assert_close(compiled(q, k, v, group=group), fused_tp.ulysses_attention(q, k, v, group=group))
+
+
 def checkpointed_and_under_autocast(group: dist.ProcessGroup) -> None:
     """Matmuls run in bf16 and give the gradients their leaves' dtype; residual streams and losses stay fp32."""
     for name, (fn, leaves) in calls(group).items():

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+import fused_tp
 from fused_tp import RankMismatchError
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.state_dict import load_full_state_dict, save_whole
@@ -502,6 +503,10 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     odd.register_buffer("expanded", torch.ones(1).expand(2, 3).t())
     parallelize(odd, mesh)
     parallelize(make("llama").to("meta" if rank else "cpu"), mesh)  # one rank loads, and hands on
+    crossed = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("cp", "tp"))
+    refuses(ValueError, "must ascend along every dim", parallelize, make("llama"), crossed)
+    q = torch.ones(1, 2, 2, 8)
+    refuses(ValueError, "must ascend", fused_tp.context_parallel_attention, q, q, q, mesh=crossed, seq_len=8)
 
 
 @on_ranks(2)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
 from fused_tp.cli.main import main
 from fused_tp.ops.explain import explain_for, tensor_arguments
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.runtime.group import group_by_name, resolve_group
+from fused_tp.runtime.group import check_mesh_order, group_by_name, resolve_group
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.transport.base import sum_in_rank_order
 
@@ -251,3 +253,20 @@ def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> Non
         except SystemExit as refused:  # as argparse does it
             status = int(refused.code or 0)
         assert status == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "served", "flattened"),
+    [
+        ([[0, 1], [2, 3]], True, True),
+        ([[3, 2], [1, 0]], True, True),
+        ([[0, 2], [1, 3]], True, False),  # 1 and 2 come in another order in the group of all four
+        ([[0, 1], [3, 2]], False, False),  # 0 and 3 have different numbers in their rows' groups
+        ([[3, 1], [0, 2]], False, False),
+    ],
+)
+def test_meshes_whose_groups_number_their_ranks_apart(ranks: list[list[int]], served: bool, flattened: bool) -> None:
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("cp", "tp"), _init_backend=False, _rank=0)
+    for together, fits in ((False, served), (True, flattened)):
+        with nullcontext() if fits else pytest.raises(ValueError, match="must ascend along every dim"):
+            check_mesh_order(mesh, (0, 1), flattened=together)
