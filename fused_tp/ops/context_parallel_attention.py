@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, overload
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -98,8 +99,9 @@ def context_parallel_attention(
     arXiv:2405.07719.
     """
     inner, ring = _dims(mesh, ulysses_dim, ring_dim)
-    if mesh.ndim > 1 and not is_dynamo_compiling():
-        check_mesh_order(mesh, (0, 1), flattened=True)
+    unknown = mesh.ndim > 1 and not is_dynamo_compiling() and mesh not in _in_order
+    if unknown and check_mesh_order(mesh, (0, 1), flattened=True):
+        _in_order.add(mesh)
     return attention_by_heads(
         q,
         k,
@@ -110,6 +112,9 @@ def context_parallel_attention(
         strided=inner is not None and ring is not None and ring > inner,
         return_lse=return_lse,
     )
+
+
+_in_order: WeakSet[DeviceMesh] = WeakSet()  # those that were checked; weak, because meshes hold their process groups
 
 
 def _dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int | None]:

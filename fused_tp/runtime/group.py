@@ -10,9 +10,9 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
@@ -206,34 +206,37 @@ def known_group(group: GroupLike | GroupName) -> Group | None:
     return _groups.get(process_group) if process_group in _pg_map else None
 
 
-@lru_cache(maxsize=64)
-def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool = False) -> None:
-    """Check that a rank's place along each of `dims` of `mesh` is its number in the group of that dim, up to one order
-    for all; with `flattened`, also that both together are its number in the group of all of them.
+def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool = False) -> bool:
+    """Check that a rank has one number in the groups of each of `dims` of `mesh`, wherever it lies along the others;
+    with `flattened`, also that these numbers, the last dim fastest, are that in the group of the whole mesh.
 
     torch numbers the ranks of every group in ascending order, whatever the order of the mesh.
 
+    Returns:
+        Whether it was checked: not inside of a dispatch mode, which may take no tensors from outside, as a mesh's are.
+
     Raises:
-        ValueError: ranks of one number in one group have different numbers in another.
+        ValueError: ranks that belong together have different numbers.
     """
-    numbers = {dim: mesh.mesh.argsort(dim).argsort(dim) for dim in dims}
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    ranks = np.array(mesh.mesh.tolist())
+    numbers = [ranks.argsort(dim).argsort(dim) for dim in dims]
     aligned = all(
-        torch.equal(number, number.narrow(other, 0, 1).expand_as(number))
-        for dim, number in numbers.items()
+        np.array_equal(number, np.broadcast_to(number.take([0], other), ranks.shape))
+        for dim, number in zip(dims, numbers, strict=True)
         for other in dims
         if other != dim
     )
     if flattened and aligned:
-        order = mesh.mesh.flatten().argsort().argsort().view(mesh.mesh.shape)
-        place = torch.zeros_like(order)
-        for dim, number in numbers.items():
-            place = place * mesh.size(dim) + number
-        aligned = torch.equal(place, order)
+        sizes = tuple(ranks.shape[dim] for dim in dims)
+        aligned = np.array_equal(np.ravel_multi_index(numbers, sizes).ravel(), ranks.ravel().argsort().argsort())
     if not aligned:
         raise ValueError(
-            f"mesh has the ranks {mesh.mesh.tolist()}; they must ascend along every dim. torch numbers the ranks of a "
+            f"mesh has the ranks {ranks.tolist()}; they must ascend along every dim. torch numbers the ranks of a "
             "group in ascending order, and those that belong together would have different numbers."
         )
+    return True
 
 
 class GroupIdentity(NamedTuple):

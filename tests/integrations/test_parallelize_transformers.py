@@ -530,6 +530,12 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
             out.loss = out.loss + 1e-4 * out.logits.logsumexp(-1).square().mean()  # of this rank's tokens
             return out
 
+    class Copying(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **{**kwargs, "labels": kwargs["labels"].int()})
+            out.loss = out.loss.bfloat16()
+            return out
+
     class Other(Handing):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **{**kwargs, "labels": kwargs["labels"].clamp_max(5)})
@@ -540,6 +546,12 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
         further = make("llama")
         further.__class__ = kind
         refuses(ValueError, says, parallelize(further, mesh), input_ids=tokens, labels=tokens)
+    copying = make("llama")
+    copying.__class__ = Copying
+    parallelize(copying, mesh)(input_ids=tokens, labels=tokens)
+    with torch.no_grad():
+        copying.lm_head.weight.fill_(torch.nan)
+    assert copying(input_ids=tokens, labels=tokens).loss.isnan()
     parallel.__class__ = Handing
     parallelize(parallel, mesh)
     assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens).loss)

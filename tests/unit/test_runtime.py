@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
@@ -269,4 +270,6 @@ def test_meshes_whose_groups_number_their_ranks_apart(ranks: list[list[int]], se
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("cp", "tp"), _init_backend=False, _rank=0)
     for together, fits in ((False, served), (True, flattened)):
         with nullcontext() if fits else pytest.raises(ValueError, match="must ascend along every dim"):
-            check_mesh_order(mesh, (0, 1), flattened=together)
+            assert check_mesh_order(mesh, (0, 1), flattened=together)
+    with FakeTensorMode():
+        assert not check_mesh_order(mesh, (0, 1))
