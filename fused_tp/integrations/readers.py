@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-from functools import cache
+import sys
+from collections.abc import Iterator
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import nn
@@ -26,6 +27,8 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
     `by_forward`: that its method `forward` reads; other methods may never be called.
     """
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(module._parameters)
+    if not names:
+        return []
     kind: Any = type(module)
     chains = _chains(kind, by_forward)
     held = {name for name, child in module.named_modules() if isinstance(child, (nn.ParameterList, nn.ParameterDict))}
@@ -39,26 +42,40 @@ def _chains(kind: Any, by_forward: bool) -> frozenset[str]:
     for base in kind.__mro__:
         if not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
             continue
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        for method in ast.walk(tree):
+        definition = _classes(base.__module__).get(base.__qualname__)
+        for method in ast.walk(definition) if definition else ():
             if not isinstance(method, ast.FunctionDef) or method.name in _PREPARE:
                 continue
             if method.name == "forward" or not by_forward:
-                described = {
-                    id(node.value)
-                    for node in ast.walk(method)
-                    if isinstance(node, ast.Attribute) and node.attr in _DESCRIBE
-                }
+                read = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
+                described = {id(node.value) for node in read if node.attr in _DESCRIBE}
                 owners = {"self", *(a.arg for a in method.args.args[:1])}
-                found |= {
-                    _chain(n, owners)
-                    for n in ast.walk(method)
-                    if isinstance(n, ast.Attribute) and id(n) not in described
-                }
+                found |= {_chain(node, owners) for node in read if id(node) not in described}
     return frozenset(found)
+
+
+@lru_cache(maxsize=4)  # the classes of a model are those of few files; a parsed file takes megabytes
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Definitions of the classes in a module's source, by qualified name; {} where there is no source.
+
+    inspect.getsource parses the whole file anew for every class, which took most of the time of `parallelize`.
+    """
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return {}
+    return dict(_definitions(tree, ""))
+
+
+def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield prefix + child.name, child
+            yield from _definitions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _definitions(child, f"{prefix}{child.name}.<locals>.")
+        elif isinstance(child, ast.stmt):
+            yield from _definitions(child, prefix)
 
 
 def _chain(node: ast.expr, owners: set[str]) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import copy
 import json
 import logging
 import re
@@ -54,14 +55,15 @@ LOSS, GRADIENT = 2e-5, 2e-3  # differences; a gradient's relative to its largest
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "output_dim"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 128),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_key_value_heads", "encoder_layers"), 2),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank", "linear_head_dim"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     **dict.fromkeys(("n_group", "topk_group", "bos_token_id"), 1),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
     **dict.fromkeys(("pad_token_id", "num_nextn_predict_layers"), 0),
@@ -71,11 +73,14 @@ SMALL: dict[str, Any] = {
 }
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 RANDOM = ("dropout", "pdrop", "jitter")  # parts of names of what would draw numbers
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # twice the hidden size
 OWN_SIZES: dict[str, dict[str, Any]] = {
+    "bamba": MAMBA,
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "granitemoehybrid": MAMBA,
     "llama4_text": {"floor_scale": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},
@@ -145,14 +150,13 @@ def is_ours(error: BaseException) -> bool:
     return inside and isinstance(error, ValueError | TypeError | NotImplementedError)
 
 
-def advised_plan(kind: str, mesh: DeviceMesh) -> dict[str, str]:
-    """The plan of that type without the names that refusals ask to leave out."""
-    plan = dict(make_model(kind).tp_plan or {})
+def advised_plan(whole: Any, mesh: DeviceMesh) -> dict[str, str]:
+    """The plan of that model without the names that refusals ask to leave out."""
+    plan = dict(whole.tp_plan or {})
+    on_meta = copy.deepcopy(whole).to("meta")
     for _ in range(20):
-        with torch.device("meta"):
-            model = make_model(kind).to("meta")  # some make parameters on the CPU all the same
         try:
-            parallelize(model, mesh, plan=plan)
+            parallelize(copy.deepcopy(on_meta), mesh, plan=plan)
         except ValueError as error:
             listed, one = re.search(r"not in (\[.*?\])", str(error)), re.search(r"[Ll]eave ('.*?') out of", str(error))
             names = ast.literal_eval(listed[1]) if listed else [ast.literal_eval(one[1])] if one else []
@@ -168,12 +172,12 @@ def matches(name: str, pattern: str) -> bool:
     return name == pattern or re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
 
 
-def compare(kind: str, mesh: DeviceMesh, mode: str, expected: Any, tokens: Tensor) -> tuple[str, str]:
-    """The outcome for one type and mode, and what there is to say of it."""
+def compare(whole: Any, mesh: DeviceMesh, mode: str, expected: Any, tokens: Tensor) -> tuple[str, str]:
+    """The outcome for one model and mode, and what there is to say of it."""
     keywords = MODES[mode][1]
     if mode == "advised":
-        keywords = {"plan": advised_plan(kind, mesh) or "auto"}
-    model = make_model(kind)
+        keywords = {"plan": advised_plan(whole, mesh) or "auto"}
+    model = copy.deepcopy(whole)
     before = outline(model)
     try:
         parallelize(model, mesh, **keywords)
@@ -214,18 +218,19 @@ def sweep_rank(group: dist.ProcessGroup, kind: str, modes: Sequence[str]) -> dic
     tokens = torch.randint(3, VOCAB, TOKENS)
     try:
         whole = make_model(kind)
-        loss = whole(input_ids=tokens, labels=tokens).loss
+        model = copy.deepcopy(whole)
+        loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
     except Exception as error:
         return dict.fromkeys(modes, ("alone", f"{type(error).__name__}: {error}"))
-    expected = float(loss.detach()), {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    expected = float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     found = {}
     for mode in modes:
         if mode == "advised" and found.get("tp", ("",))[0] == "right":
             found[mode] = found["tp"]  # there was no advice to follow
             continue
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(MODES[mode][0],))
-        found[mode] = compare(kind, mesh, mode, expected, tokens)
+        found[mode] = compare(whole, mesh, mode, expected, tokens)
     return found
 
 

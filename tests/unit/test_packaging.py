@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from fused_tp.transport.native_kernels import built_for
-from tests.native_build import native_build
+from tests.native_build import native_build, prebuild
 from tests.workers import REPOSITORY
 
 pytestmark = pytest.mark.full
@@ -195,6 +196,15 @@ def test_what_fails_is_named(unpacked_sdist: Path, tmp_path: Path) -> None:
         assert "native core was not built" in done.stdout and "heap.cpp" in done.stdout
 
 
+def compile_device_kernels() -> None:
+    builder = native_build()
+    with tempfile.TemporaryDirectory() as unused:
+        builder.CudaBuild().run(Path(unused, "_cuda.so"), builder.cuda_folder())
+
+
+prebuild(compile_device_kernels)
+
+
 @pytest.fixture(scope="module")
 def native_tree(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(sources that have been built, their wheel with the core and the device kernels, which no later build replaces).
@@ -204,7 +214,7 @@ def native_tree(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) 
     """
     builder = native_build()
     try:
-        builder.CudaBuild().run(tmp_path_factory.mktemp("cuda") / "_cuda.so", builder.cuda_folder())
+        compile_device_kernels()
     except builder.NotBuiltError as error:
         pytest.skip(str(error))
     tree = tmp_path_factory.mktemp("native") / "tree"
