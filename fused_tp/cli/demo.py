@@ -133,6 +133,8 @@ class DemoSettings:
         for name in ("sequence_parallel", "loss_parallel"):
             if getattr(self, name) and tp == 1:
                 raise ValueError(f"{option(name)} shards over the tensor-parallel ranks, and --tp is 1; leave it out.")
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"--seed is {self.seed}; it must be from 0 to {(1 << 32) - 1}.")
         if not self.prompt:
             raise ValueError("--prompt is empty; a sample starts from at least one token.")
         world_size = os.environ.get("WORLD_SIZE")
@@ -192,6 +194,9 @@ def main(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fused-tp demo: {error}", file=sys.stderr)
         return 2
+    except ChildProcessError as error:
+        print(f"fused-tp demo: {error}", file=sys.stderr)
+        return 1
     if os.environ.get("RANK", "0") != "0":
         return 0  # under torchrun, rank 0 reports
     return 0 if json.loads((settings.out / "demo.json").read_text())["trained_alike"] else 1

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import statistics
+import tempfile
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from itertools import accumulate
@@ -175,8 +176,12 @@ def report(result: DemoResult) -> None:
     """Write demo.json and demo.png into settings.out and print the rest."""
     out = result.settings.out
     out.mkdir(parents=True, exist_ok=True)
-    (out / "demo.json").write_text(json.dumps(result.to_json(), indent=1) + "\n")
-    plot(result, out / "demo.png")
+    with tempfile.TemporaryDirectory(dir=out) as folder:  # so that a full disk leaves the old ones
+        written = Path(folder, "demo.json"), Path(folder, "demo.png")
+        written[0].write_text(json.dumps(result.to_json(), indent=1) + "\n")
+        plot(result, written[1])
+        for file in written:
+            file.replace(out / file.name)
     print_tables(result)
 
 

@@ -8,7 +8,9 @@ the machine does affects both equally, and the ratio of their times can be trust
 from __future__ import annotations
 
 import os
+import select
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -52,7 +55,8 @@ Advance = Callable[[Run, int], None]  # notes that a run has done one more of so
 def launch(settings: DemoSettings, start_method: str | None) -> None:
     """Run the demo on settings.ranks ranks, started by `start_method`, or being there already (None, under torchrun).
 
-    Raises ValueError where what was asked does not fit the model or the text; torch's errors where a rank has failed.
+    Raises ValueError where what was asked does not fit the model or the text, or cannot be written; ChildProcessError
+    where a signal has ended a rank; torch's errors where a rank has failed.
     """
     if start_method is None:
         _run_rank(settings, int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), None)
@@ -62,17 +66,35 @@ def launch(settings: DemoSettings, start_method: str | None) -> None:
     # This process holds the store of the ranks: no other process can take its port between the choice and its use.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        mp.start_processes(_started, (settings, store.port), settings.ranks, start_method=start_method)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException):
+        # Daemons: an interrupt here ends them, and does not wait for them.
+        arguments = (settings, store.port, os.getpid())
+        mp.start_processes(_started, arguments, settings.ranks, daemon=True, start_method=start_method)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         # The rank that refused may not be the one that exited first: its peers lose their connection to it.
         if store.check([REFUSAL]):
             raise ValueError(store.get(REFUSAL).decode()) from None
+        if isinstance(error, mp.ProcessExitedException) and error.signal_name:
+            raise ChildProcessError(f"{error.signal_name} has ended rank {error.error_index}.") from None
         raise
 
 
-def _started(rank: int, settings: DemoSettings, port: int) -> None:
+def _started(rank: int, settings: DemoSettings, port: int, launcher: int) -> None:
+    _end_with(launcher)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
     _run_rank(settings, rank, rank, store)
+
+
+def _end_with(process: int) -> None:
+    """Have this rank end when `process` does, even by a signal that it cannot act upon. On Linux only."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    ended = os.pidfd_open(process)
+
+    def wait() -> None:
+        select.select([ended], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _run_rank(settings: DemoSettings, rank: int, local_rank: int, store: dist.Store | None) -> None:
@@ -88,7 +110,7 @@ def _run_rank(settings: DemoSettings, rank: int, local_rank: int, store: dist.St
         dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks, timeout=timeout)
     try:
         rank_main(settings)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if store is not None:
             store.set(REFUSAL, str(error))
         raise
@@ -137,11 +159,11 @@ def rank_main(settings: DemoSettings) -> None:
             single, threaded = Run(SINGLE, 1, 0, [from_rank_0(0.0) for _ in range(settings.steps)]), None
         del model
         plain, fused, trainer, steps_in_all = train_parallel(demo, advance)
-    if settings.save is not None:
-        trainer.save(settings.save, steps=steps_in_all)
     sample = generate_sample(trainer.model, tokenizer, settings)
     if first:
         report(DemoResult(settings, parameters, tokenizer.name, steps_in_all, single, threaded, plain, fused, sample))
+    if settings.save is not None:  # last: a full disk loses no report
+        trainer.save(settings.save, steps=steps_in_all)
     dist.barrier()  # no rank destroys the group before all have ended the last collective
 
 
@@ -208,13 +230,18 @@ def train_parallel(demo: Demo, advance: Advance) -> tuple[Run, Run, Trainer, int
 
 
 def generate_sample(model: Any, tokenizer: Tokenizer, settings: DemoSettings) -> Sample | None:
-    """What `model` continues settings.prompt with, through its KV cache; None where --sample-tokens is 0.
+    """What `model` continues settings.prompt with, through its KV cache; None where --sample-tokens is 0, or where
+    training has diverged.
 
     Called by all ranks of a parallel model.
     """
     if settings.sample_tokens == 0:
         return None
     prompt = torch.tensor([tokenizer.encode(settings.prompt)], device=settings.device)
+    with torch.no_grad():
+        logits = model(prompt).logits
+    if not bool(logits.isfinite().all()):
+        return None
     torch.manual_seed(settings.seed)  # all ranks hold the same logits and must draw the same token from them
     started = time.perf_counter()
     if settings.hf is None:
@@ -398,8 +425,15 @@ class Trainer:
 
         Parameters are DTensors, so a checkpoint describes whole tensors however they are sharded: one saved at TP 2
         loads at TP 1 x CP 2, and into the unsharded model too.
+
+        Raises:
+            ValueError: it cannot be written.
         """
-        dcp.save(self._state(steps), checkpoint_id=path)
+        try:
+            dcp.save(self._state(steps), checkpoint_id=path)
+        except CheckpointException as error:
+            rank, (why, _) = next(iter(error.failures.items()))
+            raise ValueError(f"--save: rank {rank} cannot write to {path}: {why}") from error
 
     def load(self, path: Path, *, alone: bool = False) -> int:
         """How many steps were trained when `path` was saved; fills model and optimizer from it.

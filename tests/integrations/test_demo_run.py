@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fused_tp.cli import demo
@@ -113,3 +116,43 @@ def test_transformers_checkpoint_in_bf16(tmp_path: Path) -> None:
     line = f"--hf {tmp_path / 'model'} --batch 2 --seq 37 --sample-tokens 6 --steps 2 --tp 2 --dtype bf16"
     assert demo.main(parse(f"{line} --out {tmp_path / 'out'}")) == 0
     assert read_report(tmp_path / "out", within=BF16_ROUNDING)["tokenizer"] == "the tokenizer of model"
+
+
+def start_demo(out: Path, line: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fused_tp", "demo", *f"{TINY} {line} --out {out}".split()]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("whom", "sent", "code"),
+    [
+        ("command", signal.SIGINT, 130),
+        ("command", signal.SIGKILL, -signal.SIGKILL),
+        ("rank", signal.SIGKILL, 1),
+    ],
+)
+def test_all_end_when_one_is_ended(tmp_path: Path, whom: str, sent: signal.Signals, code: int) -> None:
+    command = start_demo(tmp_path, "--steps 100000 --tp 2")
+    deadline = time.monotonic() + 60
+    while len(ranks := [rank for server in psutil.Process(command.pid).children() for rank in server.children()]) < 2:
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.1)
+    started = psutil.Process(command.pid).children(recursive=True)
+    (psutil.Process(command.pid) if whom == "command" else ranks[1]).send_signal(sent)
+    _, said = command.communicate(timeout=20)
+    assert command.returncode == code, said
+    assert not psutil.wait_procs(started, timeout=10)[1]
+    assert whom == "command" or "SIGKILL has ended rank" in said.splitlines()[-1]
+
+
+@pytest.mark.full
+def test_a_run_that_diverged_and_cannot_be_saved_is_reported(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    (saved / "__0_0.distcp").mkdir(parents=True)  # where a file is to be
+    command = start_demo(tmp_path, f"--steps 3 --lr 1e30 --tp 2 --save {saved}")
+    _, said = command.communicate(timeout=120)
+    assert command.returncode == 2, said
+    assert f"fused-tp demo: --save: rank 0 cannot write to {saved}: " in said
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert report["sample"] is None and (tmp_path / "demo.png").exists()

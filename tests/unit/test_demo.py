@@ -74,6 +74,7 @@ BAD_ARGUMENTS = {
     "--sample-tokens -1": "--sample-tokens: is -1; it must be at least 0",
     "--sample-temperature -1": "--sample-temperature: is -1.0",
     "--prompt=": "--prompt is empty",
+    "--seed 4294967296": "--seed is 4294967296; it must be from 0 to 4294967295",
 }
 
 
