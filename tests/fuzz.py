@@ -165,6 +165,8 @@ def entropy(s: Source) -> Problem:
     vocab = s.choice((1, 2, 5, 8))
     labels = [s.choice((-100, s.randrange(vocab))) for _ in range(prod(rows))]
     target = torch.tensor(labels, dtype=torch.int64).view(rows)
+    if s.random() < 0.3:
+        target = torch.stack([target, target], -1)[..., 1]
     how = {"label_smoothing": s.choice((0.0, 0.1)), "reduction": s.choice(("mean", "sum", "none")), "vocab_size": vocab}
     parts = shard_sizes(vocab, s.ranks)
     given = [{"logits_shard": s.tensor(*rows, v, dtype=dtype), "target": target, **how} for v in parts]

@@ -82,7 +82,8 @@ class BatchCheck:
             return
         call = self.calls[model.training] = self.calls[model.training] + 1
         if is_due(call):
-            self._compare(sum(self.calls.values()), {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs})
+            arguments = {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs}
+            self._compare(sum(self.calls.values()), {**arguments, "training mode": [model.training]})
 
     def _compare(self, call: int, arguments: dict[str, Any]) -> None:
         described = {name: one for key, value in sorted(arguments.items()) for name, one in _described(key, value)}

@@ -92,6 +92,7 @@ class ForwardShard:
         target_count: how many targets count over all ranks, or the caller's num_items_in_batch.
         ignore_index: the target that does not count.
         logits_to_keep: the positions of the whole sequence that the caller wants logits of; 0 for all.
+        targets_version: `version_of` the targets as they were counted.
     """
 
     batch: int
@@ -102,6 +103,17 @@ class ForwardShard:
     target_count: Tensor | int | None = None
     ignore_index: int = -100
     logits_to_keep: int | Tensor = 0
+    targets_version: int = 0
+
+    @property
+    def targets_unchanged(self) -> bool:
+        """Whether the model's forward, which is given `targets` as its labels, has not written to them."""
+        return version_of(self.targets) == self.targets_version
+
+
+def version_of(t: Tensor | None) -> int:
+    """How often `t` was written to; 0 where that is not counted."""
+    return 0 if t is None or t.is_inference() or torch.compiler.is_compiling() else t._version
 
 
 @dataclass(frozen=True)

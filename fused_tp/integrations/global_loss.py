@@ -1,59 +1,51 @@
-"""The loss over all tokens of all ranks, and gradients over the context parallel ranks, each of which sees its own.
+"""The loss over all tokens of all ranks, where each computes logits of a part of the tokens or of the vocabulary.
 
-Every rank holds the derivative of the global loss through its own tokens, so the gradient is the SUM over the ranks.
-`GradientSync` adds them up in backward. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN instead;
-for them `scale_gradient` makes every rank's share as many times larger as there are ranks.
-
-Each gradient is summed where autograd hands it over: hooks that were there before the first forward see this rank's
-share, all that comes later sees the sum. Rejected: buckets that move while backward goes on, as DDP has them. What
-reads a gradient in the middle of backward (a hook, an optimizer that runs in backward, DDP itself) would see this
-rank's part, and a bucket that starts when it is full starts at different points of the ranks' ring attention where
-they do not run the same layers.
-
-A parameter that only some ranks have used (an expert that none of a rank's tokens was routed to) has its sum at the end
-of backward: a rank that does not use it does not get to its hook. When backward ends, the ranks compare which
-parameters they have summed, in which order: sums of two parameters of one shape look alike.
+Every rank holds the derivative of the global loss through its own tokens: the gradient is the SUM over the ranks, see
+`fused_tp.integrations.grad_sync`. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN instead; for them
+`scale_gradient` makes every rank's share as many times larger as there are ranks.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fused_tp.integrations.batch_check import is_capturing
 from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again
+from fused_tp.integrations.grad_sync import nodes_of
 from fused_tp.integrations.outputs import tensors_in
-from fused_tp.ops.collectives import all_gather, all_reduce
-from fused_tp.ops.main_grad import is_captured
+from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
-from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.base import checksum
-from fused_tp.transport.store import exchange
 
 # Keywords that would make it another loss, and the values that do not.
 OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
-_HOOKED = "_fused_tp_gradient_summed"
 
 
 def shift(labels: Tensor, ignore_index: int) -> Tensor:
     """The target of each token, which is its successor; the last token has none. Before the sequence is cut: a rank's
     last token is followed by a token of another rank."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedLoss:
+    """A loss, what it was when it was computed (a model may add to it in place), and its place in autograd's graph.
+
+    Attributes:
+        node: that of the loss, None where it has no gradient or a program is traced.
+        logits: that of the logits.
+    """
+
+    loss: Tensor
+    value: Tensor
+    node: Any
+    logits: Any
 
 
 @dataclass(eq=False)
@@ -69,14 +61,14 @@ class GlobalLoss:
         vocab_mesh: the ranks that the logits' last dim is cut over, or None.
         cp_mesh: the ranks that the sequence is cut over, or None.
         grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
-        computed: the losses of the forward pass that runs.
+        computed: of the forward pass that runs.
     """
 
     own: Callable[..., Tensor]
     vocab_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None
     grad_sync: bool
-    computed: list[Tensor] = field(default_factory=list)
+    computed: list[ComputedLoss] = field(default_factory=list)
 
     def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
         if runs_again():
@@ -94,7 +86,7 @@ class GlobalLoss:
                 f"{shard.ignore_index}; pass ignore_index to the model's forward, or use -100."
             )
         readable = not (torch.compiler.is_compiling() or is_capturing())
-        if readable and not same(labels, shard.targets):
+        if readable and not (same(labels, shard.targets) and shard.targets_unchanged):
             raise ValueError(
                 "The model calls its loss_function with other labels than it was given; over cut tokens or a cut "
                 "vocabulary only those are served. Compute another loss from the logits: call the model without labels."
@@ -114,12 +106,15 @@ class GlobalLoss:
         if self.cp_mesh is not None:
             loss = all_reduce(loss, group=self.cp_mesh)
             loss = loss if self.grad_sync else scale_gradient(loss, self.cp_mesh.size())
-        self.computed.append(loss)
+        traced = torch.compiler.is_compiling()
+        nodes = (None, None) if traced else (loss.grad_fn, logits.grad_fn)
+        self.computed.append(ComputedLoss(loss, loss.detach().clone(), *nodes))
         return loss
 
     def check_returned(self, output: Any) -> None:
         """Raises:
-        ValueError: `output`, of a forward pass that was given labels, does not hold the loss that was computed.
+        ValueError: `output`, of a forward pass that was given labels, does not hold the loss that was computed, or
+            another number with a gradient that comes from a part of the tokens or of the vocabulary.
         """
         computed, self.computed = self.computed, []
         if not computed:
@@ -129,13 +124,26 @@ class GlobalLoss:
                 "without labels."
             )
         if torch.compiler.is_compiling() or is_capturing():
-            return
-        if not any(same(t, loss) for t in tensors_in(output) for loss in computed):
+            held = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
+            if is_capturing() or any(one is found.loss for one in held for found in computed):
+                return  # else torch.compile gives the rest to Python, which reads the numbers
+        numbers = [t for t in tensors_in(output) if t.numel() == 1]
+        given = any(same(t, found.value) for t in numbers for found in computed)
+        if self.cp_mesh is None:  # what is made of whole tokens, such as a loss of routers, may be added in place
+            given = given or any(t is found.loss for t in numbers for found in computed)
+        others = [t for t in numbers if t.requires_grad and not any(same(t, found.value) for found in computed)]
+        if not given or any(self._is_of_a_part(t, computed) for t in others):
             raise ValueError(
                 "forward returned no loss that its loss_function computed: what it made of it, or added to it, it took "
                 "from this rank's part of the tokens or of the vocabulary. Add it outside, from the logits of a call "
                 "without labels."
             )
+
+    def _is_of_a_part(self, t: Tensor, computed: Sequence[ComputedLoss]) -> bool:
+        if self.cp_mesh is not None:
+            return True
+        nodes = nodes_of(t, behind=[found.node for found in computed])
+        return any(found.logits in nodes for found in computed)
 
     def _sum_of_own_tokens(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
         if logits.shape[:-1] != targets.shape:
@@ -165,218 +173,6 @@ def same(one: Any, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return torch.allclose(one.detach(), other.detach().to(one), rtol=0.0, atol=0.0, equal_nan=True)
-
-
-class GradientSync:
-    """Makes backward sum the gradients of a model's parameters over `mesh`.
-
-    The hook sits before AccumulateGrad, so it sums what one backward adds and never what was there before: gradients
-    may be accumulated over several backwards. All ranks of `mesh` must find gradients of the same parameters, but for
-    those that `note_use` has found out about: these have their gradients when backward has ended, and until then zeros.
-
-    Example:
-        >>> sync = GradientSync(mesh["cp"])
-        >>> sync.watch(model)                   # before each forward
-        >>> model(tokens).sum().backward()
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self._partly_used: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
-        self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
-        self._summed: list[str] = []  # the others that this backward has come to
-        self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
-        # What runs when backward ends, which alone holds it: one that has raised leaves nothing behind.
-        self._queued: Callable[[], Callable[[], None] | None] = _nothing
-
-    def __reduce__(self) -> Any:
-        return GradientSync, (self.mesh,)
-
-    def watch(self, model: nn.Module) -> None:
-        """Hook every trainable parameter of `model` that has not been.
-
-        Raises:
-            ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them. Or
-                gradients go to `main_grad`.
-        """
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        of_its_own = [name for name, p in named if getattr(p, "main_grad", None) is not None]
-        if of_its_own:
-            raise ValueError(
-                f"the gradient of {of_its_own[0]!r} goes to its main_grad, which grad_sync=True does not sum over the "
-                "context parallel ranks. Pass grad_sync=False to parallelize, and let what reduces main_grad take the "
-                "mean over these ranks too; or remove main_grad."
-            )
-        # The id tells a parameter from copies that carry its attributes but not its hooks.
-        missing = [(name, p) for name, p in named if getattr(p, _HOOKED, None) != id(p)]
-        if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise ValueError(
-                "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
-                "parallelize and a mesh that includes the context parallel ranks to fully_shard: it then reduces the "
-                "gradients."
-            )
-        for name, parameter in missing:
-            hooks = parameter._backward_hooks
-            if hooks is not None:
-                # module.to() may have put another tensor in its place, which does not call its hooks.
-                for key in [k for k, hook in hooks.items() if getattr(hook, "func", None) == self._sum]:
-                    del hooks[key]
-                parameter._backward_hooks = hooks
-            # By id: module.to() swaps no tensor that has weak references.
-            parameter.register_hook(partial(self._sum, name, id(parameter)))
-            setattr(parameter, _HOOKED, id(parameter))
-
-    @property
-    def partly(self) -> bool:
-        """Whether some parameters were used by some ranks only: then every forward needs `note_use`."""
-        return bool(self._partly_used)
-
-    def note_use(self, model: nn.Module, outputs: Sequence[Tensor], *, routed: bool) -> None:
-        """Find out which parameters only some ranks used for `outputs`. A collective call.
-
-        Once found, they are summed at the end of every backward, in one order: what uses them changes with the batch.
-
-        Args:
-            routed: the model has experts.
-
-        Raises:
-            ValueError: there are such parameters, and what looks at their gradients in the middle of backward; or a
-                reentrant checkpoint in a model with experts, which hides what is used.
-        """
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        nodes = [node for t in outputs for node in _nodes_of(t)]
-        used = {id(leaf) for leaf in _leaves(nodes)}
-        hidden = routed and any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-        here = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32)
-        *counts, hidden = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
-        if hidden:
-            raise ValueError(
-                "a reentrant checkpoint hides which experts a context parallel rank has used; checkpoint with "
-                "use_reentrant=False."
-            )
-        self._partly_used |= {id(p): p for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()}
-        if self._partly_used:
-            self._refuse_onlookers()
-            for t in outputs:
-                t.register_hook(self._queue)
-
-    def _refuse_onlookers(self) -> None:
-        in_ddp = DistributedDataParallel._get_active_ddp_module() is not None
-        held = self._partly_used.values()
-        if in_ddp or any(len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks for p in held):
-            what = "DistributedDataParallel looks" if in_ddp else "a hook on them looks"
-            raise ValueError(
-                "only some of the context parallel ranks have used some parameters, whose gradients are summed when "
-                f"backward has ended, and {what} at them before. Pass grad_sync=False to parallelize, and reduce the "
-                "gradients over a mesh that includes the context parallel ranks, by fully_shard or by "
-                "DistributedDataParallel with find_unused_parameters=True."
-            )
-
-    def _sum(self, name: str, key: int, grad: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward was called with create_graph=True; gradients that are summed over context parallel ranks "
-                "cannot be differentiated again. Leave create_graph out."
-            )
-        self._queue(grad)
-        if key not in self._partly_used:
-            self._summed.append(name)
-            return _sum_over(self.mesh, grad)
-        self._only_asked |= is_captured(get_gradient_edge(self._partly_used[key]).node)
-        # A reentrant checkpoint's backward, which runs in the midst of this one, comes here too.
-        self._held[key] = self._held[key] + grad if key in self._held else grad
-        return torch.zeros_like(grad)
-
-    def _queue(self, grad: Tensor) -> None:
-        if self._queued() is None:
-            end = partial(self._end)
-            self._queued = weakref.ref(end)
-            self._held, self._summed, self._only_asked = {}, [], False
-            Variable._execution_engine.queue_callback(end)
-
-    @torch.no_grad()
-    def _end(self) -> None:
-        held, summed, asked = self._held, self._summed, self._only_asked
-        self._held, self._queued = {}, _nothing
-        self._compare(summed)
-        if self._partly_used:
-            self._sum_held(held, asked)
-
-    def _compare(self, summed: list[str]) -> None:
-        """Raises:
-        RankMismatchError: on all ranks, which have summed gradients of different parameters into each other.
-        """
-        if is_capturing():
-            return
-        number = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64)
-        numbers = all_gather(number.to(self.mesh.device_type), 0, group=self.mesh).tolist()
-        if len(set(numbers)) == 1:
-            return
-        lists = exchange(resolve_group(self.mesh), "parameters whose gradients were summed", summed)
-        other = next(i for i, theirs in enumerate(lists) if theirs != lists[0])
-        first, second = next(pair for pair in zip_longest(lists[0], lists[other]) if pair[0] != pair[1])
-        raise RankMismatchError(
-            f"in one backward the context parallel ranks came to gradients of different parameters (rank 0 to {first!r}"
-            f" where rank {other} came to {second!r}), so their sums are mixed up: do not take an optimizer step. "
-            "Which parameters this model uses depends on a rank's tokens. Set FUSED_TP_CHECK_BATCH=1, and the ranks "
-            "ask each other at every forward pass which they use, as they do for models with 'expert' in a module's "
-            "name; use_reentrant=False in checkpoints lets them see it."
-        )
-
-    def _sum_held(self, held: dict[int, Tensor], asked: bool) -> None:
-        here = [*(key in held for key in self._partly_used), asked]
-        *counts, asked = all_reduce(
-            torch.tensor(here, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
-        )
-        if asked:
-            raise ValueError(
-                "torch.autograd.grad asked for gradients of parameters that only some of the context parallel ranks "
-                "have used. Their sums are known when backward() has ended, in the parameters' grad."
-            )
-        for (key, parameter), count in zip(self._partly_used.items(), counts, strict=True):
-            if not count:
-                continue
-            total = _sum_over(self.mesh, held[key] if key in held else torch.zeros_like(parameter))
-            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
-
-
-def _nothing() -> None:
-    return None
-
-
-def leaves_of(t: Tensor) -> list[Tensor]:
-    """The tensors whose gradients a backward from `t` accumulates."""
-    return _leaves(_nodes_of(t))
-
-
-def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
-    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
-
-
-def _nodes_of(t: Tensor) -> set[Any]:
-    """All that a backward from `t` may come to."""
-    first = get_gradient_edge(t).node
-    seen, nodes = {first}, [first]
-    while nodes:
-        following = {node for node, _ in nodes.pop().next_functions if node is not None} - seen
-        seen |= following
-        nodes.extend(following)
-    return seen
-
-
-@torch.no_grad()
-def _sum_over(mesh: DeviceMesh, grad: Tensor) -> Tensor:
-    if grad.layout != torch.strided:
-        raise ValueError(
-            f"backward found a gradient of layout {grad.layout} for a parameter of shape {tuple(grad.shape)}; "
-            "grad_sync=True sums dense ones only. Make the embedding with sparse=False."
-        )
-    if not isinstance(grad, DTensor):
-        return all_reduce(grad.contiguous(), group=mesh)
-    total = all_reduce(grad.to_local().contiguous(), group=mesh)
-    return DTensor.from_local(
-        total, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
-    )
 
 
 class _ScaleGradient(torch.autograd.Function):

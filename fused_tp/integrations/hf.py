@@ -18,6 +18,7 @@ from fused_tp.attention.spec import read_bounds
 from fused_tp.integrations.forward_shard import ForwardShard
 from fused_tp.integrations.hf_attention import has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
+from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
@@ -81,7 +82,9 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             forward_mentions(m, OWN_MASK, unknown=False) for m in model.modules() if is_transformers_model(m)
         ):
             raise ValueError(f"{kind} adds a mask of its own to attention, which context parallel ranks do not serve.")
-        if not is_base and model.loss_type != "ForCausalLM":
+        # A class of another name than ...ForCausalLM has no loss type, and transformers computes that loss for it.
+        own_name = model.loss_type is None and model.get_output_embeddings() is not None
+        if not (is_base or own_name or model.loss_type == "ForCausalLM"):
             raise ValueError(f"{kind} is neither a causal language model nor a base model; {asked} serves only these.")
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
@@ -253,22 +256,34 @@ class TransformersSequence(SequenceSharding):
         if not self.parallelism.shards_sequence:
             return output
         key: str | int = 0 if isinstance(output, tuple) else "last_hidden_state" if self.is_base else "logits"
-        others = enumerate(output) if isinstance(output, tuple) else output.items()
-        for name, value in others:
-            if self.is_base and name != key and isinstance(value, Tensor):
+        parts = dict(enumerate(output) if isinstance(output, tuple) else dict(output).items())
+        for name, value in parts.items():
+            if name == key:
+                parts[name] = self._main_output(value, shard)
+            elif self.is_base and isinstance(value, Tensor):
                 raise ValueError(
                     f"The model returns a tensor {name!r} next to {key!r}, made of this rank's part of the sequence; "
                     "how to make the whole one of it is not known. Turn it off (a pooler by add_pooling_layer=False), "
                     "or use neither cp_dim nor sequence_parallel."
                 )
-        t = self.whole(output[key], shard, tp_sharded=self.is_base and self.parallelism.sequence_parallel)
+            else:
+                parts[name] = map_tensors(lambda t: self.whole_of_tokens(t, shard), value)
+        if isinstance(output, tuple):
+            return tuple(parts.values())
+        for name, value in parts.items():
+            output[name] = value
+        return output
+
+    def _main_output(self, t: Tensor, shard: ForwardShard) -> Tensor:
+        """Hidden states of a base model, logits of another."""
+        if not self.is_base:
+            t = self.whole_of_tokens(t, shard)
+        else:
+            t = self.whole(t, shard, tp_sharded=self.parallelism.sequence_parallel)
         keep = shard.logits_to_keep
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
-        if isinstance(output, tuple):
-            return (t, *output[1:])
-        output[key] = t
-        return output
+        return t
 
 
 def _own_config(model: PreTrainedModel) -> None:

@@ -8,12 +8,15 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from fused_tp.integrations.batch_check import of_all_ranks
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
-_SAMPLE = 1021  # numbers of a tensor that are compared: weights that were drawn apart differ in each
+# Numbers of a tensor that are compared: weights that were drawn apart differ in each. One of every row at least: rows
+# that were added to a vocabulary are few.
+_SAMPLE, _MOST = 1021, 1 << 20
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
@@ -59,16 +62,27 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(t: Tensor) -> bool:
-    return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not (t.is_nested or t.is_quantized)
+    """Whether its numbers lie in its own memory: not those of a DTensor or of another class that dispatches."""
+    if is_lazy(t) or type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    return t.layout == torch.strided and not (t.is_nested or t.is_quantized)
 
 
 def _sample(t: Tensor) -> int | None:
     """A checksum of some of the numbers of `t`; None on the meta device, and of numbers of less than a byte."""
     if t.is_meta:
         return None
-    places = torch.arange(0, t.numel(), max(1, t.numel() // _SAMPLE), device=t.device)
-    try:  # by index: flattening would copy all of a transposed tensor
-        sample = t.detach()[torch.unravel_index(places, t.shape)] if t.ndim and t.numel() else t.detach()
-    except NotImplementedError:
-        return None
-    return checksum(sample.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    with torch._C.DisableTorchFunctionSubclass():  # of a class of parameters with a mind of its own
+        t = t.detach()
+        if t.ndim and t.numel():
+            count = min(t.numel(), max(t.shape[0], _SAMPLE), _MOST)
+            i = torch.arange(count, device=t.device)
+            # In one column of every row, of which the next row has another.
+            places = i * t.numel() // count + i * 7919 % max(1, t.numel() // count)
+            try:  # by index: flattening would copy all of a transposed tensor
+                sample = t[torch.unravel_index(places, t.shape)]
+            except NotImplementedError:
+                return None
+        else:
+            sample = t
+        return checksum(sample.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+
+_HOLD_NONE = (str, bytes, int, float, complex, torch.dtype, torch.device, type(None))
+_NOT_SEARCHED = (nn.Module, ModuleType, FunctionType, type)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors in a nest of tuples, lists, dicts and dataclasses, in one order."""
-    found: list[Tensor] = []
-    for value in tree_leaves(dict(output) if isinstance(output, dict) else output):
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif is_dataclass(value):
-            found += tensors_in([getattr(value, field.name) for field in fields(value)])
-    return found
+    """The tensors in a nest of containers and other objects, in one order, each once."""
+    return list(_search(output, set()))
 
 
-def map_tensors(function: Callable[[Tensor], Any], output: Any) -> Any:
+def _search(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(value) in seen or isinstance(value, (*_HOLD_NONE, *_NOT_SEARCHED)):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for part in _parts(value):
+        yield from _search(part, seen)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return dict(value).values()  # a key of transformers' ModelOutput may be named "values"
+    leaves = tree_leaves(value)
+    if not (len(leaves) == 1 and leaves[0] is value):
+        return leaves
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], output: Any, *, objects: bool = False) -> Any:
     """`output`, a nest of tuples, lists and dicts, with every tensor replaced by function(tensor).
 
+    Args:
+        objects: other objects stay as they are.
+
     Raises:
-        TypeError: it holds an object that cannot be searched, such as a dataclass; the tensors in it would stay what
-            one rank has.
+        TypeError: it holds an object that may hold tensors, such as a dataclass or a dict of a class of its own; these
+            would stay what one rank has.
     """
 
     def one(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
-        if is_dataclass(value):
-            raise TypeError(
-                f"forward returned a {type(value).__name__}, which cannot be searched for tensors of a part of the "
-                "sequence; return a NamedTuple, tuple, list or dict, or register it by torch.utils._pytree."
-            )
-        return value
+        if objects or isinstance(value, _HOLD_NONE):
+            return value
+        raise TypeError(
+            f"forward returned a {type(value).__name__}, which cannot be searched for tensors of a part of the "
+            "sequence; return a NamedTuple, tuple, list or dict, or register it by torch.utils._pytree."
+        )
 
     return tree_map(one, output)

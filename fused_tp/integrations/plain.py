@@ -38,8 +38,9 @@ from torch.overrides import TorchFunctionMode
 
 from fused_tp.integrations.forward_shard import CpContext, ForwardShard
 from fused_tp.integrations.layers import holds_sharded_heads
+from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
-from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, map_tensors
+from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
 from fused_tp.nn import ColumnParallelLinear
 
 POSITIONS = ("positions", "position_ids")
@@ -136,19 +137,7 @@ class PlainSequence(SequenceSharding):
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:
             return output
-
-        def whole(t: Tensor) -> Tensor:
-            if t.ndim == 0 and shard.cp is None:
-                return t  # a loss, of the whole sequence that the head has gathered
-            if t.ndim < 2 or t.shape[1] != shard.local_len:
-                raise ValueError(
-                    f"The model returns a tensor {tuple(t.shape)} that is not [batch, seq, ...]; made of this rank's "
-                    "part of the sequence, it would be another one on every rank. Return what is made of single "
-                    "tokens, behind the output layer, and compute the rest (a mean, a pooled token) from it outside."
-                )
-            return self.whole(t, shard)
-
-        return map_tensors(whole, output)
+        return map_tensors(lambda t: self.whole_of_tokens(t, shard), output)
 
 
 def _heads(plan: Mapping[str, Style]) -> list[str]:

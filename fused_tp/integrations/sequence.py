@@ -22,8 +22,10 @@ from fused_tp.integrations.forward_shard import (
     leave_forward,
     running_forward,
     running_node,
+    version_of,
 )
-from fused_tp.integrations.global_loss import GlobalLoss, GradientSync, leaves_of, scale_gradient, shift
+from fused_tp.integrations.global_loss import GlobalLoss, scale_gradient, shift
+from fused_tp.integrations.grad_sync import GradientSync, leaves_of
 from fused_tp.integrations.outputs import map_tensors, tensors_in
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
@@ -236,6 +238,7 @@ class SequenceSharding:
             target_count=count,
             ignore_index=ignore_index,
             logits_to_keep=keep,
+            targets_version=version_of(targets),
         )
 
     def _ring(self, seq_len: int, rows: Rows) -> CpContext | None:
@@ -249,11 +252,13 @@ class SequenceSharding:
         """Shifted labels of the whole sequence where we compute the loss."""
         if not self.parallelism.computes_loss or self.labels is None:
             return None
-        targets = arguments.get("shift_labels")
         labels = arguments.get(self.labels)
-        if targets is None and labels is not None:
+        if labels is None:  # and shift_labels say nothing then
+            return None
+        targets: Tensor | None = arguments.get("shift_labels")
+        if targets is None:
             targets = shift(labels, ignore_index)
-        if targets is not None and targets.shape != tokens.shape[:2]:
+        if targets.shape != tokens.shape[:2]:
             raise ValueError(
                 f"{self.labels} has shape {tuple(targets.shape)} and the tokens {tuple(tokens.shape[:2])}; they must "
                 "be equal: every rank gets the full batch and its full labels."
@@ -355,10 +360,27 @@ class SequenceSharding:
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
             share = 1 / self.parallelism.cp_mesh.size()
-            return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output)
+            cached = self.is_cached(self._by_name(args, kwargs))  # then what holds the cache may be any object
+            return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, objects=cached)
         if shard is None or shard.targets is not None:
             return output
         return self.unshard_output(output, shard)
+
+    def whole_of_tokens(self, t: Tensor, shard: ForwardShard) -> Tensor:
+        """`t` [batch, seq, ...], made of this rank's part of the sequence, for the whole sequence.
+
+        Raises:
+            ValueError: it is not of that shape.
+        """
+        if t.ndim == 0 and shard.cp is None:
+            return t  # a loss, of the whole sequence that the head has gathered
+        if t.ndim < 2 or t.shape[1] != shard.local_len:
+            raise ValueError(
+                f"The model returns a tensor {tuple(t.shape)} that is not [batch, seq, ...]; made of this rank's "
+                "part of the sequence, it would be another one on every rank. Return what is made of single "
+                "tokens, behind the output layer, and compute the rest (a mean, a pooled token) from it outside."
+            )
+        return self.whole(t, shard)
 
     def whole(self, t: Tensor, shard: ForwardShard, *, tp_sharded: bool = False) -> Tensor:
         """`t`, a part of the sequence along dim 1, for the whole sequence and on every rank; differentiable."""

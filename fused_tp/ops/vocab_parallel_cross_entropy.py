@@ -137,7 +137,7 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     checked = known.size > 1 and (target.device.type == "cpu" or settings.check_ranks())  # elsewhere it would wait
     if checked:
         words = str(a)
-        sums = checksum(words), checksum(target.reshape(-1).cpu().numpy())
+        sums = checksum(words), checksum(target.cpu().contiguous().numpy())
         stats[-1, :2] = torch.tensor(sums, dtype=stats.dtype)
     everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait().view(known.size, -1, _STATISTICS)
     if checked:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations.global_loss import GradientSync
+from fused_tp.integrations.grad_sync import GradientSync
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.runtime.errors import RankMismatchError
 from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
@@ -252,6 +252,28 @@ def test_dtensors_and_copies(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+def test_a_pickle_with_the_id_of_what_was_hooked(group: dist.ProcessGroup) -> None:
+    model, sync = Mixed(), GradientSync(mesh_of(group, 2, 1))
+    sync.watch(model)
+    first = pickle.loads(pickle.dumps(model.first.weight))
+    first._fused_tp_gradient_summed = id(first)  # as where the memory of the old one was given to it
+    model.first.weight = first
+    step(model, sync, tokens_of(group.rank()))
+    alone = Mixed()
+    alone(tokens_of(group.rank())).square().mean().backward()
+    assert_sums(group, model, alone)
+
+
+@on_ranks(2)
+def test_complex_gradients(group: dist.ProcessGroup) -> None:
+    model, sync = nn.Module(), GradientSync(mesh_of(group, 2, 1))
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    sync.watch(model)
+    (model.phase * (1 + 2j)).real.sum().backward()
+    assert model.phase.grad is not None and torch.equal(model.phase.grad, torch.full((3,), 2 - 4j))
+
+
+@on_ranks(2)
 def test_models_are_freed(group: dist.ProcessGroup) -> None:
     model, sync = Mixed(), GradientSync(mesh_of(group, 2, 1))
     step(model, sync, tokens_of(group.rank()))
@@ -357,6 +379,10 @@ def test_refusals_of_gradients_that_could_not_be_summed(group: dist.ProcessGroup
     loss = plain(tokens).square().mean()
     with pytest.raises(RuntimeError, match="Leave create_graph out"):
         torch.autograd.grad(loss, list(plain.parameters()), create_graph=True)
+    plain(tokens)
+    scaled = {name: 1.5 * p for name, p in plain.named_parameters()}
+    with pytest.raises(ValueError, match=r"'embed\.weight' was computed from other tensors"):
+        torch.func.functional_call(plain, scaled, (tokens,))
     plain.head.weight.main_grad = torch.zeros(67, 8)
     with pytest.raises(ValueError, match=r"'head.weight' goes to its main_grad, which grad_sync=True"):
         plain(tokens)

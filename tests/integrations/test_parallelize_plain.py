@@ -6,6 +6,7 @@ import copy
 import pickle
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -353,8 +354,10 @@ class Scores:
 
 
 class Unsearchable(Tagger):
+    kind: ClassVar[Any]
+
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Any:
-        return Scores(super().forward(x, positions)["scores"])
+        return self.kind(scores=super().forward(x, positions)["scores"])
 
 
 class Mean(Tagger):
@@ -371,12 +374,30 @@ class OtherLoss(Llama):
         return self.loss_function(logits, labels, self.config.vocab_size, **self.keywords)
 
 
+class AddedLoss(Llama):
+    def forward(self, tokens: Tensor, labels: Any = None, positions: Any = None, *_: Any, **__: Any) -> Any:
+        logits = self.lm_head(self.model(tokens, positions))
+        return self.loss_function(logits, labels, self.config.vocab_size) + logits.square().mean()
+
+
+@on_ranks(2)
+def test_a_compiled_loss_with_more_than_ours(group: dist.ProcessGroup) -> None:
+    model, tokens = make("plain", num_hidden_layers=1), make_tokens(1, 6)
+    model.__class__ = AddedLoss
+    parallelize(model, mesh_of(group, 1, 2), loss_parallel=True)
+    torch._dynamo.reset()
+    refuses(ValueError, "returned no loss that", torch.compile(model, backend="eager"), tokens, labels=tokens)
+
+
 @on_ranks(2)
 def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
     mesh, x, tokens = mesh_of(group, 2, 1), torch.randn(1, 6, 16), make_tokens(1, 6)
     for mode in (True, False):
         refuses(ValueError, r"nn\.MultiheadAttention", parallelize(WholeAttention().train(mode), mesh), x)
-    refuses(TypeError, "returned a Scores", parallelize(Unsearchable(), mesh), x)
+    for kind in (Scores, SimpleNamespace, type("Own", (dict,), {})):
+        Unsearchable.kind = kind
+        for length in (6, 1):  # one token is not cut
+            refuses(TypeError, f"returned a {kind.__name__}", parallelize(Unsearchable(), mesh), x[:, :length])
     refuses(ValueError, r"returns a tensor \(1, 3\) that is not", parallelize(Mean(), mesh), torch.randn(1, 8, 16))
     model = make("plain")
     model.__class__ = OtherLoss

@@ -271,6 +271,33 @@ def test_base_model_returns_all_hidden_states(group: dist.ProcessGroup) -> None:
         assert_near(parallel(tokens).last_hidden_state, whole(tokens).last_hidden_state, "hidden states")
 
 
+@on_ranks(2)
+def test_a_class_of_ones_own_with_another_head(group: dist.ProcessGroup) -> None:
+    from transformers import LlamaForCausalLM
+
+    class Valued(LlamaForCausalLM):  # type: ignore[misc]  # transformers has no types
+        pool = False
+
+        def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:
+            out = super().forward(input_ids, labels=labels, **kwargs)
+            out["values"] = out.logits[:, :, 0].mean(1) if self.pool else (out.logits[:, :, :1], None, 1)
+            return out
+
+    whole, parallel = make("llama"), make("llama")
+    whole.__class__ = parallel.__class__ = Valued  # a name that transformers knows no loss by
+    tokens = make_tokens(2, 9)
+    parallelize(parallel, mesh_of(group, 2, 1))
+    assert_trains_alike(parallel, whole, lambda model: model(tokens)["values"][0].square().mean())
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
+    Valued.pool = True
+    refuses(ValueError, r"returns a tensor \(2,\) that is not \[batch, seq", parallel, tokens)
+    # Without labels they are no loss, and the logits are whole.
+    shifted = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
+    Valued.pool = False
+    out = parallel(tokens, shift_labels=shifted)
+    assert out.loss is None and out.logits.shape == (2, 9, 67)
+
+
 _PAIR = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
     (
@@ -466,6 +493,9 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     with settings.environment({"FUSED_TP_CHECK_BATCH": "2"}):
         parallel(input_ids=own)
         refuses(RankMismatchError, ": argument 0 of", parallel, own)
+    parallel.train(dist.get_rank(group) == 0)
+    with settings.environment({"FUSED_TP_CHECK_BATCH": "1"}):
+        refuses(RankMismatchError, "training mode of the first rank", parallel, tokens)
     refuses(RankMismatchError, "sample tokens need equal random states", parallel.eval(), own)
     parallel.train()
     nested = parallelize(Unpacking(), mesh_of(group, 1, 4), plan={"linear": "colwise_gather_output"})
@@ -473,6 +503,16 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
         refuses(RankMismatchError, r": argument 0\['ids'\]", nested, {"ids": ids})
     whole = make("llama")
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
+
+
+def _longer_vocabulary(model: Any, rank: int) -> None:
+    model.resize_token_embeddings(5000, mean_resizing=False)
+    torch.nn.init.zeros_(model.model.embed_tokens.weight[67:])
+    torch.nn.init.constant_(model.model.embed_tokens.weight[4999:], rank)  # one row of many
+
+
+def _custom_parameter(model: Any, rank: int) -> None:
+    model.custom = type("Custom", (torch.nn.Parameter,), {})(torch.full((2,), float(rank)))
 
 
 @on_ranks(4)
@@ -488,6 +528,10 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     for model, text in ((drawn, says.format("'model\\.norm", 2)), (longer, says.format("'more", 0))):
         refuses(RankMismatchError, text, parallelize, model, mesh)
         assert type(model.model.norm) is norm and type(model.lm_head) is torch.nn.Linear  # nothing is replaced
+    for change in (_longer_vocabulary, _custom_parameter):
+        changed = make("llama")
+        change(changed, rank)
+        refuses(RankMismatchError, "made different models", parallelize, changed, mesh)
     frozen, odd = make("llama"), make("llama")
     frozen.requires_grad_(rank != 3)
     refuses(
@@ -497,6 +541,7 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
         frozen,
         mesh,
     )
+    odd.custom = type("Custom", (torch.nn.Parameter,), {})(torch.ones(2))
     odd.register_buffer("cache", torch.full((3,), rank), persistent=False)
     odd.register_buffer("sparse", torch.eye(2).to_sparse())
     odd.register_buffer("packed", torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
@@ -530,6 +575,23 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
             out.loss = out.loss + 1e-4 * out.logits.logsumexp(-1).square().mean()  # of this rank's tokens
             return out
 
+    class AddingInPlace(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            out.loss += 1e-4 * out.logits.logsumexp(-1).square().mean()
+            return out
+
+    class WithParts(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            return {"loss": out.loss + out.logits.square().mean(), "cross entropy": out.loss.detach()}
+
+    class OfHidden(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **{**kwargs, "output_hidden_states": True})
+            out.loss += 0.01 * out.hidden_states[-1].square().mean()  # as Mixtral adds that of its routers
+            return out
+
     class Copying(Handing):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **{**kwargs, "labels": kwargs["labels"].int()})
@@ -540,12 +602,31 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **{**kwargs, "labels": kwargs["labels"].clamp_max(5)})
 
+    class Masking(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            kwargs["labels"][kwargs["labels"] % 3 == 0] = -100
+            return super().forward(*args, **kwargs)
+
     mesh, tokens = mesh_of(group, 2, 1), make_tokens(2, 9)
     whole, parallel = make("llama"), make("llama")
-    for kind, says in ((Adding, "returned no loss that its loss_function"), (Other, "other labels than it was given")):
-        further = make("llama")
-        further.__class__ = kind
-        refuses(ValueError, says, parallelize(further, mesh), input_ids=tokens, labels=tokens)
+    added, other = "returned no loss that its loss_function", "other labels than it was given"
+    for further_mesh, keywords in ((mesh, {}), (mesh_of(group, 1, 2), {"loss_parallel": True})):
+        for kind, says in (
+            (Adding, added),
+            (AddingInPlace, added),
+            (WithParts, added),
+            (Other, other),
+            (Masking, other),
+        ):
+            further = make("llama")
+            further.__class__ = kind
+            further = parallelize(further, further_mesh, **keywords)
+            refuses(ValueError, says, further, input_ids=tokens, labels=tokens.clone())
+    # Of whole tokens, where only the vocabulary is cut.
+    of_hidden, its_parts = make("llama"), make("llama")
+    of_hidden.__class__ = its_parts.__class__ = OfHidden
+    parallelize(its_parts, mesh_of(group, 1, 2), loss_parallel=True)
+    assert_trains_alike(its_parts, of_hidden, lambda model: model(input_ids=tokens, labels=tokens).loss)
     copying = make("llama")
     copying.__class__ = Copying
     parallelize(copying, mesh)(input_ids=tokens, labels=tokens)

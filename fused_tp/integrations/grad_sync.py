@@ -1,0 +1,270 @@
+"""Sums of gradients over the context parallel ranks, each of which has the derivative through its own tokens.
+
+Each gradient is summed where autograd hands it over: hooks that were there before the first forward see this rank's
+share, all that comes later sees the sum. Rejected: buckets that move while backward goes on, as DDP has them. What
+reads a gradient in the middle of backward (a hook, an optimizer that runs in backward, DDP itself) would see this
+rank's part, and a bucket that starts when it is full starts at different points of the ranks' ring attention where
+they do not run the same layers.
+
+A parameter that only some ranks have used (an expert that none of a rank's tokens was routed to) has its sum at the end
+of backward: a rank that does not use it does not get to its hook. When backward ends, the ranks compare which
+parameters they have summed, in which order: sums of two parameters of one shape look alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fused_tp.integrations.batch_check import is_capturing
+from fused_tp.ops.collectives import all_gather, all_reduce
+from fused_tp.ops.main_grad import is_captured
+from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.base import checksum
+from fused_tp.transport.store import exchange
+
+_HOOKED = "_fused_tp_gradient_summed"
+
+
+class GradientSync:
+    """Makes backward sum the gradients of a model's parameters over `mesh`.
+
+    The hook sits before AccumulateGrad, so it sums what one backward adds and never what was there before: gradients
+    may be accumulated over several backwards. All ranks of `mesh` must find gradients of the same parameters, but for
+    those that `note_use` has found out about: these have their gradients when backward has ended, and until then zeros.
+
+    Example:
+        >>> sync = GradientSync(mesh["cp"])
+        >>> sync.watch(model)                   # before each forward
+        >>> model(tokens).sum().backward()
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._partly_used: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
+        self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
+        self._summed: list[str] = []  # the others that this backward has come to
+        self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
+        # What runs when backward ends, which alone holds it: one that has raised leaves nothing behind.
+        self._queued: Callable[[], Callable[[], None] | None] = _nothing
+
+    def __reduce__(self) -> Any:
+        return GradientSync, (self.mesh,)
+
+    def watch(self, model: nn.Module) -> None:
+        """Hook every trainable parameter of `model` that has not been.
+
+        Raises:
+            ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them. Or
+                gradients go to `main_grad`, or on to what a parameter was computed from.
+        """
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        of_its_own = [name for name, p in named if getattr(p, "main_grad", None) is not None]
+        if of_its_own:
+            raise ValueError(
+                f"the gradient of {of_its_own[0]!r} goes to its main_grad, which grad_sync=True does not sum over the "
+                "context parallel ranks. Pass grad_sync=False to parallelize, and let what reduces main_grad take the "
+                "mean over these ranks too; or remove main_grad."
+            )
+        computed = [name for name, p in named if not p.is_leaf]
+        if computed:
+            raise ValueError(
+                f"{computed[0]!r} was computed from other tensors (torch.func.functional_call puts such parameters in "
+                "place), whose gradients grad_sync=True might sum a second time. Give parameters that are leaves "
+                "(detach().requires_grad_()), or pass grad_sync=False to parallelize and take the mean over the "
+                "context parallel ranks."
+            )
+        missing = [(name, p) for name, p in named if not self._has_hook(p)]
+        if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise ValueError(
+                "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
+                "parallelize and a mesh that includes the context parallel ranks to fully_shard: it then reduces the "
+                "gradients."
+            )
+        for name, parameter in missing:
+            hooks = parameter._backward_hooks
+            if hooks is not None:
+                # module.to() may have put another tensor in its place, which does not call its hooks.
+                for key in [k for k, hook in hooks.items() if getattr(hook, "func", None) == self._sum]:
+                    del hooks[key]
+                parameter._backward_hooks = hooks
+            # By id: module.to() swaps no tensor that has weak references.
+            parameter.register_hook(partial(self._sum, name, id(parameter)))
+            setattr(parameter, _HOOKED, id(parameter))
+
+    def _has_hook(self, parameter: nn.Parameter) -> bool:
+        """Copies and pickles carry a parameter's attributes and not its hooks, and may have the id that it had; what
+        module.to() has put in its place lists its hooks and does not call them."""
+        hooks = (parameter._backward_hooks or {}).values()
+        ours = any(getattr(hook, "func", None) == self._sum for hook in hooks)
+        return ours and getattr(parameter, _HOOKED, None) == id(parameter)
+
+    @property
+    def partly(self) -> bool:
+        """Whether some parameters were used by some ranks only: then every forward needs `note_use`."""
+        return bool(self._partly_used)
+
+    def note_use(self, model: nn.Module, outputs: Sequence[Tensor], *, routed: bool) -> None:
+        """Find out which parameters only some ranks used for `outputs`. A collective call.
+
+        Once found, they are summed at the end of every backward, in one order: what uses them changes with the batch.
+
+        Args:
+            routed: the model has experts.
+
+        Raises:
+            ValueError: there are such parameters, and what looks at their gradients in the middle of backward; or a
+                reentrant checkpoint in a model with experts, which hides what is used.
+        """
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        nodes = [node for t in outputs for node in nodes_of(t)]
+        used = {id(leaf) for leaf in _leaves(nodes)}
+        hidden = routed and any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        here = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32)
+        *counts, hidden = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
+        if hidden:
+            raise ValueError(
+                "a reentrant checkpoint hides which experts a context parallel rank has used; checkpoint with "
+                "use_reentrant=False."
+            )
+        self._partly_used |= {id(p): p for p, n in zip(parameters, counts, strict=True) if 0 < n < self.mesh.size()}
+        if self._partly_used:
+            self._refuse_onlookers()
+            for t in outputs:
+                t.register_hook(self._queue)
+
+    def _refuse_onlookers(self) -> None:
+        in_ddp = DistributedDataParallel._get_active_ddp_module() is not None
+        held = self._partly_used.values()
+        if in_ddp or any(len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks for p in held):
+            what = "DistributedDataParallel looks" if in_ddp else "a hook on them looks"
+            raise ValueError(
+                "only some of the context parallel ranks have used some parameters, whose gradients are summed when "
+                f"backward has ended, and {what} at them before. Pass grad_sync=False to parallelize, and reduce the "
+                "gradients over a mesh that includes the context parallel ranks, by fully_shard or by "
+                "DistributedDataParallel with find_unused_parameters=True."
+            )
+
+    def _sum(self, name: str, key: int, grad: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward was called with create_graph=True; gradients that are summed over context parallel ranks "
+                "cannot be differentiated again. Leave create_graph out."
+            )
+        self._queue(grad)
+        if key not in self._partly_used:
+            self._summed.append(name)
+            return _sum_over(self.mesh, grad)
+        self._only_asked |= is_captured(get_gradient_edge(self._partly_used[key]).node)
+        # A reentrant checkpoint's backward, which runs in the midst of this one, comes here too.
+        self._held[key] = self._held[key] + grad if key in self._held else grad
+        return torch.zeros_like(grad)
+
+    def _queue(self, grad: Tensor) -> None:
+        if self._queued() is None:
+            end = partial(self._end)
+            self._queued = weakref.ref(end)
+            self._held, self._summed, self._only_asked = {}, [], False
+            Variable._execution_engine.queue_callback(end)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        held, summed, asked = self._held, self._summed, self._only_asked
+        self._held, self._queued = {}, _nothing
+        self._compare(summed)
+        if self._partly_used:
+            self._sum_held(held, asked)
+
+    def _compare(self, summed: list[str]) -> None:
+        """Raises:
+        RankMismatchError: on all ranks, which have summed gradients of different parameters into each other.
+        """
+        if is_capturing():
+            return
+        number = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64)
+        numbers = all_gather(number.to(self.mesh.device_type), 0, group=self.mesh).tolist()
+        if len(set(numbers)) == 1:
+            return
+        lists = exchange(resolve_group(self.mesh), "parameters whose gradients were summed", summed)
+        other = next(i for i, theirs in enumerate(lists) if theirs != lists[0])
+        first, second = next(pair for pair in zip_longest(lists[0], lists[other]) if pair[0] != pair[1])
+        raise RankMismatchError(
+            f"in one backward the context parallel ranks came to gradients of different parameters (rank 0 to {first!r}"
+            f" where rank {other} came to {second!r}), so their sums are mixed up: do not take an optimizer step. "
+            "Which parameters this model uses depends on a rank's tokens. Set FUSED_TP_CHECK_BATCH=1, and the ranks "
+            "ask each other at every forward pass which they use, as they do for models with 'expert' in a module's "
+            "name; use_reentrant=False in checkpoints lets them see it."
+        )
+
+    def _sum_held(self, held: dict[int, Tensor], asked: bool) -> None:
+        here = [*(key in held for key in self._partly_used), asked]
+        *counts, asked = all_reduce(
+            torch.tensor(here, dtype=torch.float32, device=self.mesh.device_type), group=self.mesh
+        )
+        if asked:
+            raise ValueError(
+                "torch.autograd.grad asked for gradients of parameters that only some of the context parallel ranks "
+                "have used. Their sums are known when backward() has ended, in the parameters' grad."
+            )
+        for (key, parameter), count in zip(self._partly_used.items(), counts, strict=True):
+            if not count:
+                continue
+            total = _sum_over(self.mesh, held[key] if key in held else torch.zeros_like(parameter))
+            parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+
+
+def _nothing() -> None:
+    return None
+
+
+def leaves_of(t: Tensor) -> list[Tensor]:
+    """The tensors whose gradients a backward from `t` accumulates."""
+    return _leaves(nodes_of(t))
+
+
+def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
+    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
+
+
+def nodes_of(t: Tensor, *, behind: Iterable[Any] = ()) -> set[Any]:
+    """All that a backward from `t` may come to, other than by way of the nodes `behind`."""
+    first = get_gradient_edge(t).node
+    seen, nodes = {first, *behind}, [first] * (first not in behind)
+    while nodes:
+        following = {node for node, _ in nodes.pop().next_functions if node is not None} - seen
+        seen |= following
+        nodes.extend(following)
+    return seen
+
+
+@torch.no_grad()
+def _sum_over(mesh: DeviceMesh, grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"backward found a gradient of layout {grad.layout} for a parameter of shape {tuple(grad.shape)}; "
+            "grad_sync=True sums dense ones only. Make the embedding with sparse=False."
+        )
+    own = grad.to_local() if isinstance(grad, DTensor) else grad
+    own = own.contiguous()
+    if own.is_complex():
+        total = torch.view_as_complex(all_reduce(torch.view_as_real(own.resolve_conj()), group=mesh))
+    else:
+        total = all_reduce(own, group=mesh)
+    if not isinstance(grad, DTensor):
+        return total
+    return DTensor.from_local(
+        total, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+    )
