@@ -1,4 +1,4 @@
-"""Every public op with odd inputs: `make test` runs some, the other tier 2,000 of each, `make soak` more for minutes.
+"""Every public op with odd inputs: `make test` runs some, the other tier 500 of each, `make soak` 2,000 and more.
 
 A call is legal (odd strides and sizes, expanded and overlapping memory, negative bits, NaN, infinities, huge numbers):
 it gives the dense reference's numbers, and gradients as of dense copies of its inputs. Or one argument is wrong, on all

@@ -5,13 +5,14 @@
 Every round starts new ranks. It fails where a call is wrong, memory of a rank keeps growing, or something is left in
 /dev/shm. Its seed, printed first, repeats it.
 
-Before the rounds come what has a length of its own: 10,000 calls of the shared-memory core (tests/shm_soak.py) and the
-fault campaign of 1,000 injections (tests/campaign.py).
+Before the rounds come what has a length of its own: 10,000 calls of the shared-memory core (tests/shm_soak.py), the
+fault campaign of 1,000 injections (tests/campaign.py), and 2,000 odd inputs of each op on one rank and on two.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import time
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from tests import campaign, faults, shm_soak
-from tests.fuzz import PROBLEMS, fuzz_rank
+from tests.fuzz import PROBLEMS, fuzz, fuzz_rank
 from tests.workers import fresh_ranks
 
 CALLS = 3000
 IN_A_ROW = 3  # of one op
 SHM_CALLS = 10_000
 FAULTS = 1000
+INPUTS = 2000
 GROWTH_MIB = 64  # what a rank may grow by in the second half of a round: allocators keep some of what they free
 SCHEDULES = (None, "plain", "pipelined", "one_sided")  # None: the dispatch table's choice
 
@@ -66,6 +68,11 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}: {shm_soak.soak(SHM_CALLS, arguments.seed)}", flush=True)
     campaign.main(["--count", str(FAULTS), "--seed", str(arguments.seed)])
+    for world_size, name in itertools.product((1, 2), PROBLEMS):
+        wrong = fuzz(name, arguments.seed, INPUTS, world_size)
+        print(f"{name}, {world_size} ranks: {len(wrong)} of {INPUTS} odd inputs wrong", *wrong, sep="\n", flush=True)
+        if wrong:
+            raise SystemExit(1)
     end = time.monotonic() + 60 * arguments.minutes
     seed = arguments.seed
     while seed == arguments.seed or time.monotonic() < end:

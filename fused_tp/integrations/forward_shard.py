@@ -103,17 +103,17 @@ class ForwardShard:
     target_count: Tensor | int | None = None
     ignore_index: int = -100
     logits_to_keep: int | Tensor = 0
-    targets_version: int = 0
+    targets_version: int | None = None
 
     @property
     def targets_unchanged(self) -> bool:
         """Whether the model's forward, which is given `targets` as its labels, has not written to them."""
-        return version_of(self.targets) == self.targets_version
+        return self.targets_version in (None, version_of(self.targets))
 
 
-def version_of(t: Tensor | None) -> int:
-    """How often `t` was written to; 0 where that is not counted."""
-    return 0 if t is None or t.is_inference() or torch.compiler.is_compiling() else t._version
+def version_of(t: Tensor | None) -> int | None:
+    """How often `t` was written to; None where that is not counted."""
+    return None if t is None or torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.integrations.batch_check import is_capturing
-from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again
+from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again, version_of
 from fused_tp.integrations.grad_sync import nodes_of
 from fused_tp.integrations.outputs import tensors_in
 from fused_tp.ops.collectives import all_reduce
@@ -35,17 +35,22 @@ def shift(labels: Tensor, ignore_index: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ComputedLoss:
-    """A loss, what it was when it was computed (a model may add to it in place), and its place in autograd's graph.
+    """A loss, and where autograd's graph had it when it was computed: a model may add to it in place.
 
     Attributes:
-        node: that of the loss, None where it has no gradient or a program is traced.
+        version: `version_of` the loss.
+        node: that of the loss; None where it has no gradient or a program is traced.
         logits: that of the logits.
     """
 
     loss: Tensor
-    value: Tensor
+    version: int | None
     node: Any
     logits: Any
+
+    def is_given_as(self, t: Tensor) -> bool:
+        """Whether `t` has its value. Not read from a GPU where `t` is the loss itself."""
+        return self.version in (None, version_of(self.loss)) and same(t, self.loss)
 
 
 @dataclass(eq=False)
@@ -60,6 +65,7 @@ class GlobalLoss:
         own: the model's function.
         vocab_mesh: the ranks that the logits' last dim is cut over, or None.
         cp_mesh: the ranks that the sequence is cut over, or None.
+        cuts_tokens: a rank has hidden states of a part of the sequence.
         grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
         computed: of the forward pass that runs.
     """
@@ -67,6 +73,7 @@ class GlobalLoss:
     own: Callable[..., Tensor]
     vocab_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None
+    cuts_tokens: bool
     grad_sync: bool
     computed: list[ComputedLoss] = field(default_factory=list)
 
@@ -108,7 +115,7 @@ class GlobalLoss:
             loss = loss if self.grad_sync else scale_gradient(loss, self.cp_mesh.size())
         traced = torch.compiler.is_compiling()
         nodes = (None, None) if traced else (loss.grad_fn, logits.grad_fn)
-        self.computed.append(ComputedLoss(loss, loss.detach().clone(), *nodes))
+        self.computed.append(ComputedLoss(loss, version_of(loss), *nodes))
         return loss
 
     def check_returned(self, output: Any) -> None:
@@ -124,14 +131,16 @@ class GlobalLoss:
                 "without labels."
             )
         if torch.compiler.is_compiling() or is_capturing():
-            held = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
+            held = output if isinstance(output, tuple) else [output]
+            if isinstance(output, Mapping):
+                held = [output[name] for name in output]
             if is_capturing() or any(one is found.loss for one in held for found in computed):
                 return  # else torch.compile gives the rest to Python, which reads the numbers
         numbers = [t for t in tensors_in(output) if t.numel() == 1]
-        given = any(same(t, found.value) for t in numbers for found in computed)
-        if self.cp_mesh is None:  # what is made of whole tokens, such as a loss of routers, may be added in place
+        given = any(found.is_given_as(t) for t in numbers for found in computed)
+        if not self.cuts_tokens:  # what is made of whole tokens, such as a loss of routers, may be added in place
             given = given or any(t is found.loss for t in numbers for found in computed)
-        others = [t for t in numbers if t.requires_grad and not any(same(t, found.value) for found in computed)]
+        others = [t for t in numbers if t.requires_grad and not any(found.is_given_as(t) for found in computed)]
         if not given or any(self._is_of_a_part(t, computed) for t in others):
             raise ValueError(
                 "forward returned no loss that its loss_function computed: what it made of it, or added to it, it took "
@@ -140,7 +149,7 @@ class GlobalLoss:
             )
 
     def _is_of_a_part(self, t: Tensor, computed: Sequence[ComputedLoss]) -> bool:
-        if self.cp_mesh is not None:
+        if self.cuts_tokens:
             return True
         nodes = nodes_of(t, behind=[found.node for found in computed])
         return any(found.logits in nodes for found in computed)

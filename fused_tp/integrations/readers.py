@@ -74,7 +74,7 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef
             yield from _definitions(child, f"{prefix}{child.name}.")
         elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from _definitions(child, f"{prefix}{child.name}.<locals>.")
-        elif isinstance(child, ast.stmt):
+        elif not isinstance(child, ast.expr):  # if, try, except
             yield from _definitions(child, prefix)
 
 

@@ -111,7 +111,11 @@ class SequenceSharding:
         parallelism = self.parallelism
         vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
         self._loss = GlobalLoss(
-            own, vocab_mesh=vocab_mesh, cp_mesh=parallelism.cp_mesh, grad_sync=parallelism.grad_sync
+            own,
+            vocab_mesh=vocab_mesh,
+            cp_mesh=parallelism.cp_mesh,
+            cuts_tokens=parallelism.shards_sequence,
+            grad_sync=parallelism.grad_sync,
         )
         return self._loss
 

@@ -54,7 +54,9 @@ LOSS, GRADIENT = 2e-5, 2e-3  # differences; a gradient's relative to its largest
 # Names that configs have for the same few sizes. A type is given those that its config knows.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "output_dim"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 128),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dff", "decoder_ffn_dim", "encoder_ffn_dim"), 128
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),

@@ -251,14 +251,14 @@ def test_device_kernels_that_fail_or_are_off_leave_the_core(native_tree: tuple[P
     driver = ["c++", "-shared", "-fPIC", str(tmp_path / "driver.cpp"), "-o", str(tmp_path / "libcuda.so.1")]
     subprocess.run(driver, check=True)
     tree, _ = native_tree
-    source = tree / "csrc" / "cuda" / "sum_terms.cu"
+    source = tree / "csrc" / "cuda" / "all_gather.cu"
     before = source.read_text()
     source.write_text("this is not CUDA\n")
     try:
         for value, said in (("", "were not built: "), ("0", "are not built: FUSED_TP_CUDA=0.")):
             done = build("build_wheel", tree, FUSED_TP_CUDA=value, LD_LIBRARY_PATH=str(tmp_path))
             assert done.returncode == 0 and f"fused_tp: the device kernels {said}" in done.stdout, done.stdout
-            assert "sum_terms.cu" in done.stdout or value
+            assert "all_gather.cu" in done.stdout or value
             (wheel,) = tree.parent.glob("*.whl")
             assert libraries(wheel) == ["fused_tp/_core"], "what an earlier build left is not to be shipped"
         done = build("build_wheel", tree, FUSED_TP_CUDA="1")
