@@ -433,7 +433,7 @@ class Trainer:
             dcp.save(self._state(steps), checkpoint_id=path)
         except CheckpointException as error:
             rank, (why, _) = next(iter(error.failures.items()))
-            raise ValueError(f"--save: rank {rank} cannot write to {path}: {why}") from error
+            raise ValueError(f"--save to {path} failed on rank {rank}: {why}") from error
 
     def load(self, path: Path, *, alone: bool = False) -> int:
         """How many steps were trained when `path` was saved; fills model and optimizer from it.

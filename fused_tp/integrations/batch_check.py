@@ -83,17 +83,23 @@ class BatchCheck:
         call = self.calls[model.training] = self.calls[model.training] + 1
         if is_due(call):
             arguments = {**{f"argument {i}": t for i, t in enumerate(args)}, **kwargs}
-            self._compare(sum(self.calls.values()), {**arguments, "training mode": [model.training]})
+            self._compare(sum(self.calls.values()), arguments, training=model.training)
 
-    def _compare(self, call: int, arguments: dict[str, Any]) -> None:
+    def _compare(self, call: int, arguments: dict[str, Any], *, training: bool) -> None:
         described = {name: one for key, value in sorted(arguments.items()) for name, one in _described(key, value)}
-        found = of_all_ranks(self.meshes, "the batch", described)
+        found, modes = zip(*of_all_ranks(self.meshes, "the batch", (described, training)), strict=True)
+        dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
+        if len(set(modes)) > 1:
+            raise RankMismatchError(
+                f"in call {call} of the model not all ranks of {dims} are in training mode: rank "
+                f"{modes.index(True)} of the {len(modes)} is, and rank {modes.index(False)} is not. They compute one "
+                "forward pass together. Call model.train() or model.eval() on all of them."
+            )
         differ = [i for i, theirs in enumerate(found) if theirs != found[0]]
         if not differ:
             return
         names = {*found[0], *found[differ[0]]}
         names = {name for name in names if found[0].get(name) != found[differ[0]].get(name)}
-        dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in self.meshes)
         raise RankMismatchError(
             f"the ranks of {dims} were given different batches in call {call} of the model: "
             f"{listed(sorted(names))} of the first rank and of rank {differ[0]} of the {len(found)} differ. They "

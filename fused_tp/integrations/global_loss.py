@@ -7,7 +7,7 @@ Every rank holds the derivative of the global loss through its own tokens: the g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.integrations.batch_check import is_capturing
 from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again, version_of
-from fused_tp.integrations.grad_sync import nodes_of
+from fused_tp.integrations.graph import HeadOutputs, nodes_of
 from fused_tp.integrations.outputs import tensors_in
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
@@ -35,22 +35,28 @@ def shift(labels: Tensor, ignore_index: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ComputedLoss:
-    """A loss, and where autograd's graph had it when it was computed: a model may add to it in place.
+    """A loss as it was when it was computed: a model may add to it in place.
 
     Attributes:
         version: `version_of` the loss.
-        node: that of the loss; None where it has no gradient or a program is traced.
-        logits: that of the logits.
+        value: the loss, or a copy where it is not counted how often it was written to.
+        node: that of autograd; None where the loss has no gradient or a program is traced.
     """
 
     loss: Tensor
     version: int | None
+    value: Tensor
     node: Any
-    logits: Any
+
+    @classmethod
+    def of(cls, loss: Tensor) -> ComputedLoss:
+        traced = torch.compiler.is_compiling()
+        copied = not traced and loss.is_inference()
+        return cls(loss, version_of(loss), loss.clone() if copied else loss, None if traced else loss.grad_fn)
 
     def is_given_as(self, t: Tensor) -> bool:
         """Whether `t` has its value. Not read from a GPU where `t` is the loss itself."""
-        return self.version in (None, version_of(self.loss)) and same(t, self.loss)
+        return self.version in (None, version_of(self.loss)) and same(t, self.value)
 
 
 @dataclass(eq=False)
@@ -113,12 +119,10 @@ class GlobalLoss:
         if self.cp_mesh is not None:
             loss = all_reduce(loss, group=self.cp_mesh)
             loss = loss if self.grad_sync else scale_gradient(loss, self.cp_mesh.size())
-        traced = torch.compiler.is_compiling()
-        nodes = (None, None) if traced else (loss.grad_fn, logits.grad_fn)
-        self.computed.append(ComputedLoss(loss, version_of(loss), *nodes))
+        self.computed.append(ComputedLoss.of(loss))
         return loss
 
-    def check_returned(self, output: Any) -> None:
+    def check_returned(self, output: Any, head: HeadOutputs) -> None:
         """Raises:
         ValueError: `output`, of a forward pass that was given labels, does not hold the loss that was computed, or
             another number with a gradient that comes from a part of the tokens or of the vocabulary.
@@ -130,29 +134,26 @@ class GlobalLoss:
                 "ranks: a loss of its own is that of this rank's part. Compute it from the logits: call the model "
                 "without labels."
             )
-        if torch.compiler.is_compiling() or is_capturing():
-            held = output if isinstance(output, tuple) else [output]
-            if isinstance(output, Mapping):
-                held = [output[name] for name in output]
-            if is_capturing() or any(one is found.loss for one in held for found in computed):
-                return  # else torch.compile gives the rest to Python, which reads the numbers
+        if is_capturing():
+            return
+        if torch.compiler.is_compiling() and any(_holds(output, found.loss) for found in computed):
+            return  # else torch.compile gives the rest to Python, which reads the numbers
         numbers = [t for t in tensors_in(output) if t.numel() == 1]
-        given = any(found.is_given_as(t) for t in numbers for found in computed)
-        if not self.cuts_tokens:  # what is made of whole tokens, such as a loss of routers, may be added in place
-            given = given or any(t is found.loss for t in numbers for found in computed)
-        others = [t for t in numbers if t.requires_grad and not any(found.is_given_as(t) for found in computed)]
-        if not given or any(self._is_of_a_part(t, computed) for t in others):
+        given = [t for t in numbers if any(found.is_given_as(t) for found in computed)]
+        others = [t for t in numbers if t.requires_grad and not any(t is one for one in given)]
+        if not self.cuts_tokens and head.known:
+            # What is made of whole tokens, such as a loss of routers, may be added.
+            losses = [found.node for found in computed]
+            given += [t for t in others if not nodes_of(t).isdisjoint(losses)]
+            others = [t for t in others if not nodes_of(t, behind=losses).isdisjoint(head.nodes)]
+        elif not self.cuts_tokens:
+            given += [t for t in numbers if any(t is found.loss for found in computed)]
+        if others or not given:
             raise ValueError(
                 "forward returned no loss that its loss_function computed: what it made of it, or added to it, it took "
                 "from this rank's part of the tokens or of the vocabulary. Add it outside, from the logits of a call "
                 "without labels."
             )
-
-    def _is_of_a_part(self, t: Tensor, computed: Sequence[ComputedLoss]) -> bool:
-        if self.cuts_tokens:
-            return True
-        nodes = nodes_of(t, behind=[found.node for found in computed])
-        return any(found.logits in nodes for found in computed)
 
     def _sum_of_own_tokens(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
         if logits.shape[:-1] != targets.shape:
@@ -173,6 +174,15 @@ class GlobalLoss:
         return F.cross_entropy(
             precise.flatten(0, -2), targets.flatten(), ignore_index=shard.ignore_index, reduction="sum"
         )
+
+
+def _holds(output: Any, t: Tensor) -> bool:
+    """Whether `t` itself is in a nest of tuples, lists and dicts, as far as torch.compile can trace the search."""
+    if isinstance(output, (tuple, list)):
+        return any([_holds(one, t) for one in output])  # noqa: C419  # it does not trace generators that recurse
+    if isinstance(output, Mapping):
+        return any([_holds(output[name], t) for name in output])  # noqa: C419
+    return output is t
 
 
 def same(one: Any, other: Tensor) -> bool:

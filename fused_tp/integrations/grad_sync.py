@@ -14,7 +14,7 @@ parameters they have summed, in which order: sums of two parameters of one shape
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_tp.integrations.batch_check import is_capturing
+from fused_tp.integrations.graph import leaves, nodes_of
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_captured
 from fused_tp.runtime.errors import RankMismatchError
@@ -82,10 +83,10 @@ class GradientSync:
         computed = [name for name, p in named if not p.is_leaf]
         if computed:
             raise ValueError(
-                f"{computed[0]!r} was computed from other tensors (torch.func.functional_call puts such parameters in "
-                "place), whose gradients grad_sync=True might sum a second time. Give parameters that are leaves "
-                "(detach().requires_grad_()), or pass grad_sync=False to parallelize and take the mean over the "
-                "context parallel ranks."
+                f"{computed[0]!r} was computed from other tensors (torch.func.functional_call and "
+                "FullyShardedDataParallel put such parameters in place), whose gradients grad_sync=True might sum a "
+                "second time. Give parameters that are leaves (detach().requires_grad_()), or pass grad_sync=False to "
+                "parallelize and take the mean over the context parallel ranks."
             )
         missing = [(name, p) for name, p in named if not self._has_hook(p)]
         if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -131,7 +132,7 @@ class GradientSync:
         """
         parameters = [p for p in model.parameters() if p.requires_grad]
         nodes = [node for t in outputs for node in nodes_of(t)]
-        used = {id(leaf) for leaf in _leaves(nodes)}
+        used = {id(leaf) for leaf in leaves(nodes)}
         hidden = routed and any(node.name() == "CheckpointFunctionBackward" for node in nodes)
         here = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32)
         *counts, hidden = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
@@ -228,26 +229,6 @@ class GradientSync:
 
 def _nothing() -> None:
     return None
-
-
-def leaves_of(t: Tensor) -> list[Tensor]:
-    """The tensors whose gradients a backward from `t` accumulates."""
-    return _leaves(nodes_of(t))
-
-
-def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
-    return [node.variable for node in nodes if node.name() == "torch::autograd::AccumulateGrad"]
-
-
-def nodes_of(t: Tensor, *, behind: Iterable[Any] = ()) -> set[Any]:
-    """All that a backward from `t` may come to, other than by way of the nodes `behind`."""
-    first = get_gradient_edge(t).node
-    seen, nodes = {first, *behind}, [first] * (first not in behind)
-    while nodes:
-        following = {node for node, _ in nodes.pop().next_functions if node is not None} - seen
-        seen |= following
-        nodes.extend(following)
-    return seen
 
 
 @torch.no_grad()

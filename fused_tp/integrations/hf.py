@@ -149,6 +149,11 @@ class TransformersSequence(SequenceSharding):
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         return super().is_cached(arguments) or arguments.get("use_cache") is True
 
+    def cache_types(self, arguments: dict[str, Any]) -> tuple[type, ...]:
+        from transformers import Cache
+
+        return (*super().cache_types(arguments), Cache)
+
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
         if not self.parallelism.shards_sequence:
             return Rows()

@@ -14,8 +14,8 @@ from fused_tp.integrations.batch_check import of_all_ranks
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
-# Numbers of a tensor that are compared: weights that were drawn apart differ in each. One of every row at least: rows
-# that were added to a vocabulary are few.
+# Numbers of a tensor that are compared: weights that were drawn apart differ in each. Some of every row: rows that were
+# added to a vocabulary are few.
 _SAMPLE, _MOST = 1021, 1 << 20
 
 
@@ -75,14 +75,20 @@ def _sample(t: Tensor) -> int | None:
     with torch._C.DisableTorchFunctionSubclass():  # of a class of parameters with a mind of its own
         t = t.detach()
         if t.ndim and t.numel():
-            count = min(t.numel(), max(t.shape[0], _SAMPLE), _MOST)
-            i = torch.arange(count, device=t.device)
-            # In one column of every row, of which the next row has another.
-            places = i * t.numel() // count + i * 7919 % max(1, t.numel() // count)
             try:  # by index: flattening would copy all of a transposed tensor
-                sample = t[torch.unravel_index(places, t.shape)]
+                sample = t[torch.unravel_index(_places(t.shape).to(t.device), t.shape)]
             except NotImplementedError:
                 return None
         else:
             sample = t
         return checksum(sample.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _places(shape: torch.Size) -> Tensor:
+    """Indices, as if flattened, of some numbers of each row, or of _MOST rows of more, each in other columns."""
+    rows, columns = shape[0], shape[1:].numel()
+    sampled = min(rows, _MOST)
+    each = min(columns, -(-_SAMPLE // sampled))
+    row = (torch.arange(sampled) * rows // sampled).unsqueeze(1)
+    column = torch.arange(each) * columns // each + row * 7919 % (columns // each)
+    return (row * columns + column).flatten()

@@ -42,21 +42,21 @@ def _parts(value: Any) -> Iterable[Any]:
     return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
-def map_tensors(function: Callable[[Tensor], Any], output: Any, *, objects: bool = False) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], output: Any, *, caches: tuple[type, ...] = ()) -> Any:
     """`output`, a nest of tuples, lists and dicts, with every tensor replaced by function(tensor).
 
     Args:
-        objects: other objects stay as they are.
+        caches: classes whose objects stay as they are.
 
     Raises:
-        TypeError: it holds an object that may hold tensors, such as a dataclass or a dict of a class of its own; these
+        TypeError: it holds another object with tensors, such as a dataclass or a dict of a class of its own; these
             would stay what one rank has.
     """
 
     def one(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
-        if objects or isinstance(value, _HOLD_NONE):
+        if isinstance(value, caches) or not tensors_in(value):
             return value
         raise TypeError(
             f"forward returned a {type(value).__name__}, which cannot be searched for tensors of a part of the "

@@ -42,7 +42,7 @@ def _chains(kind: Any, by_forward: bool) -> frozenset[str]:
     for base in kind.__mro__:
         if not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
             continue
-        definition = _classes(base.__module__).get(base.__qualname__)
+        definition = _classes(_source(base.__module__)).get(base.__qualname__)
         for method in ast.walk(definition) if definition else ():
             if not isinstance(method, ast.FunctionDef) or method.name in _PREPARE:
                 continue
@@ -54,17 +54,24 @@ def _chains(kind: Any, by_forward: bool) -> frozenset[str]:
     return frozenset(found)
 
 
+def _source(module: str) -> str:
+    """As it is now: a module may be loaded again, and another one under its name."""
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return ""
+
+
 @lru_cache(maxsize=4)  # the classes of a model are those of few files; a parsed file takes megabytes
-def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """Definitions of the classes in a module's source, by qualified name; {} where there is no source.
+def _classes(source: str) -> dict[str, ast.ClassDef]:
+    """Definitions of the classes in a source, by qualified name.
 
     inspect.getsource parses the whole file anew for every class, which took most of the time of `parallelize`.
     """
     try:
-        tree = ast.parse(inspect.getsource(sys.modules[module]))
-    except (KeyError, OSError, TypeError, SyntaxError):
+        return dict(_definitions(ast.parse(source), ""))
+    except SyntaxError:
         return {}
-    return dict(_definitions(tree, ""))
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:

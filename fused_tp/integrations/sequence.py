@@ -25,7 +25,8 @@ from fused_tp.integrations.forward_shard import (
     version_of,
 )
 from fused_tp.integrations.global_loss import GlobalLoss, scale_gradient, shift
-from fused_tp.integrations.grad_sync import GradientSync, leaves_of
+from fused_tp.integrations.grad_sync import GradientSync
+from fused_tp.integrations.graph import HeadOutputs, leaves, nodes_of
 from fused_tp.integrations.outputs import map_tensors, tensors_in
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
@@ -79,6 +80,7 @@ class SequenceSharding:
     def __init__(self, model: nn.Module, parallelism: Parallelism) -> None:
         self.parallelism = parallelism
         self.head: ColumnParallelLinear | None = None
+        self._head_outputs = HeadOutputs()
         self._history = StateHistory()
         self._noted = True  # the forward pass that runs, or ran last, is in the history
         self._state = UNSHARDED  # of the forward pass that runs
@@ -100,6 +102,8 @@ class SequenceSharding:
         for layer in [*self._layers, *self.entrances(model)]:
             layer.register_forward_pre_hook(self._ask, prepend=True)
             in_one_order(layer._forward_pre_hooks)
+        if self.head is not None:
+            self.head.register_forward_hook(self._note_head)
         # Hooks on parameters, for one, cannot be set up by a traced program. These run before the first and after the
         # last of the model's own code, which is traced by itself then.
         traced = self.sync is None
@@ -130,6 +134,10 @@ class SequenceSharding:
         attention: see `open_cache`."""
         return any(arguments.get(name) is not None for name in self.caches)
 
+    def cache_types(self, arguments: dict[str, Any]) -> tuple[type, ...]:
+        """The classes of KV caches that a forward pass with these arguments may return."""
+        return tuple(type(arguments[name]) for name in self.caches if arguments.get(name) is not None)
+
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
         """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour."""
         return Rows()
@@ -159,6 +167,7 @@ class SequenceSharding:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         arguments = self._by_name(args, kwargs)
+        self._head_outputs.begin()
         source, tokens = self._tokens(arguments)
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
         # With fewer tokens than ranks some rank would have none, which few models' own code survives.
@@ -340,6 +349,11 @@ class SequenceSharding:
     def _ask(self, layer: nn.Module, args: Any) -> None:
         self.state_now()
 
+    def _note_head(self, head: nn.Module, args: Any, output: Tensor) -> None:
+        frame = running_forward()
+        if frame is not None and frame.owner is self and frame.node == running_node():  # not again, in backward
+            self._head_outputs.note(output)
+
     def _switch_layers(self, state: LayerState) -> None:
         self._switched_to = state
         for layer in self._layers:
@@ -351,10 +365,16 @@ class SequenceSharding:
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         shard = leave_forward(self)
-        if output is None:  # forward raised
-            return None
+        try:
+            return None if output is None else self._whole_output(model, args, kwargs, output, shard)  # None: it raised
+        finally:
+            self._head_outputs.begin()  # which hold a graph
+
+    def _whole_output(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, shard: ForwardShard | None
+    ) -> Any:
         if shard is not None and shard.targets is not None and self._loss is not None:
-            self._loss.check_returned(output)
+            self._loss.check_returned(output, self._head_outputs)
         with_gradients = self.sync is not None and torch.is_grad_enabled()
         self._calls += with_gradients
         if self.sync is not None and with_gradients and (self._routes or self.sync.partly or is_due(self._calls)):
@@ -364,8 +384,8 @@ class SequenceSharding:
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
             share = 1 / self.parallelism.cp_mesh.size()
-            cached = self.is_cached(self._by_name(args, kwargs))  # then what holds the cache may be any object
-            return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, objects=cached)
+            caches = self.cache_types(self._by_name(args, kwargs))
+            return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, caches=caches)
         if shard is None or shard.targets is not None:
             return output
         return self.unshard_output(output, shard)
@@ -376,8 +396,14 @@ class SequenceSharding:
         Raises:
             ValueError: it is not of that shape.
         """
-        if t.ndim == 0 and shard.cp is None:
-            return t  # a loss, of the whole sequence that the head has gathered
+        if t.ndim == 0 and shard.cp is None:  # a loss, of the whole sequence that the head has gathered
+            if not self._head_outputs.gave(t):
+                raise ValueError(
+                    "The model returns a number that it made of hidden states, of which each tensor parallel rank has "
+                    "those of other tokens (sequence_parallel=True); it would be another one on every rank. Make it of "
+                    "what the output layer gives, or use no sequence_parallel."
+                )
+            return t
         if t.ndim < 2 or t.shape[1] != shard.local_len:
             raise ValueError(
                 f"The model returns a tensor {tuple(t.shape)} that is not [batch, seq, ...]; made of this rank's "
@@ -408,14 +434,14 @@ def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
-    leaves = {id(leaf) in parameters for leaf in leaves_of(tokens)}
-    if len(leaves) > 1:
+    own = {id(leaf) in parameters for leaf in leaves(nodes_of(tokens))}
+    if len(own) > 1:
         raise ValueError(
             f"{source} was computed from parameters of the model and from other tensors that require grad; over "
             "context parallel ranks only one of them would get the right gradient. Detach one of them, or pass the "
             "token ids and let the model embed them."
         )
-    return leaves == {True}
+    return own == {True}
 
 
 def in_one_order(hooks: dict[int, Any]) -> None:

@@ -151,6 +151,6 @@ def test_a_run_that_diverged_and_cannot_be_saved_is_reported(
     saved = tmp_path / "saved"
     (saved / "__0_0.distcp").mkdir(parents=True)  # where a file is to be
     assert demo.main(parse(f"{TINY} --steps 3 --lr 1e30 --tp 2 --save {saved} --out {tmp_path}")) == 2
-    assert f"fused-tp demo: --save: rank 0 cannot write to {saved}: " in capsys.readouterr().err
+    assert f"fused-tp demo: --save to {saved} failed on rank 0: " in capsys.readouterr().err
     report = json.loads((tmp_path / "demo.json").read_text())
     assert report["sample"] is None and (tmp_path / "demo.png").exists()

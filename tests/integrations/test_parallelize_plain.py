@@ -380,18 +380,76 @@ class AddedLoss(Llama):
         return self.loss_function(logits, labels, self.config.vocab_size) + logits.square().mean()
 
 
+class NestedLoss(Llama):
+    def forward(self, tokens: Tensor, labels: Any = None, positions: Any = None, *_: Any, **__: Any) -> Any:
+        logits = self.lm_head(self.model(tokens, positions))
+        return {"parts": [self.loss_function(logits, labels, self.config.vocab_size), {"logits": logits}]}
+
+
 @on_ranks(2)
-def test_a_compiled_loss_with_more_than_ours(group: dist.ProcessGroup) -> None:
+def test_compiled_losses(group: dist.ProcessGroup) -> None:
     model, tokens = make("plain", num_hidden_layers=1), make_tokens(1, 6)
     model.__class__ = AddedLoss
     parallelize(model, mesh_of(group, 1, 2), loss_parallel=True)
     torch._dynamo.reset()
     refuses(ValueError, "returned no loss that", torch.compile(model, backend="eager"), tokens, labels=tokens)
+    model.__class__ = NestedLoss
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    loss = torch.compile(model, backend="eager")(tokens, labels=tokens)["parts"][0]
+    assert torch.equal(loss, model(tokens, labels=tokens)["parts"][0])
+    assert not counters["graph_break"], dict(counters["graph_break"])
+
+
+class LossOfItsOwn(Llama):
+    """Of whole logits, and perhaps of hidden states."""
+
+    of_hidden: ClassVar[float] = 0.0
+
+    def forward(self, tokens: Tensor, labels: Any = None, positions: Any = None, *_: Any, **__: Any) -> Any:
+        hidden = self.model(tokens, positions)
+        logits = self.lm_head(hidden)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        loss = loss + 1e-3 * logits.logsumexp(-1).square().mean()
+        return loss + self.of_hidden * hidden.square().mean() if self.of_hidden else loss
+
+
+@on_ranks(2)
+def test_a_loss_of_its_own_under_sequence_parallelism(group: dist.ProcessGroup) -> None:
+    whole, tokens = make("plain"), make_tokens(2, 9)
+    whole.__class__ = LossOfItsOwn
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    assert_trains_alike(parallel, whole, lambda model: model(tokens))
+    torch._dynamo.reset()
+    assert_near(torch.compile(parallel, backend="eager")(tokens), whole(tokens), "loss")
+    LossOfItsOwn.of_hidden = 0.1
+    try:
+        refuses(ValueError, "a number that it made of hidden states", parallel, tokens)
+    finally:
+        LossOfItsOwn.of_hidden = 0.0
+
+
+class Caching(Tagger):
+    """Returns its cache in an object that pytree does not know, and what has no tensors."""
+
+    in_object = False
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, cache: Any = None) -> Any:
+        scores = super().forward(x, positions)["scores"]
+        return Scores(scores) if self.in_object else {"s": scores, "cache": cache, "kind": SimpleNamespace(name="it")}
 
 
 @on_ranks(2)
 def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
     mesh, x, tokens = mesh_of(group, 2, 1), torch.randn(1, 6, 16), make_tokens(1, 6)
+    cache = SimpleNamespace(keys=torch.ones(2))
+    model = parallelize(Caching(), mesh)
+    assert model(x, cache=cache)["cache"] is cache
+    assert model(x)["kind"].name == "it"
+    model.in_object = True
+    refuses(TypeError, "returned a Scores", model, x, cache=cache)
     for mode in (True, False):
         refuses(ValueError, r"nn\.MultiheadAttention", parallelize(WholeAttention().train(mode), mesh), x)
     for kind in (Scores, SimpleNamespace, type("Own", (dict,), {})):

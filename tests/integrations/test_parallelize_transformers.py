@@ -495,7 +495,7 @@ def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
         refuses(RankMismatchError, ": argument 0 of", parallel, own)
     parallel.train(dist.get_rank(group) == 0)
     with settings.environment({"FUSED_TP_CHECK_BATCH": "1"}):
-        refuses(RankMismatchError, "training mode of the first rank", parallel, tokens)
+        refuses(RankMismatchError, "rank 0 of the 4 is, and rank 1 is not.*model.eval", parallel, tokens)
     refuses(RankMismatchError, "sample tokens need equal random states", parallel.eval(), own)
     parallel.train()
     nested = parallelize(Unpacking(), mesh_of(group, 1, 4), plan={"linear": "colwise_gather_output"})
@@ -509,6 +509,11 @@ def _longer_vocabulary(model: Any, rank: int) -> None:
     model.resize_token_embeddings(5000, mean_resizing=False)
     torch.nn.init.zeros_(model.model.embed_tokens.weight[67:])
     torch.nn.init.constant_(model.model.embed_tokens.weight[4999:], rank)  # one row of many
+
+
+def _one_row(model: Any, rank: int) -> None:
+    model.wide = torch.nn.Parameter(torch.zeros(1000, 50))
+    torch.nn.init.constant_(model.wide[998], rank)
 
 
 def _custom_parameter(model: Any, rank: int) -> None:
@@ -528,7 +533,7 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     for model, text in ((drawn, says.format("'model\\.norm", 2)), (longer, says.format("'more", 0))):
         refuses(RankMismatchError, text, parallelize, model, mesh)
         assert type(model.model.norm) is norm and type(model.lm_head) is torch.nn.Linear  # nothing is replaced
-    for change in (_longer_vocabulary, _custom_parameter):
+    for change in (_longer_vocabulary, _custom_parameter, _one_row):
         changed = make("llama")
         change(changed, rank)
         refuses(RankMismatchError, "made different models", parallelize, changed, mesh)
@@ -586,10 +591,18 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
             out = super().forward(*args, **kwargs)
             return {"loss": out.loss + out.logits.square().mean(), "cross entropy": out.loss.detach()}
 
+    class BeforeTheLoss(Handing):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            labels = kwargs.pop("labels")
+            out = super().forward(*args, **kwargs)
+            own = out.logits.square().mean()  # the loss is given other logits, made of these
+            return {"parts": [{"loss": self.loss_function(1.0 * out.logits, labels, 67) + own}]}
+
     class OfHidden(Handing):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **{**kwargs, "output_hidden_states": True})
             out.loss += 0.01 * out.hidden_states[-1].square().mean()  # as Mixtral adds that of its routers
+            out.loss = out.loss + 0.01 * out.hidden_states[0].square().mean()
             return out
 
     class Copying(Handing):
@@ -615,6 +628,7 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
             (Adding, added),
             (AddingInPlace, added),
             (WithParts, added),
+            (BeforeTheLoss, added),
             (Other, other),
             (Masking, other),
         ):
@@ -622,6 +636,10 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
             further.__class__ = kind
             further = parallelize(further, further_mesh, **keywords)
             refuses(ValueError, says, further, input_ids=tokens, labels=tokens.clone())
+            if kind is AddingInPlace and not keywords:
+                for mode in (torch.no_grad(), torch.inference_mode()):
+                    with mode:
+                        refuses(ValueError, says, further, input_ids=tokens, labels=tokens.clone())
     # Of whole tokens, where only the vocabulary is cut.
     of_hidden, its_parts = make("llama"), make("llama")
     of_hidden.__class__ = its_parts.__class__ = OfHidden
