@@ -74,6 +74,8 @@ STYLES = {
     "embedding_rowwise": "an embedding cut along the vocabulary",
     "local_params": "whole on every rank, but for its own parameters that the plan names (`colwise`: attention sinks)",
     "mla_kv_a_proj": "whole on every rank; the part of its output that all heads share gets the sum of their gradients",
+    "moe_identity_expert": "an expert that returns what it is given; one rank adds it",
+    "moe_tp_experts": "experts, of each of which a rank has a part: those of its own parameters that the plan names",
     "replicate": "whole on every rank",
     "sequence_parallel": "whole on every rank, on this rank's tokens",
     "replicated_with_grad_allreduce": "whole on every rank, on this rank's heads or features",
@@ -81,7 +83,7 @@ STYLES = {
 FEATURES = {
     "sliding_window": "sliding windows",
     "attn_logit_softcapping": "soft caps",
-    "num_local_experts": "attention sinks",
+    "num_local_experts": "experts",
 }
 
 
@@ -149,6 +151,7 @@ def models() -> str:
     rows = []
     for family, name in FAMILIES.items():
         special = [text for key, text in FEATURES.items() if key in OWN_SIZES.get(family, {})]
+        special += ["attention sinks"] * (family == "gpt_oss")
         rows.append((f"`{name}ForCausalLM`", ", ".join(special)))
     return table(("transformers", "tested with"), rows)
 

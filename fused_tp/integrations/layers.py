@@ -6,6 +6,7 @@ change. Everything is decided from the plan before the first module is touched.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,22 +15,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from fused_tp.integrations.plan import HEAD_PROJECTIONS, Style, embedding_scale, spec_of
+from fused_tp.integrations.plan import ADDED_ONCE, HEAD_PROJECTIONS, Plan, Style, embedding_scale, spec_of
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.integrations.sequence import SequenceSharding
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.nn.norm import replicate_own
-from fused_tp.nn.sharding import Memo
+from fused_tp.nn.sharding import Memo, PartsCut
 from fused_tp.nn.share_gather import share_gather
-from fused_tp.ops.collectives import copy_to_group, scatter
+from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
+
+HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
 
 GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "wi_1"}
 
 
-def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, sequence_parallel: bool) -> None:
+def check_layers(model: nn.Module, plan: Plan, ranks: int, *, sequence_parallel: bool) -> None:
     """Refuse what `shard_layers` could not do over so many ranks, before it has done half of it.
 
     Raises:
@@ -39,7 +42,8 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, seq
     """
     dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
-        style = plan.get(name)
+        style = plan.modules.get(name)
+        cut = plan.parameters_of(name, module)
         for key, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
                 raise TypeError(
@@ -52,17 +56,17 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, seq
                     "would not have them. Register them after parallelize."
                 )
             if not isinstance(style, ParallelStyle):
-                own = plan.get(_path(name, key), style)
-                dims_of[id(parameter)][name] = spec_of(own).shard_dim
-            if _path(name, key) in plan and parameter.shape[0] % ranks:
+                dims_of[id(parameter)][name] = cut[key].dim_of(parameter) if key in cut else spec_of(style).shard_dim
+            if key in cut and (size := parameter.shape[cut[key].dim_of(parameter)] // cut[key].parts) % ranks:
                 raise ValueError(
-                    f"{_path(name, key)!r} has {parameter.shape[0]} elements, which {ranks} tensor parallel ranks "
-                    "cannot share evenly."
+                    f"{_path(name, key)!r} {tuple(parameter.shape)} is to be cut along dim "
+                    f"{cut[key].dim_of(parameter)}, where it has {f'twice {size}' if cut[key].parts == 2 else size} "
+                    f"elements, which {ranks} tensor parallel ranks cannot share evenly."
                 )
         if ranks > 1:
             _check_nothing_lost(name, module, spec_of(style).convert is not None)
         if plan:
-            _check_reads(name, module, plan)
+            _check_reads(name, module, plan.modules)
         if style is not None and spec_of(style).shares_rotary:
             _rotary_width(model, module)
         if sequence_parallel:
@@ -71,9 +75,9 @@ def check_layers(model: nn.Module, plan: Mapping[str, Style], ranks: int, *, seq
         if len(set(dims.values())) > 1:
             first, second = list(dims)[:2]
             raise ValueError(
-                f"{first!r} and {second!r} share a weight, and the plan gives them the styles {plan.get(first)!r} and "
-                f"{plan.get(second)!r}; tied weights must be cut alike ('embedding_rowwise' goes with "
-                "'colwise_gather_output')."
+                f"{first!r} and {second!r} share a weight, and the plan gives them the styles "
+                f"{plan.modules.get(first)!r} and {plan.modules.get(second)!r}; tied weights must be cut alike "
+                "('embedding_rowwise' goes with 'colwise_gather_output')."
             )
 
 
@@ -123,7 +127,8 @@ def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> N
             f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
             "parallelize knows what each module does with the sequence."
         )
-    if spec_of(style).splits_input or spec_of(style).shares_rotary:
+    spec = spec_of(style)
+    if spec.splits_input or spec.shares_rotary or spec.sums_output:
         raise ValueError(
             f"{name!r} has the style {style!r}, which takes whole sequences; pass sequence_parallel=False."
         )
@@ -135,20 +140,25 @@ def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> N
         )
 
 
-def shard_layers(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceSharding, memo: Memo
-) -> None:
+def shard_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
     modules = dict(model.named_modules())
-    for name, style in plan.items():
-        module: Any = modules.get(name)  # check_style has seen that it is what its style needs
-        if module is None:
-            continue  # a parameter: see `replicate_parameters`
+    for name, style in plan.modules.items():
+        module: Any = modules[name]  # check_style has seen that it is what its style needs
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
             continue
         if spec_of(style).shares_rotary:
             module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(model, module)))
+        if spec_of(style).sums_output:
+            module.register_forward_pre_hook(partial(_share_input, mesh), with_kwargs=True)
+            module.register_forward_hook(partial(_sum_output, mesh))
+            specs = ((module.get_parameter(key), spec) for key, spec in plan.parameters_of(name, module).items())
+            widths = [p.shape[spec.dim_of(p)] // spec.parts // mesh.size() * p.element_size() for p, spec in specs]
+            if any(width % _GROUPED_MM_ALIGNMENT for width in widths):
+                _multiply_one_by_one(module)
+        if spec_of(style).adds_once:
+            module.register_forward_hook(partial(_keep_on_one_rank, mesh))
         convert = spec_of(style).convert
         if convert is None:
             continue
@@ -161,10 +171,10 @@ def shard_layers(
             take_part = partial(_take_part, sequence, name if in_attention else "")
             layer.register_forward_pre_hook(take_part, with_kwargs=True)
         _swap(model, module, layer)
-    attentions = {name.rpartition(".")[0] for name in plan if name.rpartition(".")[2] in HEAD_PROJECTIONS}
+    attentions = {name.rpartition(".")[0] for name in plan.modules if name.rpartition(".")[2] in HEAD_PROJECTIONS}
     for name in sorted(attentions):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
-    _share_gathers(model, plan)
+    _share_gathers(model, plan.modules)
 
 
 def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -174,6 +184,33 @@ def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor)
 def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
     latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
     return torch.cat([latent, copy_to_group(rotary, group=mesh)], dim=-1)
+
+
+_GROUPED_MM_ALIGNMENT = 16  # bytes
+
+
+def _multiply_one_by_one(experts: Any) -> None:
+    """Have transformers multiply expert by expert: torch's grouped_mm wants rows of multiples of 16 bytes."""
+    if hasattr(getattr(experts, "config", None), "_experts_implementation"):
+        experts.config = copy.copy(experts.config)  # which others read
+        experts.config._experts_implementation = "eager"
+
+
+def _share_input(mesh: DeviceMesh, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
+    """Each rank finds the gradient of hidden states, and of routing weights, that its part of the experts makes."""
+
+    def shared(value: Any) -> Any:
+        return copy_to_group(value, group=mesh) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(map(shared, args)), {name: shared(value) for name, value in kwargs.items()}
+
+
+def _sum_output(mesh: DeviceMesh, experts: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return all_reduce(output, group=mesh)
+
+
+def _keep_on_one_rank(mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output if mesh.get_local_rank() == 0 else 0 * output
 
 
 def holds_sharded_heads(attention: nn.Module) -> bool:
@@ -188,8 +225,6 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
             if child is old:
                 parent._modules[key] = new
 
-
-HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
 
 _PART = "_fused_tp_part"
 
@@ -253,7 +288,7 @@ def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
 
 
 def replicate_parameters(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style], sequence: SequenceSharding, memo: Memo
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo
 ) -> None:
     """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
 
@@ -266,14 +301,16 @@ def replicate_parameters(
     def sums(name: str) -> Callable[[], bool]:
         # Token ids are whole on every rank: an embedding computes the whole sequence, and the rank takes its part.
         embeds = isinstance(modules[name], nn.Embedding)
-        return partial(_sums_gradient, sequence, spec_of(plan.get(name)).sums_gradient, embeds)
+        return partial(_sums_gradient, sequence, spec_of(plan.modules.get(name)).sums_gradient, embeds)
 
     for name, module in modules.items():
-        cut = {key: Shard(0) for key in module._parameters if _path(name, key) in plan}
+        own = plan.parameters_of(name, module).items()
+        cut = {key: PartsCut(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in own}
+        once = ADDED_ONCE if spec_of(plan.modules.get(name)).sums_output else ()
         read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
         # Not those that are cut: a rank's part would be taken for all of it, where now torch raises.
-        asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.get(owner)).shard_dim is None}
-        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=asks)
+        asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
+        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, once=once, read=asks)
         if held and isinstance(module, nn.Embedding):
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 

@@ -16,6 +16,7 @@ from fused_tp.integrations.layers import check_layers, replicate_parameters, sha
 from fused_tp.integrations.model_check import check_equal_models
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
+    Plan,
     Style,
     check_head_counts,
     resolve_plan,
@@ -145,20 +146,20 @@ def parallelize(
     # Without TP ranks the model's own plan says where a plain model's attention is, and of a transformers model nothing
     # that is needed.
     has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
-    resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else {}
+    resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else Plan()
     if tp_mesh is not None:
         resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
-        check_head_counts(model, resolved, tp_mesh.size())
+        check_head_counts(model, resolved.modules, tp_mesh.size())
     ranks = 1 if tp_mesh is None else tp_mesh.size()
     check_layers(model, resolved, ranks, sequence_parallel=sequence_parallel)
     check_buffers(model, hf=hf)
     sequence: SequenceSharding
     if hf:
-        check_transformers_model(model, resolved, parallelism)
+        check_transformers_model(model, resolved.modules, parallelism)
         sequence = TransformersSequence(model, parallelism)
     else:
-        check_plain_model(model, resolved, parallelism)
-        sequence = PlainSequence(model, parallelism, resolved)
+        check_plain_model(model, resolved.modules, parallelism)
+        sequence = PlainSequence(model, parallelism, resolved.modules)
 
     if tp_mesh is not None:
         warn_of_small_share(model, resolved)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -34,6 +34,9 @@ class StyleSpec:
         gathers_output: every rank gets all output features.
         splits_input: the module is given all input features, and with them the whole sequence.
         sums_gradient: the module sees a part of the heads, so that a rank's gradient is one term of a sum.
+        sums_output: the module holds a part of each of its experts and is given what all ranks have; its output is one
+            term of a sum, and so are the gradients of what it is given.
+        adds_once: what the module returns goes into such a sum as it is: one rank adds it.
         shares_rotary: the last qk_rope_head_dim features of the output go to all heads, past the layer that is cut by
             heads: each rank finds the gradient of its own heads, which is summed.
     """
@@ -44,6 +47,8 @@ class StyleSpec:
     gathers_output: bool = False
     splits_input: bool = False
     sums_gradient: bool = False
+    sums_output: bool = False
+    adds_once: bool = False
     shares_rotary: bool = False
 
 
@@ -57,6 +62,8 @@ STYLES = {
     "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
     "local_params": WHOLE,  # next to entries for the module's own parameters
     "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
+    "moe_identity_expert": StyleSpec(adds_once=True),
+    "moe_tp_experts": StyleSpec(sums_output=True),  # next to entries for the module's own parameters
     "replicate": WHOLE,
     "replicated_with_grad_allreduce": StyleSpec(sums_gradient=True),
     "rowwise": StyleSpec(nn.Linear, RowParallelLinear.from_linear, 1),
@@ -64,6 +71,56 @@ STYLES = {
     "rowwise_split_input": _SPLIT,
     "sequence_parallel": WHOLE,
 }
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a style does with a parameter: of experts [experts, out, in], or of one dim.
+
+    Attributes:
+        dim: that is cut, counted from the end.
+        parts: lie one after the other along it, each of which is cut (gate and up).
+    """
+
+    dim: int
+    parts: int = 1
+
+    def dim_of(self, parameter: Tensor) -> int:
+        """`dim` from the front; a parameter of one dim has no other."""
+        return max(0, parameter.ndim + self.dim)
+
+
+PARAMETER_STYLES = {
+    "colwise": ParameterSpec(-2),
+    "rowwise": ParameterSpec(-1),
+    "packed_colwise": ParameterSpec(-2, parts=2),
+    "packed_rowwise": ParameterSpec(-1, parts=2),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan with concrete names.
+
+    Attributes:
+        modules: styles of modules.
+        parameters: styles of parameters, for modules without a layer of ours.
+    """
+
+    modules: dict[str, Style] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.modules or self.parameters)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.modules or name in self.parameters
+
+    def parameters_of(self, name: str, module: nn.Module) -> dict[str, ParameterSpec]:
+        """What is to be done with the parameters of the module of that name, by their names in it."""
+        prefix = f"{name}." if name else ""
+        known = ((key, self.parameters.get(prefix + key)) for key in module._parameters)
+        return {key: PARAMETER_STYLES[style] for key, style in known if style is not None}
 
 
 def spec_of(style: Style | None) -> StyleSpec:
@@ -104,6 +161,10 @@ PLANS = {
         **_ATTENTION,
         "layers.*.self_attn": "local_params",
         "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+        # [experts, in, out], where gate and up take turns.
+        **_in_layers("mlp.experts", "rowwise", "gate_up_proj", "gate_up_proj_bias"),
+        "layers.*.mlp.experts.down_proj": "colwise",
     },
     "hunyuan_v1_dense": {
         **_ATTENTION,
@@ -121,8 +182,8 @@ def _own_plan(model: nn.Module) -> dict[str, Style]:
     return {prefix + pattern: style for pattern, style in PLANS.get(kind, {}).items()}
 
 
-def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str, Style]:
-    """Concrete module names and their styles, from "auto" (the model's own `tp_plan`) or from a dict of patterns.
+def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
+    """Concrete names and their styles, from "auto" (the model's own `tp_plan`) or from a dict of patterns.
 
     Raises:
         TypeError: `plan` is neither "auto" nor a dict, or a style is neither a string nor a `ParallelStyle`.
@@ -148,35 +209,42 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
 
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    resolved: dict[str, Style] = {}
+    resolved = Plan()
     unserved: dict[str, Style] = {}
     for pattern, style in patterns.items():
-        names = [name for name in modules if _matches(name, pattern) and not isinstance(modules[name], nn.Identity)]
+        names = [name for name in modules if _matches(name, pattern)]
+        if style != "moe_identity_expert":
+            names = [name for name in names if not isinstance(modules[name], nn.Identity)]
         cut = [name for name in parameters if _matches(name, pattern)]
         # A model's own plan may name layers that only some of its configurations have; an entry that somebody wrote for
         # this call and that matches nothing is a mistake.
         known = own_plan.get(pattern) == style or any(_matches(name, pattern) for name in modules)
         if not (names or cut or known):
             raise ValueError(f"plan names {pattern!r}, but {type(model).__name__} has no such module.")
-        if any(style != "colwise" or parameters[name].ndim != 1 for name in cut) or (
+        if not all(_is_served(style, parameters[name], _own_styles(name, patterns)) for name in cut) or (
             isinstance(style, str) and names and style not in STYLES
         ):
             unserved[pattern] = style
             continue
         for name in names:
             check_style(name, modules[name], style)
-        resolved |= dict.fromkeys((*names, *cut), style)
+        resolved.modules.update(dict.fromkeys(names, style))
+        resolved.parameters.update({name: style for name in cut if isinstance(style, str)})
     if unserved:
         raise ValueError(
             f"The plan has styles that fused_tp does not serve: {unserved}. Modules are served as "
-            f"{', '.join(sorted(STYLES))}, parameters of one dim as 'colwise'. Leave these names out of the plan, and "
-            "what they stand for stays whole on every rank"
+            f"{', '.join(sorted(STYLES))}, parameters of one dim as 'colwise', those of modules that are "
+            f"'moe_tp_experts' as {', '.join(sorted(PARAMETER_STYLES))}. Leave these names out of the plan, and what "
+            "they stand for stays whole on every rank"
             + (
                 f": plan={{name: style for name, style in model.tp_plan.items() if name not in {sorted(unserved)}}}."
                 if own_plan
                 else "."
             )
         )
+    for name, style in resolved.modules.items():
+        if spec_of(style).sums_output:
+            _check_experts(name, modules[name], resolved)
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
         first = ", ".join(list(patterns)[:2])
@@ -188,20 +256,44 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> dict[str,
     return resolved
 
 
-def warn_of_small_share(model: nn.Module, plan: Mapping[str, Style]) -> None:
+def _own_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
+    """The styles of the module that a parameter belongs to."""
+    owner = name.rpartition(".")[0]
+    return {style for pattern, style in patterns.items() if _matches(owner, pattern)}
+
+
+def _is_served(style: Style, parameter: Tensor, own: set[Style]) -> bool:
+    if parameter.ndim == 1:
+        return style == "colwise"
+    return style in PARAMETER_STYLES and "moe_tp_experts" in own
+
+
+# Added to the output of an expert: one rank adds it.
+ADDED_ONCE = ("down_proj_bias",)
+
+
+def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:
+    """Refuse experts of which a rank would compute more than its part: the sum over the ranks would count it again."""
+    inside = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module), *ADDED_ONCE}
+    inside |= {key for key, child in module.named_children() if type(child).__module__ not in ACTIVATIONS}
+    inside = {key for key in inside if f"{name}.{key}" not in plan}
+    if inside or not module._parameters:
+        what = f"has {sorted(inside)[0]!r}, which is not" if inside else "has no parameters of its own"
+        raise ValueError(
+            f"The plan gives {name!r} ({type(module).__name__}) the style 'moe_tp_experts', and it {what} in the plan: "
+            "each rank must hold a part of every expert. Give its parameters 'packed_colwise' (gate and up), "
+            f"'colwise' or 'rowwise', or leave {name!r} and what is in it out of the plan."
+        )
+
+
+def warn_of_small_share(model: nn.Module, plan: Plan) -> None:
     """Say how little the plan cuts where it is less than a quarter: a TP rank would then compute most of the model."""
     sizes = {id(p): p.numel() for p in model.parameters()}
-    cut: dict[int, int] = {}
-    for name, style in plan.items():
-        parent, _, leaf = name.rpartition(".")
-        owner: Any = model.get_submodule(parent)
-        if isinstance(style, ParallelStyle):
-            return  # what it cuts is its own affair
-        of = owner if leaf in owner._parameters else model.get_submodule(name)
-        names = (leaf,) if of is owner else ("weight", "bias") if spec_of(style).shard_dim is not None else ()
-        for one in names:
-            if isinstance(parameter := getattr(of, one, None), nn.Parameter):
-                cut[id(parameter)] = parameter.numel()
+    if any(isinstance(style, ParallelStyle) for style in plan.modules.values()):
+        return  # what it cuts is its own affair
+    layers = (model.get_submodule(name) for name, style in plan.modules.items() if spec_of(style).shard_dim is not None)
+    own = [p for layer in layers for p in layer.parameters(recurse=False)]
+    cut = {id(p): p.numel() for p in (*own, *map(model.get_parameter, plan.parameters))}
     share = sum(cut.values()) / max(1, sum(sizes.values()))
     if share < 0.25:
         warnings.warn(
@@ -285,7 +377,7 @@ def _head_counts(*sources: object) -> dict[str, int]:
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def settle_between(model: nn.Module, plan: Mapping[str, Style], *, cuts_logits: bool = False) -> dict[str, Style]:
+def settle_between(model: nn.Module, plan: Plan, *, cuts_logits: bool = False) -> Plan:
     """`plan`, and a style for each module that has parameters and must lie between two that are cut.
 
     `cuts_logits`: the output layer leaves its features cut, too.
@@ -293,12 +385,13 @@ def settle_between(model: nn.Module, plan: Mapping[str, Style], *, cuts_logits: 
     Raises:
         ValueError: a module whose place cannot be known by its widths, and that the plan says nothing of.
     """
-    settled = dict(plan)
+    settled = Plan(dict(plan.modules), plan.parameters)
     modules = dict(model.named_modules())
-    head = _output_layer(model, plan) if cuts_logits else None
-    for name, (column, whole) in _around_parts(modules, plan, head).items():
+    head = _output_layer(model, plan.modules) if cuts_logits else None
+    names = [*plan.modules, *plan.parameters]
+    for name, (column, whole) in _around_parts(modules, plan.modules, head).items():
         parent, prefix = modules[name], f"{name}." if name else ""
-        if name not in plan:
+        if name not in plan.modules:
             for key, parameter in parent.named_parameters(recurse=False):
                 if prefix + key not in plan and (parameter.ndim == 0 or parameter.shape[-1] not in whole):
                     raise ValueError(
@@ -309,11 +402,11 @@ def settle_between(model: nn.Module, plan: Mapping[str, Style], *, cuts_logits: 
                     )
         for leaf, child in parent.named_children():
             path = prefix + leaf
-            planned = any(one == path or one.startswith(f"{path}.") for one in plan)
+            planned = any(one == path or one.startswith(f"{path}.") for one in names)
             if planned or next(child.parameters(), None) is None or _sees_all(child, whole, leaf, column):
                 continue
             if type(child).__module__ in ACTIVATIONS and all(p.numel() == 1 for p in child.parameters()):
-                settled[path] = "replicated_with_grad_allreduce"
+                settled.modules[path] = "replicated_with_grad_allreduce"
                 continue
             style = "mla_kv_a_proj" if leaf == LATENT else "replicated_with_grad_allreduce"
             raise ValueError(
@@ -341,7 +434,7 @@ def _around_parts(
     found: dict[str, tuple[list[str], set[int]]] = {}
     for name, style in plan.items():
         spec = spec_of(style)
-        column_layer = spec.needs is nn.Linear and spec.shard_dim == 0 and name in modules  # and no parameter
+        column_layer = spec.needs is nn.Linear and spec.shard_dim == 0
         if not column_layer or (spec.gathers_output and modules[name] is not head):
             continue
         scopes = _scopes(name)

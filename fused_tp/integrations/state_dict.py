@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.nn import gather_state_dict
-from fused_tp.nn.sharding import copy_full_
+from fused_tp.nn.sharding import copy_full_, parts_dims
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,13 +45,18 @@ def load_full_state_dict(
         ...     load_full_state_dict(model, ((name, file.get_tensor(name)) for name in file.keys()))
     """
     own = model.state_dict(keep_vars=True)
+    parts = parts_dims(model)
     unknown, loaded = [], set()
     for name, full in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
         if name not in own:
             unknown.append(name)
             continue
-        if full.shape != own[name].shape:
-            raise ValueError(f"{name!r} has shape {tuple(full.shape)}; the model's has {tuple(own[name].shape)}.")
+        shape = list(own[name].shape)
+        if name in parts:  # in one dim more than the original's
+            shape[parts[name] : parts[name] + 2] = [prod(shape[parts[name] : parts[name] + 2])]
+        if list(full.shape) != shape:
+            raise ValueError(f"{name!r} has shape {tuple(full.shape)}; the model's has {tuple(shape)}.")
+        full = full.reshape(own[name].shape)
         if any(type(placement) not in (Shard, Replicate) for placement in getattr(own[name], "placements", ())):
             raise ValueError(f"Cannot load into a parameter placed as {own[name].placements}; load before fully_shard.")
         copy_full_(own[name], full.to(own[name].device), broadcast=False)

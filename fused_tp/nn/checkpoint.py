@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fused_tp.nn.sharding import parts_dims
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.store import exchange
 
@@ -44,6 +45,7 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
     full: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: state_dict() of tied names gives views of one tensor
     tensors = module.state_dict(keep_vars=True)
+    parts = parts_dims(module)
     _meet(tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
@@ -52,6 +54,8 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
             continue
         if id(tensor) not in gathered:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if name in parts:
+                whole = whole.flatten(parts[name], parts[name] + 1)
             if not keep:
                 gathered[id(tensor)] = whole.new_empty(0)
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import MutableMapping
-from typing import Any, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,14 @@ from fused_tp.runtime.partition import shard_range
 Memo: TypeAlias = "MutableMapping[Tensor, nn.Parameter]"
 """Parameters already converted, by the one they came from. Passing the same memo to several `from_*` keeps tied weights
 tied. With `torch.utils.weak.WeakIdKeyDictionary()` it does not keep full weights alive; a dict does."""
+
+
+class PartsCut(NamedTuple):
+    """A cut of a parameter along `dim`, where `parts` of equal length lie one after the other (gate and up), each of
+    which is cut."""
+
+    dim: int
+    parts: int = 1
 
 
 def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -75,9 +83,14 @@ def empty_parameter(
 
 
 def shard_parameter(
-    parameter: Tensor, mesh: DeviceMesh, placement: Placement, memo: Memo | None = None
+    parameter: Tensor, mesh: DeviceMesh, placement: Placement | PartsCut, memo: Memo | None = None
 ) -> nn.Parameter:
     """`parameter`, of which every rank has the same full copy, as a DTensor parameter on `mesh`.
+
+    Where several parts are cut it has one more dim: [experts, 2 * out, in] becomes [experts, 2, out, in], cut along
+    out, in the same order of elements. (Rejected: torch's _StridedShard, which keeps the shape. In torch 2.13 it loses
+    its order under FSDP2 where both cut one dim, cannot be saved by torch.distributed.checkpoint, and is filled with
+    other rows by set_model_state_dict.)
 
     On the meta device there is nothing to slice: this rank's part is allocated on the mesh's device, uninitialised.
 
@@ -90,6 +103,11 @@ def shard_parameter(
             f"the parameter is a DTensor already ({parameter.placements} on {parameter.device_mesh}); convert modules "
             "that are still whole, tensor parallelism first and fully_shard after it."
         )
+    whole, parts = parameter, 1
+    if isinstance(placement, PartsCut):
+        dim, parts = placement
+        placement = Shard(dim if parts == 1 else dim + 1)
+        whole = parameter if parts == 1 else parameter.detach().unflatten(dim, (parts, -1))
     known = None if memo is None else memo.get(parameter)
     if known is not None:
         if not isinstance(known, DTensor) or known.placements != (placement,):
@@ -100,19 +118,29 @@ def shard_parameter(
             )
         return known
     if parameter.is_meta:
-        made = empty_parameter(tuple(parameter.shape), mesh, placement, dtype=parameter.dtype)
+        made = empty_parameter(tuple(whole.shape), mesh, placement, dtype=parameter.dtype)
         made.requires_grad_(parameter.requires_grad)
     else:
-        own = parameter.detach()
+        own = whole.detach()
         if isinstance(placement, Shard):
             start, stop = shard_rows(own.shape[placement.dim], mesh)
             own = own.narrow(placement.dim, start, stop - start)
         own = own.clone(memory_format=torch.contiguous_format)  # a copy, so that the full storage can be freed
-        dtensor = as_dtensor(own, mesh, placement, parameter.shape)
+        dtensor = as_dtensor(own, mesh, placement, whole.shape)
         made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     if memo is not None:
         memo[parameter] = made
     return made
+
+
+def parts_dims(module: nn.Module) -> dict[str, int]:
+    """Parameters of `module` that have one dim more than the original's, by name: the first of the two dims that are
+    one there. See `shard_parameter`."""
+    return {
+        f"{name}.{key}" if name else key: dim
+        for name, child in module.named_modules()
+        for key, dim in getattr(child, "_parts_dims", {}).items()
+    }
 
 
 @torch.no_grad()

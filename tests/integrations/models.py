@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from examples.llama import Llama, LlamaConfig
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.nn.sharding import parts_dims
 from tests.workers import on_ranks
 
 VOCAB = 67  # odd: the ranks' parts of the vocabulary are not equally long
@@ -39,6 +40,7 @@ FAMILIES = {
     "mistral": "Mistral",
     "gemma2": "Gemma2",
     "gpt_oss": "GptOss",
+    "mixtral": "Mixtral",
     "granite_swa": "GraniteSWA",
 }
 # Windows are shorter than the tests' sequences. The numbers of Gemma 2 are such that its caps bend the scores.
@@ -52,6 +54,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 5,
     },
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {
         "attn_implementation": "eager",
         "sliding_window": 4,
@@ -143,9 +146,13 @@ def assert_same_gradients(parallel: nn.Module, whole: nn.Module, *, factor: floa
     expected = dict(whole.named_parameters())
     names = [name for name, _ in parallel.named_parameters()]
     assert names == list(expected), (names, list(expected))
+    parts = parts_dims(parallel)
     for name, parameter in parallel.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        assert_near(parameter.grad / factor, expected[name].grad, f"gradient of {name}")
+        found = full(parameter.grad)
+        if name in parts:
+            found = found.flatten(parts[name], parts[name] + 1)
+        assert_near(found / factor, expected[name].grad, f"gradient of {name}")
 
 
 def assert_trains_alike(parallel: nn.Module, whole: nn.Module, loss_of: Callable[[Any], Any]) -> None:

@@ -202,7 +202,7 @@ def compare(whole: Any, mesh: DeviceMesh, mode: str, expected: Any, tokens: Tens
             error = 0.0 if other is None or not bool(other.any()) else float("inf")
         else:
             scale = wanted.abs().max().clamp_min(1e-6)
-            error = float((full(parameter.grad) - wanted).abs().max() / scale)
+            error = float((full(parameter.grad).view_as(wanted) - wanted).abs().max() / scale)
         if not error <= worst:
             worst, where = error, name
     off = abs(float(loss.detach()) - whole_loss)

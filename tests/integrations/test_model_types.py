@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 from tests.integrations.sweep import MODES, all_kinds, sweep
 
 RIGHT = [
+    ("aria_text", "tp"),  # experts [in, out], called with how many tokens each has
     ("apertus", "tp"),  # a parameter of the activation, between two cut layers
     ("bamba", "tp"),  # reads the weight of a convolution inside
     ("beam", "advised"),  # a bias that is cut by itself
@@ -16,11 +17,13 @@ RIGHT = [
     ("gpt_neox", "tp+sp"),  # q, k and v of one layer
     ("gpt_oss", "tp"),  # sinks; a plan of our own
     ("hunyuan_v1_dense", "tp+sp"),
+    ("llama4_text", "tp"),  # experts [in, out], called without routing weights
     ("llama4_text", "cp"),  # another base model; queries scaled by place
+    ("longcat_flash", "tp"),  # experts that return what they are given
     ("minicpm3", "tp"),
     ("nemotron", "cp"),  # hands no keywords down to attention
     ("qwen2_moe", "cp"),  # a window of 0
-    ("qwen3_moe", "advised"),
+    ("qwen3_moe", "tp"),
     ("roberta", "cp"),  # counts positions from behind its padding
 ]
 REFUSED = [("doge", "cp", "adds a mask of its own"), ("gemma4", "tp", "reads 'language_model.embed_tokens.weight'")]

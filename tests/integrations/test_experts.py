@@ -1,0 +1,143 @@
+"""Mixtures of experts over tensor parallel ranks, each of which holds a part of every expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.state_dict import load_full_state_dict
+from fused_tp.nn import gather_state_dict
+from tests.integrations.models import (
+    assert_near,
+    assert_same_calls,
+    copy_of,
+    make,
+    make_tokens,
+    mesh_of,
+    on_layouts,
+    pair,
+)
+from tests.reference import refuses
+from tests.workers import on_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+FAMILIES = ["mixtral", "gpt_oss"]  # gate and up one after the other; in turns, with biases
+
+
+@on_layouts("tp2", full=["tp2_lossparallel", "cp2_tp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
+    whole, parallel = pair(group, layout, family)
+    tokens = make_tokens(2, 9)
+    experts = parallel.model.layers[0].mlp.experts
+    assert all(p.numel() <= 2 * p.to_local().numel() for p in experts.parameters())
+    cut = {name for name, p in experts.named_parameters() if not p.placements[0].is_replicate()}
+    assert cut >= {"gate_up_proj", "down_proj"}
+    assert_same_calls(parallel, whole, tokens, tokens)
+    if layout == "tp2":
+        made = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
+        assert torch.equal(*made)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_of_experts(group: dist.ProcessGroup, family: str, tmp_path: Path) -> None:
+    import transformers
+
+    whole = make(family)
+    mesh = mesh_of(group, 1, 2)
+    parallel = parallelize(copy_of(whole), mesh)
+    state = whole.state_dict()
+    assert_equal_states(gather_state_dict(parallel), state)
+    with torch.device("meta"):
+        blank = type(whole)(whole.config)
+    blank = parallelize(blank, mesh)
+    load_full_state_dict(blank, state)
+    assert_equal_states(gather_state_dict(blank), state)
+    other = {name: t.transpose(-1, -2) if "down_proj" in name else t for name, t in state.items()}
+    refuses(ValueError, r"down_proj.* has shape", load_full_state_dict, blank, other)
+    parallel.save_pretrained(tmp_path)
+    dist.barrier(group)
+    assert_equal_states(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), state)
+
+
+def assert_equal_states(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert list(one) == list(other)
+    for name, t in one.items():
+        assert torch.equal(t, other[name]), name
+
+
+@on_ranks(2)
+def test_checkpoints_of_experts(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """Of the model and of its optimizer; what is loaded goes on as what was saved."""
+    mesh, tokens = mesh_of(group, 1, 2), make_tokens(2, 9)
+    states = []
+    for loads in (False, True):
+        model = parallelize(make("mixtral", attention_dropout=0.0), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step(model, optimizer, tokens)
+        if loads:
+            for p in model.parameters():
+                p.data.zero_()
+        saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        (dcp.load if loads else dcp.save)(saved, checkpoint_id=tmp_path, process_group=group)
+        step(model, optimizer, tokens)
+        states.append(gather_state_dict(model))
+    assert_equal_states(*states)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert isinstance(norm, DTensor) and norm.full_tensor() > 0
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_experts_train_as_the_whole_model(group: dist.ProcessGroup) -> None:
+    whole, tokens = make("mixtral"), make_tokens(2, 9)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
+    losses = []
+    for model in (whole, parallel):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss)
+    assert_near(losses[1], losses[0], "loss after three steps")
+
+
+@on_ranks(2)
+def test_experts_that_are_not_served(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 1, 2)
+    plan = dict(make("mixtral").tp_plan)
+    experts = "model.layers.*.mlp.experts"
+    without = {name: style for name, style in plan.items() if name != f"{experts}.down_proj"}
+    refuses(
+        ValueError,
+        r"'down_proj', which is not in the plan",
+        parallelize,
+        make("mixtral"),
+        mesh,
+        plan=without,
+    )
+    without = {name: style for name, style in plan.items() if name != experts}
+    refuses(ValueError, "those of modules that are 'moe_tp_experts'", parallelize, make("mixtral"), mesh, plan=without)
+    model = make("mixtral")
+    model.model.layers[1].mlp.experts.norm = nn.LayerNorm(32)
+    refuses(ValueError, r"layers\.1.*'norm', which is not in the plan", parallelize, model, mesh)
+    odd = make("mixtral", intermediate_size=45)
+    refuses(ValueError, r"gate_up_proj' \(4, 90, 32\) .* twice 45 elements", parallelize, odd, mesh)
