@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # What a model returns next to its logits on demand, of each token or of a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 # How a model asks transformers for a mask where attention could do without one: it will change the mask.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # through which a model calls the attention that its config names
 OWN_MASK = "allow_is_causal_skip=False"
 PADDED_DOCUMENTS = (
     "attention_mask has padding in rows of packed documents; make the padding a document of its own and leave the mask "
@@ -42,8 +44,6 @@ PADDED_DOCUMENTS = (
 
 def is_transformers_model(model: nn.Module) -> bool:
     """Whether `model` is a transformers model; imports nothing that is not imported already."""
-    import sys
-
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
@@ -61,7 +61,12 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     is_base = _is_base(model)
     asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
     if parallelism.shards_sequence:
-        if not model._supports_attention_backend:
+        # Of models with a state transformers does not say so, whatever their attention does.
+        files = (sys.modules.get(one.__module__) for one in type(model).__mro__)
+        replaceable = model._supports_attention_backend or (
+            parallelism.cp_mesh is None and any(hasattr(file, INTERFACE) for file in files)
+        )
+        if not replaceable:
             raise ValueError(
                 f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs."
             )
@@ -73,7 +78,8 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             )
         layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
         others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
-        if others or getattr(model, "_is_stateful", False):  # transformers' mark of models with a state, not of all
+        # transformers' mark of models with a state, not of all.
+        if parallelism.cp_mesh is not None and (others or getattr(model, "_is_stateful", False)):
             raise ValueError(
                 f"{kind} has layers that mix tokens by other means than attention ({', '.join(others) or 'a state'}); "
                 f"{asked} does not serve them."

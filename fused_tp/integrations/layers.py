@@ -32,13 +32,13 @@ HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module'
 GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "wi_1"}
 
 
-def check_layers(model: nn.Module, plan: Plan, ranks: int, *, sequence_parallel: bool) -> None:
+def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
     """Refuse what `shard_layers` could not do over so many ranks, before it has done half of it.
 
     Raises:
         TypeError: a parameter is a DTensor already.
         ValueError: tied weights that the plan cuts differently; a cut weight that is read by another module than its
-            own; hooks that would be lost; with `sequence_parallel`, a module that would need the whole sequence.
+            own; hooks that would be lost.
     """
     dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
@@ -69,8 +69,6 @@ def check_layers(model: nn.Module, plan: Plan, ranks: int, *, sequence_parallel:
             _check_reads(name, module, plan.modules)
         if style is not None and spec_of(style).shares_rotary:
             _rotary_width(model, module)
-        if sequence_parallel:
-            _check_runs_on_parts(name, module, style)
     for dims in dims_of.values():
         if len(set(dims.values())) > 1:
             first, second = list(dims)[:2]
@@ -119,27 +117,6 @@ def _rotary_width(model: Any, layer: nn.Module) -> int:
     return width
 
 
-def _check_runs_on_parts(name: str, module: nn.Module, style: Style | None) -> None:
-    """Between embedding and head a rank has a part of the sequence: what runs there must treat tokens one by one."""
-    kind = type(module).__name__
-    if isinstance(style, ParallelStyle):
-        raise ValueError(
-            f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
-            "parallelize knows what each module does with the sequence."
-        )
-    spec = spec_of(style)
-    if spec.splits_input or spec.shares_rotary or spec.sums_output:
-        raise ValueError(
-            f"{name!r} has the style {style!r}, which takes whole sequences; pass sequence_parallel=False."
-        )
-    owns = any(True for _ in module.parameters(recurse=False))
-    if owns and style is None and "norm" not in kind.lower() and not isinstance(module, nn.Embedding):
-        raise ValueError(
-            f"sequence_parallel=True: {name!r} ({kind}) has parameters and is not in the plan, so whether it may see a "
-            "part of the sequence is not known. Give it a style, or pass sequence_parallel=False."
-        )
-
-
 def shard_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
     modules = dict(model.named_modules())
@@ -166,13 +143,13 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: Seque
         scale = embedding_scale(module)
         if scale is not None:
             layer.register_forward_hook(partial(_scale_output, scale))
-        if isinstance(layer, ColumnParallelLinear):
+        if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
             in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
             take_part = partial(_take_part, sequence, name if in_attention else "")
             layer.register_forward_pre_hook(take_part, with_kwargs=True)
         _swap(model, module, layer)
     attentions = {name.rpartition(".")[0] for name in plan.modules if name.rpartition(".")[2] in HEAD_PROJECTIONS}
-    for name in sorted(attentions):
+    for name in sorted(name for name in attentions if not sequence.is_whole(name)):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
     _share_gathers(model, plan.modules)
 
@@ -260,13 +237,13 @@ def _take_part(
     if not state.tp_sharded:
         return None
     x = args[0]
-    if attention_projection:
-        x = getattr(x, _PART, None)
-        if x is None:
-            raise ValueError(
-                "sequence_parallel=True needs attention modules that hand their first argument to their projections "
-                f"as it is; {attention_projection!r} was given another tensor."
-            )
+    part = getattr(x, _PART, None)  # gates in attention are given the stand-in, too
+    if part is None and attention_projection:
+        raise ValueError(
+            "sequence_parallel=True needs attention modules that hand their first argument to their projections "
+            f"as it is; {attention_projection!r} was given another tensor."
+        )
+    x = x if part is None else part
     # A part of the sequence does not tell how long the whole is where the last rank's part is shorter.
     return (x, *args[1:]), {"gather_size": state.local_len, **kwargs}
 
@@ -301,7 +278,8 @@ def replicate_parameters(
     def sums(name: str) -> Callable[[], bool]:
         # Token ids are whole on every rank: an embedding computes the whole sequence, and the rank takes its part.
         embeds = isinstance(modules[name], nn.Embedding)
-        return partial(_sums_gradient, sequence, spec_of(plan.modules.get(name)).sums_gradient, embeds)
+        whole = embeds or sequence.is_whole(name)
+        return partial(_sums_gradient, sequence, spec_of(plan.modules.get(name)).sums_gradient, whole)
 
     for name, module in modules.items():
         own = plan.parameters_of(name, module).items()
@@ -315,8 +293,8 @@ def replicate_parameters(
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 
 
-def _sums_gradient(sequence: SequenceSharding, always: bool, embeds: bool) -> bool:
-    return always or (not embeds and sequence.state_now().tp_sharded)
+def _sums_gradient(sequence: SequenceSharding, always: bool, whole: bool) -> bool:
+    return always or (not whole and sequence.state_now().tp_sharded)
 
 
 def _own_part(sequence: SequenceSharding, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from fused_tp.integrations.plan import (
 )
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
+from fused_tp.integrations.whole_blocks import find_whole_blocks, run_whole
 from fused_tp.ops.arguments import check_bool
 from fused_tp.runtime.group import check_mesh_order
 
@@ -106,6 +107,8 @@ def parallelize(
             this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce". The name of a parameter of one
             dim (attention sinks) takes "colwise".
         sequence_parallel: also cut the residual stream and the norms, which saves their memory; any sequence length.
+            Blocks that cannot see a part of the sequence, or of which that is not known (routed experts, state spaces,
+            latent attention), get the tokens of all TP ranks and give back this rank's.
         loss_parallel: leave the logits cut by vocabulary and compute the loss over the ranks.
         grad_sync: see above.
 
@@ -151,7 +154,8 @@ def parallelize(
         resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
         check_head_counts(model, resolved.modules, tp_mesh.size())
     ranks = 1 if tp_mesh is None else tp_mesh.size()
-    check_layers(model, resolved, ranks, sequence_parallel=sequence_parallel)
+    check_layers(model, resolved, ranks)
+    whole_blocks = find_whole_blocks(model, resolved) if sequence_parallel else []
     check_buffers(model, hf=hf)
     sequence: SequenceSharding
     if hf:
@@ -161,11 +165,14 @@ def parallelize(
         check_plain_model(model, resolved.modules, parallelism)
         sequence = PlainSequence(model, parallelism, resolved.modules)
 
+    sequence.whole_blocks = whole_blocks
     if tp_mesh is not None:
         warn_of_small_share(model, resolved)
         memo = WeakIdKeyDictionary()
         shard_layers(model, tp_mesh, resolved, sequence, memo)
         replicate_parameters(model, tp_mesh, resolved, sequence, memo)
+        for name in whole_blocks:
+            run_whole(model.get_submodule(name), tp_mesh, sequence)
     materialize(model, mesh.device_type, hf=hf)
     sequence.adapt(model)
     if parallelism.shards_sequence or parallelism.computes_loss:

@@ -152,8 +152,8 @@ _ATTENTION = _in_layers("self_attn", "colwise", "q_proj", "k_proj", "v_proj") | 
     "self_attn", "rowwise", "o_proj"
 )
 _GATED_MLP = _in_layers("mlp", "colwise", "gate_proj", "up_proj") | _in_layers("mlp", "rowwise", "down_proj")
-# Of transformers' base models whose own plan has no layers, by model type.
-PLANS = {
+# Of transformers' base models whose own plan has no layers, or wrong ones, by model type.
+PLANS: dict[str, dict[str, Style]] = {
     # Its attention pairs heads of the first half with heads of the second, which a rank's part would tear apart.
     "diffllama": _GATED_MLP,
     "emu3_text_model": _ATTENTION | _GATED_MLP,
@@ -166,6 +166,7 @@ PLANS = {
         **_in_layers("mlp.experts", "rowwise", "gate_up_proj", "gate_up_proj_bias"),
         "layers.*.mlp.experts.down_proj": "colwise",
     },
+    "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},  # its own plan tears gates from ups
     "hunyuan_v1_dense": {
         **_ATTENTION,
         **_GATED_MLP,
@@ -191,7 +192,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
             module.
     """
     # The property is newer than the attribute.
-    own_plan = {**_own_plan(model), **(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})}
+    own_plan = {**(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}), **_own_plan(model)}
     patterns: Mapping[str, Style]
     if isinstance(plan, str):
         if plan != "auto":
@@ -242,6 +243,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
                 else "."
             )
         )
+    _cut_tied_embeddings(model, resolved)
     for name, style in resolved.modules.items():
         if spec_of(style).sums_output:
             _check_experts(name, modules[name], resolved)
@@ -254,6 +256,15 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
             + ("Parallelize the model without adapters: see merge_and_unload()." if adapters else "Pass plan=.")
         )
     return resolved
+
+
+def _cut_tied_embeddings(model: nn.Module, plan: Plan) -> None:
+    """An embedding that shares its weight with an output layer is cut as that one is, by vocabulary."""
+    heads = [name for name, style in plan.modules.items() if spec_of(style).gathers_output]
+    weights = {id(model.get_submodule(name).weight) for name in heads}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) in weights:
+            plan.modules.setdefault(name, "embedding_rowwise")
 
 
 def _own_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
@@ -275,7 +286,7 @@ ADDED_ONCE = ("down_proj_bias",)
 def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:
     """Refuse experts of which a rank would compute more than its part: the sum over the ranks would count it again."""
     inside = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module), *ADDED_ONCE}
-    inside |= {key for key, child in module.named_children() if type(child).__module__ not in ACTIVATIONS}
+    inside |= {key for key, child in module.named_children() if isinstance(child, nn.Identity)}
     inside = {key for key in inside if f"{name}.{key}" not in plan}
     if inside or not module._parameters:
         what = f"has {sorted(inside)[0]!r}, which is not" if inside else "has no parameters of its own"
@@ -284,6 +295,14 @@ def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:
             "each rank must hold a part of every expert. Give its parameters 'packed_colwise' (gate and up), "
             f"'colwise' or 'rowwise', or leave {name!r} and what is in it out of the plan."
         )
+    parts = 2 if getattr(module, "is_concatenated", True) else 1  # as transformers marks classes of experts
+    for key, spec in plan.parameters_of(name, module).items():
+        if key == "gate_up_proj" and hasattr(module, "is_concatenated") and spec.parts != parts:
+            raise ValueError(
+                f"The plan gives '{name}.{key}' the style {plan.parameters[f'{name}.{key}']!r}, and gate and up "
+                + ("lie one after the other in it: 'packed_colwise'" if parts == 2 else "take turns in it: 'colwise'")
+                + " (or row, where the experts are [in, out]) keeps what belongs together on one rank."
+            )
 
 
 def warn_of_small_share(model: nn.Module, plan: Plan) -> None:

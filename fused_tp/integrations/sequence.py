@@ -94,11 +94,13 @@ class SequenceSharding:
         self._routes = any("expert" in name for name, _ in model.named_modules())
         self._calls = 0  # that backward may follow
         self._layers: list[Any] = []
+        self.whole_blocks: list[str] = []  # that run on the whole sequence, see `whole_blocks`
         self._loss: GlobalLoss | None = None
 
     def install(self, model: nn.Module) -> None:
         """Hook `model`, whose layers have been replaced."""
-        self._layers = [m for m in model.modules() if hasattr(m, "sequence_parallel") and hasattr(m, "mesh")]
+        found = [(n, m) for n, m in model.named_modules() if hasattr(m, "sequence_parallel") and hasattr(m, "mesh")]
+        self._layers = [layer for name, layer in found if not self.is_whole(name)]
         for layer in [*self._layers, *self.entrances(model)]:
             layer.register_forward_pre_hook(self._ask, prepend=True)
             in_one_order(layer._forward_pre_hooks)
@@ -109,6 +111,10 @@ class SequenceSharding:
         traced = self.sync is None
         model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
         model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
+
+    def is_whole(self, name: str) -> bool:
+        """Whether the module of that name is, or is in, a block that runs on the whole sequence."""
+        return any(name == block or name.startswith(f"{block}.") for block in self.whole_blocks)
 
     def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
         """The loss over all ranks in the place of a model's `own`."""

@@ -19,6 +19,7 @@ from fused_tp.nn import gather_state_dict
 from tests.integrations.models import (
     assert_near,
     assert_same_calls,
+    assert_same_gradients,
     copy_of,
     make,
     make_tokens,
@@ -34,7 +35,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 FAMILIES = ["mixtral", "gpt_oss"]  # gate and up one after the other; in turns, with biases
 
 
-@on_layouts("tp2", full=["tp2_lossparallel", "cp2_tp2"])
+@on_layouts("tp2", "tp2_sp", full=["tp2_lossparallel", "cp2_tp2", "cp2_tp2_sp_lossparallel"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
     whole, parallel = pair(group, layout, family)
@@ -44,9 +45,26 @@ def test_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
     cut = {name for name, p in experts.named_parameters() if not p.placements[0].is_replicate()}
     assert cut >= {"gate_up_proj", "down_proj"}
     assert_same_calls(parallel, whole, tokens, tokens)
-    if layout == "tp2":
+    assert_same_calls(parallel, whole, tokens[:, :8], tokens[:, :8])
+    if layout.startswith("tp2"):
         made = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
         assert torch.equal(*made)
+
+
+@on_ranks(2)
+def test_blocks_on_whole_sequences_checkpointed(group: dist.ProcessGroup) -> None:
+    """Backward runs them again, after a forward pass of another length."""
+    whole = make("mixtral")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    losses = []
+    for model in (whole, parallel):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        parts = [model(input_ids=tokens, labels=tokens).loss for tokens in (make_tokens(2, 9), make_tokens(1, 4))]
+        losses.append(sum(parts))
+        losses[-1].backward()
+    assert_near(losses[1], losses[0], "loss")
+    assert_same_gradients(parallel, whole)
 
 
 @on_ranks(2)
@@ -138,6 +156,6 @@ def test_experts_that_are_not_served(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "those of modules that are 'moe_tp_experts'", parallelize, make("mixtral"), mesh, plan=without)
     model = make("mixtral")
     model.model.layers[1].mlp.experts.norm = nn.LayerNorm(32)
-    refuses(ValueError, r"layers\.1.*'norm', which is not in the plan", parallelize, model, mesh)
+    refuses(ValueError, r"layers\.1.*'norm.bias', which is not in the plan", parallelize, model, mesh)
     odd = make("mixtral", intermediate_size=45)
     refuses(ValueError, r"gate_up_proj' \(4, 90, 32\) .* twice 45 elements", parallelize, odd, mesh)

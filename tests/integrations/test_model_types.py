@@ -14,16 +14,24 @@ RIGHT = [
     ("bamba", "tp"),  # reads the weight of a convolution inside
     ("beam", "advised"),  # a bias that is cut by itself
     ("deepseek_v2", "advised"),  # keys that all heads share; a plan for more than its layers
+    ("falcon_h1", "tp+sp"),  # a state space beside attention
+    ("glm_moe_dsa", "tp+sp"),  # hands indices on from layer to layer
     ("gpt_neox", "tp+sp"),  # q, k and v of one layer
     ("gpt_oss", "tp"),  # sinks; a plan of our own
     ("hunyuan_v1_dense", "tp+sp"),
+    ("inkling2_text", "tp"),  # a wrong plan of its own
+    ("laguna", "tp+sp"),  # a gate in attention
+    ("lfm2", "tp"),  # an output layer that is cut, tied to an embedding that the plan forgets
     ("llama4_text", "tp"),  # experts [in, out], called without routing weights
     ("llama4_text", "cp"),  # another base model; queries scaled by place
+    ("llama4_text", "tp+sp"),  # returns tokens of all rows, one after the other
     ("longcat_flash", "tp"),  # experts that return what they are given
     ("minicpm3", "tp"),
     ("nemotron", "cp"),  # hands no keywords down to attention
     ("qwen2_moe", "cp"),  # a window of 0
+    ("olmo2", "tp+sp"),  # norms of all heads, so gathered projections
     ("qwen3_moe", "tp"),
+    ("qwen3_next", "tp+sp"),  # linear attention
     ("roberta", "cp"),  # counts positions from behind its padding
 ]
 REFUSED = [("doge", "cp", "adds a mask of its own"), ("gemma4", "tp", "reads 'language_model.embed_tokens.weight'")]

@@ -1,0 +1,116 @@
+"""Blocks of a sequence parallel model that run on the whole sequence: state spaces, routed experts, latent attention.
+
+Between its layers a rank has a part of the tokens. A block that cannot be run on a part, or of which that is not known,
+gets the tokens of all ranks and gives back this rank's; inside it runs as without sequence parallelism:
+
+| what                | forward                    | backward                                                        |
+|---------------------|----------------------------|-----------------------------------------------------------------|
+| input [b, s / W, n] | gathered along dim 1       | own part: the block's backward gives all ranks the same         |
+| layers inside       | as without                 | as without                                                      |
+| output [b, s, n]    | own part                   | gathered                                                        |
+
+A block is what a layer of the model calls: a module right below the elements of an nn.ModuleList.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fused_tp.integrations.plan import Plan, spec_of
+from fused_tp.integrations.sequence import SequenceSharding
+from fused_tp.ops.collectives import gather, scatter
+
+
+def find_whole_blocks(model: nn.Module, plan: Plan) -> list[str]:
+    """Names of the blocks of `model` that run on the whole sequence.
+
+    Raises:
+        ValueError: a module that may not be run on a part of the sequence is in no block; or a `ParallelStyle`.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, None] = {}
+    for name, module in modules.items():
+        style = plan.modules.get(name)
+        if isinstance(style, ParallelStyle):
+            raise ValueError(
+                f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
+                "parallelize knows what each module does with the sequence."
+            )
+        spec = spec_of(style)
+        owns = any(True for _ in module.parameters(recurse=False))
+        known = style is not None or "norm" in type(module).__name__.lower() or isinstance(module, nn.Embedding)
+        if not (spec.splits_input or spec.shares_rotary or spec.sums_output) and (known or not owns):
+            continue
+        block = _block_of(name, modules)
+        if block is None:
+            raise ValueError(
+                f"sequence_parallel=True: {name!r} ({type(module).__name__}) has parameters and is not in the plan, so "
+                "whether it may see a part of the sequence is not known, nor what calls it. Give it a style, or pass "
+                "sequence_parallel=False."
+            )
+        if not (block == name and type(module) is nn.Linear):  # which takes tokens one by one
+            found[block] = None
+    return list(found)
+
+
+def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
+    """The block that the module of that name is, or is in."""
+    parts = name.split(".")
+    for n in range(1, len(parts) - 1):
+        if isinstance(modules[".".join(parts[:n])], nn.ModuleList):
+            rest = range(n + 2, len(parts) + 1)
+            return next((at for m in rest if type(modules[at := ".".join(parts[:m])]) is not nn.ModuleList), None)
+    return None
+
+
+def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
+    """Hook `block`, whose layers run without sequence parallelism, to run on the whole sequence."""
+    block.register_forward_pre_hook(partial(_gather_input, sequence, mesh), with_kwargs=True)
+    block.register_forward_hook(partial(_scatter_output, sequence, mesh))
+
+
+def _gather_input(
+    sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    state = sequence.state_now()
+    if not state.tp_sharded:
+        return None
+    x = args[0] if args else next(iter(kwargs.values()))
+    if not isinstance(x, Tensor) or x.ndim != 3:
+        given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+        raise ValueError(
+            f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and its first argument has "
+            f"{given}; it must be hidden states [batch, seq, hidden]. Pass sequence_parallel=False."
+        )
+    whole = gather(x, 1, group=mesh, gather_size=state.local_len)
+    return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
+
+
+def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Module, args: Any, output: Any) -> Any:
+    state = sequence.state_now()
+    if not state.tp_sharded:
+        return output
+    first = output[0] if isinstance(output, tuple) else output
+    length = state.local_len or 0
+    if not isinstance(first, Tensor) or not (first.shape[1:2] == (length,) or first.ndim == 2):
+        raise ValueError(
+            f"sequence_parallel=True: {type(block).__name__} returns {type(first).__name__} "
+            f"{tuple(getattr(first, 'shape', ()))}, not hidden states [batch, seq, hidden]. Pass "
+            "sequence_parallel=False."
+        )
+
+    def own(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        if t.ndim == 3 and t.shape[1] == length and t.is_floating_point():  # indices go to the next block, whole
+            return scatter(t, 1, group=mesh)
+        if t is first:  # tokens of all rows, one after the other
+            return scatter(t.unflatten(0, (-1, length)), 1, group=mesh).flatten(0, 1)
+        return t
+
+    return tuple(map(own, output)) if isinstance(output, tuple) else own(output)
