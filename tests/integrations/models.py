@@ -41,6 +41,9 @@ FAMILIES = {
     "gemma2": "Gemma2",
     "gpt_oss": "GptOss",
     "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
+    "llama4_text": "Llama4",
     "granite_swa": "GraniteSWA",
 }
 # Windows are shorter than the tests' sequences. The numbers of Gemma 2 are such that its caps bend the scores.
@@ -55,6 +58,23 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
     "granite_swa": {
         "attn_implementation": "eager",
         "sliding_window": 4,
@@ -121,7 +141,8 @@ def _transformers_model(family: str, tied: bool, changes: dict[str, Any]) -> nn.
     if family == "mistral":
         sizes["sliding_window"] = 64  # longer than the tests' sequences
     sizes |= OWN_SIZES.get(family, {})
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **changes})
+    kind = getattr(transformers, f"{name}TextConfig" if family.endswith("_text") else f"{name}Config")
+    config = kind(**{**sizes, **changes})
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 

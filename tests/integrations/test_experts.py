@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fused_tp.integrations.parallelize import parallelize
@@ -32,7 +34,11 @@ from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
-FAMILIES = ["mixtral", "gpt_oss"]  # gate and up one after the other; in turns, with biases
+FAMILIES = [
+    "mixtral",
+    "gpt_oss",  # gate and up in turns; biases
+    *(pytest.param(family, marks=pytest.mark.full) for family in ("qwen3_moe", "deepseek_v3", "llama4_text")),
+]
 
 
 @on_layouts("tp2", "tp2_sp", full=["tp2_lossparallel", "cp2_tp2", "cp2_tp2_sp_lossparallel"])
@@ -40,7 +46,7 @@ FAMILIES = ["mixtral", "gpt_oss"]  # gate and up one after the other; in turns, 
 def test_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
     whole, parallel = pair(group, layout, family)
     tokens = make_tokens(2, 9)
-    experts = parallel.model.layers[0].mlp.experts
+    experts = [module for name, module in parallel.named_modules() if name.endswith(".experts")][-1]
     assert all(p.numel() <= 2 * p.to_local().numel() for p in experts.parameters())
     cut = {name for name, p in experts.named_parameters() if not p.placements[0].is_replicate()}
     assert cut >= {"gate_up_proj", "down_proj"}
@@ -136,6 +142,27 @@ def test_experts_train_as_the_whole_model(group: dist.ProcessGroup) -> None:
             optimizer.zero_grad()
         losses.append(loss)
     assert_near(losses[1], losses[0], "loss after three steps")
+
+
+@pytest.mark.full
+@on_ranks(4)
+def test_fsdp_over_experts(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    whole, batches = make("mixtral"), [make_tokens(2, 9), make_tokens(2, 9).flip(1)]
+    parallel = parallelize(copy_of(whole), mesh, sequence_parallel=True)
+    for layer in parallel.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(parallel, mesh=mesh["dp"])
+    mine = batches[mesh["dp"].get_local_rank()]
+    for model, given in ((whole, batches), (parallel, [mine])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for tokens in given:
+                (model(input_ids=tokens, labels=tokens).loss / len(given)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, t in gather_state_dict(parallel).items():
+        assert_near(t, whole.state_dict()[name], name)
 
 
 @on_ranks(2)
