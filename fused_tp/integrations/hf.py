@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_tp.attention.spec import read_bounds
+from fused_tp.integrations.families import FAMILIES, Family
 from fused_tp.integrations.forward_shard import ForwardShard
 from fused_tp.integrations.hf_attention import has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
@@ -60,6 +61,11 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     kind = type(model).__name__
     is_base = _is_base(model)
     asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
+    if parallelism.sequence_parallel and FAMILIES.get(model.config.model_type, Family()).flattens:
+        raise ValueError(
+            f"The layers of {kind} take the tokens of all rows in one dim, which sequence_parallel=True does not "
+            "serve; pass sequence_parallel=False."
+        )
     if parallelism.shards_sequence:
         # Of models with a state transformers does not say so, whatever their attention does.
         files = (sys.modules.get(one.__module__) for one in type(model).__mro__)

@@ -182,6 +182,14 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if not size or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
     if shard is None:
         return own(*args, **kwargs)
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.ndim == 2 and mask.shape[1] != shard.seq_len:
+        if not bool(mask.all()):
+            raise ValueError(
+                f"The model makes an attention_mask of its own {tuple(mask.shape)}, of a sequence of {shard.seq_len} "
+                "tokens; a sequence parallel rank serves only one without padding. Pass sequence_parallel=False."
+            )
+        kwargs["attention_mask"] = None  # made of the embeddings, where none was given
     # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.
     kwargs["q_length"] = kwargs["kv_length"] = shard.seq_len
     return own(*args, **kwargs)

@@ -152,6 +152,9 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: Seque
     for name in sorted(name for name in attentions if not sequence.is_whole(name)):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
     _share_gathers(model, plan.modules)
+    for name, attributes in plan.counts.items():
+        for attribute in attributes:
+            setattr(modules[name], attribute, getattr(modules[name], attribute) // mesh.size())
 
 
 def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:

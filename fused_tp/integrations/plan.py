@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fused_tp.integrations.families import FAMILIES, Family
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 Style: TypeAlias = "str | ParallelStyle"
@@ -105,10 +106,12 @@ class Plan:
     Attributes:
         modules: styles of modules.
         parameters: styles of parameters, for modules without a layer of ours.
+        counts: attributes of modules that count what a rank has its part of (heads), by the module's name.
     """
 
     modules: dict[str, Style] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
+    counts: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.parameters)
@@ -144,43 +147,22 @@ HEAD_COUNTS = (
 )
 
 
-def _in_layers(parent: str, style: Style, *leaves: str) -> dict[str, Style]:
-    return {f"layers.*.{parent}.{leaf}": style for leaf in leaves}
-
-
-_ATTENTION = _in_layers("self_attn", "colwise", "q_proj", "k_proj", "v_proj") | _in_layers(
-    "self_attn", "rowwise", "o_proj"
-)
-_GATED_MLP = _in_layers("mlp", "colwise", "gate_proj", "up_proj") | _in_layers("mlp", "rowwise", "down_proj")
-# Of transformers' base models whose own plan has no layers, or wrong ones, by model type.
-PLANS: dict[str, dict[str, Style]] = {
-    # Its attention pairs heads of the first half with heads of the second, which a rank's part would tear apart.
-    "diffllama": _GATED_MLP,
-    "emu3_text_model": _ATTENTION | _GATED_MLP,
-    "gpt_oss": {
-        **_ATTENTION,
-        "layers.*.self_attn": "local_params",
-        "layers.*.self_attn.sinks": "colwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
-        # [experts, in, out], where gate and up take turns.
-        **_in_layers("mlp.experts", "rowwise", "gate_up_proj", "gate_up_proj_bias"),
-        "layers.*.mlp.experts.down_proj": "colwise",
-    },
-    "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},  # its own plan tears gates from ups
-    "hunyuan_v1_dense": {
-        **_ATTENTION,
-        **_GATED_MLP,
-        **_in_layers("self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm"),
-    },
-}
-
-
-def _own_plan(model: nn.Module) -> dict[str, Style]:
-    """PLANS' entry for a transformers model, by the names in `model`."""
+def _family(model: nn.Module) -> tuple[str, Family]:
+    """What the names of modules of a transformers model's base begin with, and what is known of its family."""
     kind = getattr(getattr(model, "config", None), "model_type", "")
     base = getattr(model, "base_model", model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
-    return {prefix + pattern: style for pattern, style in PLANS.get(kind, {}).items()}
+    return prefix, FAMILIES.get(kind, Family())
+
+
+def _own_plan(model: Any) -> dict[str, Style]:
+    """The plan of FAMILIES for a transformers model, by the names in `model`."""
+    prefix, family = _family(model)
+    plan: dict[str, Style] = {prefix + pattern: style for pattern, style in family.plan.items()}
+    if family.cuts_head:
+        head = model.get_output_embeddings()
+        plan |= {name: "colwise_gather_output" for name, module in model.named_modules() if module is head}
+    return plan
 
 
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
@@ -244,6 +226,13 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
             )
         )
     _cut_tied_embeddings(model, resolved)
+    prefix, family = _family(model)
+    for name, module in modules.items():
+        specs = (spec_of(resolved.modules.get(f"{name}.{leaf}")) for leaf, _ in module.named_children())
+        if any(spec.shard_dim == 0 and not spec.gathers_output for spec in specs):
+            for pattern, attributes in family.counts.items():
+                if _matches(name, prefix + pattern):
+                    resolved.counts[name] = attributes
     for name, style in resolved.modules.items():
         if spec_of(style).sums_output:
             _check_experts(name, modules[name], resolved)
@@ -404,7 +393,7 @@ def settle_between(model: nn.Module, plan: Plan, *, cuts_logits: bool = False) -
     Raises:
         ValueError: a module whose place cannot be known by its widths, and that the plan says nothing of.
     """
-    settled = Plan(dict(plan.modules), plan.parameters)
+    settled = Plan(dict(plan.modules), plan.parameters, plan.counts)
     modules = dict(model.named_modules())
     head = _output_layer(model, plan.modules) if cuts_logits else None
     names = [*plan.modules, *plan.parameters]
