@@ -88,9 +88,9 @@ def parallelize(
     ranks used are summed at the end of backward, in this and all later steps; under DistributedDataParallel and with
     hooks on them that is refused. When backward ends the ranks compare what they have summed (RankMismatchError).
 
-    Dropout on activations that all TP ranks hold (the residual stream without `sequence_parallel`) must be the same on
-    them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of different lengths
-    before one backward. Modules inside of the model may be called by themselves; under `cp_dim` only
+    Dropout and noise on activations that all TP ranks hold (the residual stream without `sequence_parallel`, routers)
+    must be the same on them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of
+    different lengths before one backward. Modules inside of the model may be called by themselves; under `cp_dim` only
     in torch.no_grad().
 
     `torch.compile(model)` traces a plain model as one graph, where the model by itself is one. With `cp_dim` and

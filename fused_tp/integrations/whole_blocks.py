@@ -81,12 +81,19 @@ def _gather_input(
     if not state.tp_sharded:
         return None
     x = args[0] if args else next(iter(kwargs.values()))
+    whole_length = state.local_len or 0
     if not isinstance(x, Tensor) or x.ndim != 3:
         given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
         raise ValueError(
             f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and its first argument has "
             f"{given}; it must be hidden states [batch, seq, hidden]. Pass sequence_parallel=False."
         )
+    for other in (*args[1:], *kwargs.values()):
+        if other is not x and isinstance(other, Tensor) and other.shape == x.shape and 0 < x.shape[1] < whole_length:
+            raise ValueError(
+                f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and is given two tensors "
+                f"{tuple(x.shape)} of a part of it. Pass sequence_parallel=False."
+            )
     whole = gather(x, 1, group=mesh, gather_size=state.local_len)
     return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +22,7 @@ from tests.integrations.models import (
     assert_near,
     assert_same_calls,
     assert_same_gradients,
+    assert_trains_alike,
     copy_of,
     make,
     make_tokens,
@@ -55,6 +56,47 @@ def test_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
     if layout.startswith("tp2"):
         made = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
         assert torch.equal(*made)
+
+
+@on_layouts("tp2_lossparallel", full=["tp2"])
+def test_losses_of_routers(group: dist.ProcessGroup, layout: str) -> None:
+    whole, parallel = pair(group, layout, "mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+    tokens = make_tokens(2, 9)
+    assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens).loss)
+
+
+class Twice(nn.Module):
+    """A router, and a block that is given two tensors of a part of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.up, self.down = nn.Linear(8, 2), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.down(self.up(x)) * self.router(x)[..., :1]
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(11, 8),
+            nn.ModuleList([nn.ModuleList([Twice()])]),
+            nn.Linear(8, 11),
+        )
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(self.layers[0][0](x, x + 0))
+
+
+@on_ranks(2)
+def test_a_block_of_two_streams_is_refused(group: dist.ProcessGroup) -> None:
+    plan = {"layers.*.*.up": "colwise", "layers.*.*.down": "rowwise", "head": "colwise_gather_output"}
+    model = parallelize(Stack(), mesh_of(group, 1, 2), plan=plan, sequence_parallel=True)
+    refuses(ValueError, "is given two tensors", model, torch.tensor([[1, 2]]))
 
 
 @on_ranks(2)
