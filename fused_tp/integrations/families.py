@@ -21,9 +21,9 @@ class Family:
     Attributes:
         plan: styles by names in the base model.
         counts: attributes, by names of modules in the base model, of which a rank has its share.
+        cuts_head: the output layer is cut by vocabulary, and the embedding with it where they are tied.
         flattens: its layers make [batch * seq, hidden] of [batch, seq, hidden], which is refused where a rank has a
             part of the sequence.
-        cuts_head: the output layer is cut by vocabulary, and the embedding with it where they are tied.
     """
 
     plan: Mapping[str, str] = field(default_factory=dict)

@@ -144,8 +144,9 @@ class GlobalLoss:
         if not self.cuts_tokens and head.known:
             # What is made of whole tokens, such as a loss of routers, may be added.
             losses = [found.node for found in computed]
-            given += [t for t in others if not nodes_of(t).isdisjoint(losses)]
-            others = [t for t in others if not nodes_of(t, behind=losses).isdisjoint(head.nodes)]
+            behind = [(t, nodes_of(t, behind=losses)) for t in others]
+            given += [t for t, nodes in behind if not nodes.isdisjoint(losses)]
+            others = [t for t, nodes in behind if not nodes.isdisjoint(head.nodes)]
         elif not self.cuts_tokens:
             given += [t for t in numbers if any(t is found.loss for found in computed)]
         if others or not given:
@@ -178,11 +179,11 @@ class GlobalLoss:
 
 def _holds(output: Any, t: Tensor) -> bool:
     """Whether `t` itself is in a nest of tuples, lists and dicts, as far as torch.compile can trace the search."""
-    if isinstance(output, (tuple, list)):
-        return any([_holds(one, t) for one in output])  # noqa: C419  # it does not trace generators that recurse
     if isinstance(output, Mapping):
-        return any([_holds(output[name], t) for name in output])  # noqa: C419
-    return output is t
+        output = [output[name] for name in output]
+    if not isinstance(output, (tuple, list)):
+        return output is t
+    return any([_holds(one, t) for one in output])  # noqa: C419  # it does not trace generators that recurse
 
 
 def same(one: Any, other: Tensor) -> bool:

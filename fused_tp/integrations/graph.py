@@ -11,13 +11,15 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def nodes_of(t: Tensor, *, behind: Collection[Any] = ()) -> set[Any]:
-    """All nodes that a backward from `t` may come to, other than by way of the nodes `behind`."""
+    """All nodes that a backward from `t` may come to, other than by way of the nodes `behind`; these among them."""
     first = get_gradient_edge(t).node
-    found, nodes = {first} - {*behind}, [first] * (first not in behind)
+    found, nodes = {first}, [first]
     while nodes:
-        following = {node for node, _ in nodes.pop().next_functions if node is not None} - found - {*behind}
-        found |= following
-        nodes.extend(following)
+        node = nodes.pop()
+        if node not in behind:
+            following = {other for other, _ in node.next_functions if other is not None} - found
+            found |= following
+            nodes.extend(following)
     return found
 
 
@@ -67,5 +69,6 @@ class HeadOutputs:
         True where that is not known."""
         if not (self.known and t.requires_grad):
             return True
-        made = (node._sequence_nr() for node in nodes_of(t, behind=self.nodes) if not _is_leaf(node))
+        others = nodes_of(t, behind=self.nodes).difference(self.nodes)
+        made = (node._sequence_nr() for node in others if not _is_leaf(node))
         return not any(self._first <= number and (self._last is None or number < self._last) for number in made)

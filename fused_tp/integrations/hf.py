@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 # What a model returns next to its logits on demand, of each token or of a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Through which a model calls the attention that its config names.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # How a model asks transformers for a mask where attention could do without one: it will change the mask.
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # through which a model calls the attention that its config names
 OWN_MASK = "allow_is_causal_skip=False"
 PADDED_DOCUMENTS = (
     "attention_mask has padding in rows of packed documents; make the padding a document of its own and leave the mask "
@@ -67,7 +68,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             "serve; pass sequence_parallel=False."
         )
     if parallelism.shards_sequence:
-        # Of models with a state transformers does not say so, whatever their attention does.
+        # transformers says False of all models with a state, whatever their attention does.
         files = (sys.modules.get(one.__module__) for one in type(model).__mro__)
         replaceable = model._supports_attention_backend or (
             parallelism.cp_mesh is None and any(hasattr(file, INTERFACE) for file in files)
@@ -82,12 +83,10 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
                 f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
                 f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
             )
-        layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
-        others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
-        # transformers' mark of models with a state, not of all.
-        if parallelism.cp_mesh is not None and (others or getattr(model, "_is_stateful", False)):
+        others = _other_layers(model)
+        if parallelism.cp_mesh is not None and others:
             raise ValueError(
-                f"{kind} has layers that mix tokens by other means than attention ({', '.join(others) or 'a state'}); "
+                f"{kind} has layers that mix tokens by other means than attention ({', '.join(others)}); "
                 f"{asked} does not serve them."
             )
         if parallelism.cp_mesh is not None and any(
@@ -120,6 +119,14 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             )
 
 
+def _other_layers(model: PreTrainedModel) -> list[str]:
+    """The kinds of layers that mix tokens by other means than attention."""
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
+    # transformers' mark of models with a state, not of all.
+    return others or ["a state"] * bool(getattr(model, "_is_stateful", False))
+
+
 def _is_base(model: PreTrainedModel) -> bool:
     """Whether `model` returns hidden states, and no logits or loss. (`model.base_model is model` says so also where
     `base_model_prefix` names a part that a class does not have: Llama4ForCausalLM.)"""
@@ -140,6 +147,7 @@ class TransformersSequence(SequenceSharding):
         super().__init__(model, parallelism)
         self.is_base = _is_base(model)
         self.config = model.config
+        self.other_layers = [kind for kind in _other_layers(model) if kind != "conv"]  # which take no mask
         # RoBERTa's family counts positions from behind that of the padding.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
@@ -177,6 +185,7 @@ class TransformersSequence(SequenceSharding):
                 )
         makes_cache = self._turn_cache_off(arguments)
         if self.parallelism.cp_mesh is None:
+            self._check_padding(arguments)
             check_documents(arguments, seq_len, makes_cache=makes_cache)
             return Rows()
         documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
@@ -185,6 +194,18 @@ class TransformersSequence(SequenceSharding):
         if padded and documents:
             raise ValueError(PADDED_DOCUMENTS)
         return Rows(padded, documents)
+
+    def _check_padding(self, arguments: dict[str, Any]) -> None:
+        """Take out a mask without padding, of which layers with a state would be given a part, and refuse others."""
+        mask = arguments.get("attention_mask")
+        if not self.other_layers or not isinstance(mask, Tensor) or mask.ndim != 2:
+            return
+        if not bool(mask.all()):
+            raise ValueError(
+                f"attention_mask has padding, which layers with {', '.join(self.other_layers)} are not given with "
+                "sequence_parallel=True. Use rows of equal length, or sequence_parallel=False."
+            )
+        arguments["attention_mask"] = None
 
     def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
         """The config's default would collect keys and values without being asked. Returns whether it would have."""

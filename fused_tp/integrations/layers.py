@@ -190,6 +190,7 @@ def _sum_output(mesh: DeviceMesh, experts: nn.Module, args: Any, output: Tensor)
 
 
 def _keep_on_one_rank(mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    # A product, not zeros: every rank's backward must come to the sum that `_share_input` has put before it.
     return output if mesh.get_local_rank() == 0 else 0 * output
 
 

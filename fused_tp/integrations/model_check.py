@@ -77,7 +77,7 @@ def _sample(t: Tensor) -> int | None:
         if t.ndim and t.numel():
             try:  # by index: flattening would copy all of a transposed tensor
                 sample = t[torch.unravel_index(_places(t.shape).to(t.device), t.shape)]
-            except NotImplementedError:
+            except NotImplementedError:  # torch does not index numbers of less than a byte
                 return None
         else:
             sample = t

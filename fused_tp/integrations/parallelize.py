@@ -105,7 +105,8 @@ def parallelize(
             of transformers' words ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise",
             "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only
             this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce". The name of a parameter of one
-            dim (attention sinks) takes "colwise".
+            dim (attention sinks) takes "colwise"; parameters of experts take "packed_colwise", "colwise", "rowwise"
+            next to "moe_tp_experts" for their module.
         sequence_parallel: also cut the residual stream and the norms, which saves their memory; any sequence length.
             Blocks that cannot see a part of the sequence, or of which that is not known (routed experts, state spaces,
             latent attention), get the tokens of all TP ranks and give back this rank's.

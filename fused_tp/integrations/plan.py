@@ -316,12 +316,23 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
+def _check_not_by_head(name: str, module: nn.Module) -> None:
+    """Refuse a module for heads that has parts for single heads, of which each rank would take the first."""
+    if any(isinstance(child, nn.ModuleList) for child in module.children()):
+        raise ValueError(
+            f"{name!r} ({type(module).__name__}) has modules in a list, perhaps one for each head; a tensor parallel "
+            "rank would use the first of them for its own heads. Leave the layers near it out of the plan."
+        )
+
+
 def check_style(name: str, module: nn.Module, style: Style) -> None:
     """Refuse a style that `module` cannot take, with a sentence."""
     if isinstance(style, ParallelStyle):
         return
     if not isinstance(style, str):
         raise TypeError(f"The style of {name!r} must be a string or a ParallelStyle, not {type(style).__name__}.")
+    if STYLES[style].sums_gradient:
+        _check_not_by_head(name, module)
     kind = f"{type(module).__module__}.{type(module).__name__}"
     wanted = STYLES[style].needs
     # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
@@ -416,6 +427,7 @@ def settle_between(model: nn.Module, plan: Plan, *, cuts_logits: bool = False) -
             if type(child).__module__ in ACTIVATIONS and all(p.numel() == 1 for p in child.parameters()):
                 settled.modules[path] = "replicated_with_grad_allreduce"
                 continue
+            _check_not_by_head(path, child)
             style = "mla_kv_a_proj" if leaf == LATENT else "replicated_with_grad_allreduce"
             raise ValueError(
                 f"{path!r} ({type(child).__name__}) is not in the plan, and {column[0]!r} near it is cut: if it "

@@ -52,8 +52,8 @@ def load_full_state_dict(
             unknown.append(name)
             continue
         shape = list(own[name].shape)
-        if name in parts:  # in one dim more than the original's
-            shape[parts[name] : parts[name] + 2] = [prod(shape[parts[name] : parts[name] + 2])]
+        if (dim := parts.get(id(own[name]))) is not None:  # in one dim more than the original's
+            shape[dim : dim + 2] = [prod(shape[dim : dim + 2])]
         if list(full.shape) != shape:
             raise ValueError(f"{name!r} has shape {tuple(full.shape)}; the model's has {tuple(shape)}.")
         full = full.reshape(own[name].shape)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.integrations.plan import Plan, spec_of
-from fused_tp.integrations.sequence import SequenceSharding
+from fused_tp.integrations.sequence import SequenceSharding, in_one_order
 from fused_tp.ops.collectives import gather, scatter
 
 
@@ -47,13 +47,19 @@ def find_whole_blocks(model: nn.Module, plan: Plan) -> list[str]:
         if not (spec.splits_input or spec.shares_rotary or spec.sums_output) and (known or not owns):
             continue
         block = _block_of(name, modules)
+        if block is None and style is not None:
+            raise ValueError(
+                f"sequence_parallel=True: {name!r} has the style {style!r}, which takes whole sequences, and is not "
+                "inside of a layer in an nn.ModuleList, whose input could be gathered. Pass sequence_parallel=False."
+            )
         if block is None:
             raise ValueError(
                 f"sequence_parallel=True: {name!r} ({type(module).__name__}) has parameters and is not in the plan, so "
                 "whether it may see a part of the sequence is not known, nor what calls it. Give it a style, or pass "
                 "sequence_parallel=False."
             )
-        if not (block == name and type(module) is nn.Linear):  # which takes tokens one by one
+        # A linear layer that stays whole, below a layer of the model, takes tokens one by one.
+        if not (block == name and type(module) is nn.Linear and style is None):
             found[block] = None
     return list(found)
 
@@ -64,13 +70,16 @@ def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
     for n in range(1, len(parts) - 1):
         if isinstance(modules[".".join(parts[:n])], nn.ModuleList):
             rest = range(n + 2, len(parts) + 1)
-            return next((at for m in rest if type(modules[at := ".".join(parts[:m])]) is not nn.ModuleList), None)
+            names = (".".join(parts[:m]) for m in rest)
+            return next((at for at in names if not isinstance(modules[at], nn.ModuleList)), None)
     return None
 
 
 def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
     """Hook `block`, whose layers run without sequence parallelism, to run on the whole sequence."""
-    block.register_forward_pre_hook(partial(_gather_input, sequence, mesh), with_kwargs=True)
+    # Before what a style has hooked there, which is for whole sequences.
+    block.register_forward_pre_hook(partial(_gather_input, sequence, mesh), with_kwargs=True, prepend=True)
+    in_one_order(block._forward_pre_hooks)
     block.register_forward_hook(partial(_scatter_output, sequence, mesh))
 
 
@@ -81,7 +90,7 @@ def _gather_input(
     if not state.tp_sharded:
         return None
     x = args[0] if args else next(iter(kwargs.values()))
-    whole_length = state.local_len or 0
+    length = state.local_len or 0
     if not isinstance(x, Tensor) or x.ndim != 3:
         given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
         raise ValueError(
@@ -89,7 +98,8 @@ def _gather_input(
             f"{given}; it must be hidden states [batch, seq, hidden]. Pass sequence_parallel=False."
         )
     for other in (*args[1:], *kwargs.values()):
-        if other is not x and isinstance(other, Tensor) and other.shape == x.shape and 0 < x.shape[1] < whole_length:
+        # Of more than one token every part is shorter than the whole: all ranks come to the same answer.
+        if other is not x and isinstance(other, Tensor) and other.shape == x.shape and length > 1:
             raise ValueError(
                 f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and is given two tensors "
                 f"{tuple(x.shape)} of a part of it. Pass sequence_parallel=False."

@@ -54,8 +54,8 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
             continue
         if id(tensor) not in gathered:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if name in parts:
-                whole = whole.flatten(parts[name], parts[name] + 1)
+            if id(tensor) in parts:
+                whole = whole.flatten(parts[id(tensor)], parts[id(tensor)] + 1)
             if not keep:
                 gathered[id(tensor)] = whole.new_empty(0)
                 continue

@@ -133,13 +133,13 @@ def shard_parameter(
     return made
 
 
-def parts_dims(module: nn.Module) -> dict[str, int]:
-    """Parameters of `module` that have one dim more than the original's, by name: the first of the two dims that are
-    one there. See `shard_parameter`."""
+def parts_dims(module: nn.Module) -> dict[int, int]:
+    """Parameters of `module` that have one dim more than the original's, by id: the first of the two dims that are one
+    there. See `shard_parameter`. (Not by name: wrappers for checkpointing leave theirs out of a state dict's.)"""
     return {
-        f"{name}.{key}" if name else key: dim
-        for name, child in module.named_modules()
-        for key, dim in getattr(child, "_parts_dims", {}).items()
+        id(child._parameters[key]): dim
+        for child in module.modules()
+        for key, dim in vars(child).get("_parts_dims", {}).items()  # wrappers have the attributes of what they wrap
     }
 
 

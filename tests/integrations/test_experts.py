@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -77,19 +78,57 @@ class Twice(nn.Module):
         return residual + self.down(self.up(x)) * self.router(x)[..., :1]
 
 
-class Stack(nn.Module):
+class Direct(nn.Module):
+    """A layer of the model whose own layers are right below it."""
+
     def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.up(x) * self.gate(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, *, two_streams: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.layers, self.head = (
             nn.Embedding(11, 8),
-            nn.ModuleList([nn.ModuleList([Twice()])]),
+            nn.ModuleList([nn.ModuleList([Twice()]) if two_streams else Direct()]),
             nn.Linear(8, 11),
         )
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.embed(tokens)
-        return self.head(self.layers[0][0](x, x + 0))
+        layer = self.layers[0]
+        return self.head((layer[0] if isinstance(layer, nn.ModuleList) else layer)(x, x + 0))
+
+
+@on_ranks(2)
+def test_a_layer_of_whole_sequences_right_below_a_layer(group: dist.ProcessGroup) -> None:
+    plan = {"layers.*.up": "rowwise_split_input", "head": "colwise_gather_output"}
+    whole = Stack(two_streams=False)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), plan=plan, sequence_parallel=True)
+    for length in (1, 2, 5):  # with one token a rank has none
+        tokens = torch.arange(length)[None]
+        assert_near(parallel(tokens), whole(tokens), "logits")
+        assert_trains_alike(parallel, whole, lambda model, tokens=tokens: model(tokens).square().mean())
+
+
+@on_ranks(3)
+def test_experts_over_three_ranks(group: dist.ProcessGroup) -> None:
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 48}
+    whole = make("mixtral", **sizes)
+    for keywords in ({}, {"sequence_parallel": True}):
+        parallel = parallelize(copy_of(whole), mesh_of(group, 1, 3), **keywords)
+        for length in (1, 2, 7):
+            tokens = make_tokens(2, length)
+            weights = torch.randn(2, length, 67, generator=torch.Generator().manual_seed(length))
+            for model in (whole, parallel):
+                model.zero_grad()
+                (model(input_ids=tokens).logits * weights).sum().backward()
+            assert_same_gradients(parallel, whole)
 
 
 @on_ranks(2)
@@ -132,6 +171,8 @@ def test_states_of_experts(group: dist.ProcessGroup, family: str, tmp_path: Path
     assert_equal_states(gather_state_dict(blank), state)
     other = {name: t.transpose(-1, -2) if "down_proj" in name else t for name, t in state.items()}
     refuses(ValueError, r"down_proj.* has shape", load_full_state_dict, blank, other)
+    apply_activation_checkpointing(parallel)  # whose wrappers have names that no state dict has
+    assert_equal_states(gather_state_dict(parallel), state)
     parallel.save_pretrained(tmp_path)
     dist.barrier(group)
     assert_equal_states(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), state)
@@ -152,9 +193,8 @@ def test_checkpoints_of_experts(group: dist.ProcessGroup, tmp_path: Path) -> Non
         model = parallelize(make("mixtral", attention_dropout=0.0), mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         step(model, optimizer, tokens)
-        if loads:
-            for p in model.parameters():
-                p.data.zero_()
+        if loads:  # into other weights and other moments
+            step(model, optimizer, tokens.flip(1))
         saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         (dcp.load if loads else dcp.save)(saved, checkpoint_id=tmp_path, process_group=group)
         step(model, optimizer, tokens)

@@ -36,6 +36,7 @@ from tests.integrations.models import (
     on_layouts,
     pair,
 )
+from tests.integrations.sweep import make_model
 from tests.reference import refuses, seeded
 from tests.workers import on_ranks
 
@@ -298,6 +299,7 @@ def test_a_class_of_ones_own_with_another_head(group: dist.ProcessGroup) -> None
     assert out.loss is None and out.logits.shape == (2, 9, 67)
 
 
+ADVISED = "replicated_with_grad_allreduce"
 _PAIR = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
     (
@@ -322,6 +324,32 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
     ("tp", {}, {"loss_parallel": True, "plan": _PAIR}, ValueError, "output layer"),
     ("tp", {"tied": True}, {"plan": {"model.embed_tokens": "embedding_rowwise"}}, ValueError, "cut alike"),
 ]
+
+
+@on_ranks(2)
+def test_padding_and_layers_with_a_state(group: dist.ProcessGroup) -> None:
+    whole = make_model("qwen3_next")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    tokens, mask = make_tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    assert_near(parallel(tokens, attention_mask=mask).logits, whole(tokens).logits, "logits")
+    mask[1, 6:] = 0
+    refuses(ValueError, "has padding, which layers with linear_attention", parallel, tokens, attention_mask=mask)
+    made = [model.eval().generate(tokens, max_new_tokens=3, do_sample=False) for model in (whole, parallel)]
+    assert torch.equal(*made)
+
+
+@on_ranks(2)
+def test_norms_of_single_heads_are_refused(group: dist.ProcessGroup) -> None:
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 1}
+    for norms in ("q_layernorm", "k_layernorm"):
+        model = StableLmForCausalLM(
+            StableLmConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, qk_layernorm=True)
+        )
+        refuses(ValueError, "one for each head", parallelize, model, mesh_of(group, 1, 2))
+        plan = {"model.layers.*.self_attn.q_proj": "colwise", f"model.layers.*.self_attn.{norms}": ADVISED}
+        refuses(ValueError, f"{norms}.*one for each head", parallelize, model, mesh_of(group, 1, 2), plan=plan)
 
 
 @on_ranks(2)
