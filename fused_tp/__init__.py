@@ -9,13 +9,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fused_tp.ops.all_gather_grouped_matmul import all_gather_grouped_matmul
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
 from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
+from fused_tp.ops.column_parallel_grouped_matmul import column_parallel_grouped_matmul
 from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
 from fused_tp.ops.context_parallel_attention import context_parallel_attention
 from fused_tp.ops.context_parallel_decode import context_parallel_decode
 from fused_tp.ops.explain import explain
+from fused_tp.ops.grouped_matmul_all_reduce import grouped_matmul_all_reduce
+from fused_tp.ops.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -44,6 +48,10 @@ __all__ = [
     "matmul_reduce_scatter",
     "matmul_all_reduce",
     "column_parallel_matmul",
+    "all_gather_grouped_matmul",
+    "grouped_matmul_reduce_scatter",
+    "grouped_matmul_all_reduce",
+    "column_parallel_grouped_matmul",
     "all_reduce_rms_norm",
     "matmul_all_reduce_rms_norm",
     "vocab_parallel_cross_entropy",

@@ -6,6 +6,7 @@ They run before anything is sent, so a bad call on one rank never leaves the oth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import Parameter
 
 from fused_tp.runtime.partition import shard_range
 from fused_tp.schedules.gemm import bias_grad
+from fused_tp.schedules.grouped import Routing
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -121,6 +123,62 @@ def checked_linears(
     for i, (weight, bias) in enumerate(zip(weights, spread(biases, has_bias), strict=True)):
         check_linear(x_name, x, weight, bias, f"[{i}]" if len(weights) > 1 else "")
     return x, weights, biases
+
+
+def checked_grouped(
+    x_name: str, x: Any, weight: Any, tokens: Any, offsets: Any, scale: Any = None, *, least_dims: int = 1
+) -> tuple[Any, Any]:
+    """`x` [..., K] and `weight` [experts, N, K] as a grouped matmul takes them, and what says which rows go where."""
+    dtype = autocast_dtype(x)
+    if dtype is not None:
+        x, weight = cast(dtype, x, weight)
+    check_tensor(x_name, x, least_dims=least_dims)
+    check_like("weight", weight, x_name, x)
+    if weight.ndim != 3 or weight.shape[2] != x.shape[-1] or not len(weight):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; it must be [experts, out, {x.shape[-1]}], because {x_name} has "
+            f"shape {tuple(x.shape)}."
+        )
+    for name, numbers, wanted in (("tokens", tokens, torch.int64), ("offsets", offsets, torch.int32)):
+        check_local(name, numbers)
+        check_device(name, numbers, x_name, x)
+        if numbers.dtype != wanted or numbers.ndim != 1:
+            raise TypeError(
+                f"{name} is {numbers.dtype} of shape {tuple(numbers.shape)}; it must be {wanted} with one dim."
+            )
+    check_shape("offsets", offsets, weight.shape[:1], "one for each expert of weight")
+    if scale is not None:
+        check_tensor("scale", scale)
+        check_device("scale", scale, x_name, x)
+        check_shape("scale", scale, tokens.shape, "one for each row, as tokens")
+    return x, weight
+
+
+def check_rows(x: Tensor, tokens: Tensor) -> None:
+    """`x` [S, k] with a row for each of `tokens` [S]."""
+    if x.ndim != 2 or len(x) != len(tokens):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; it must be [{len(tokens)}, features], a row for each of tokens."
+        )
+
+
+def checked_sizes(name: str, sizes: Any) -> list[int]:
+    """A list of one or more lengths."""
+    if not isinstance(sizes, (list, tuple)):
+        raise TypeError(f"{name} must be a sequence of ints, not {type(sizes).__name__}.")
+    if not sizes:
+        raise ValueError(f"{name} is empty; it needs at least one dim.")
+    for size in sizes:
+        check_int(name, size, 0)
+    return list(sizes)
+
+
+def example_routing(x: Tensor, weight: Tensor) -> Routing:
+    """A row for each token of `x`, for `explain`, which looks at no number."""
+    return Routing(
+        torch.empty(prod(x.shape[:-1]), dtype=torch.int64, device=x.device),
+        torch.empty(len(weight), dtype=torch.int32, device=x.device),
+    )
 
 
 def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:

@@ -18,7 +18,7 @@ from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
 from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
-from fused_tp.ops.arguments import any_dim, check_linear, check_tensor
+from fused_tp.ops.arguments import any_dim, check_linear, check_tensor, checked_grouped, example_routing
 from fused_tp.ops.op import OPS, DispatchKey, Op
 from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
@@ -291,8 +291,11 @@ def dispatch_keys(
         if op not in with_dim:
             raise ValueError(f"dim={dim!r} is for {', '.join(with_dim)}; {op} has none.")
         tensors.append(any_dim("dim", dim, names[0], tensors[0]))
-    check_tensor(names[0], tensors[0], least_dims=2 if "scatter" in op or op == "all_gather_matmul" else 1)
-    if names[-1] == "weight":
+    check_tensor(names[0], tensors[0], least_dims=2 if "scatter" in op or op.startswith("all_gather_") else 1)
+    if "grouped" in op:
+        x, weight = tensors
+        checked_grouped(names[0], x, weight, *example_routing(x, weight))
+    elif names[-1] == "weight":
         check_linear(names[0], tensors[0], tensors[1], None)
     assert asked.example is not None
     args = asked.example(size, *tensors)

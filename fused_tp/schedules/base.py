@@ -7,18 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from fused_tp.runtime.partition import shard_sizes
 from fused_tp.schedules.gemm import Product, as_rows, linear
+from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.transport.base import Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 
 # Work that the caller has anyway, which a schedule does while bytes move; it is called exactly once.
 Work: TypeAlias = Callable[[], None] | None
+T = TypeVar("T")
 
 
 class GatherMatmul(NamedTuple):
@@ -106,6 +108,29 @@ class Schedule(ABC):
     @abstractmethod
     def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         """The sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
+
+    def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
+        """What `use` makes of the gathered x, without keeping any of it: the memory may be the ranks' common one."""
+        with self.abort_scope(op):
+            return use(self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait())
+
+    def grouped_matmul_reduce_scatter(
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        """This rank's slice along `scatter_dim` of the sum of `product` over ranks, whose tokens have `shape`."""
+        with self.abort_scope("grouped_matmul_reduce_scatter"):
+            partial = product.sum().view(*shape, product.shape[1])
+            if meanwhile is not None:
+                meanwhile()
+            return self.reduce_scatter(partial, scatter_dim=scatter_dim)
+
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+        """The sum of `product` over ranks; the same bits on every rank."""
+        with self.abort_scope("grouped_matmul_all_reduce"):
+            partial = product.sum()
+            if meanwhile is not None:
+                meanwhile()
+            return self.all_reduce(partial)
 
     def all_reduce_rms_norm(
         self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
@@ -281,6 +306,13 @@ class Cut(NamedTuple):
         for rows, part in zip(out.split(self.counts), x.split(list(self.sizes), self.dim), strict=True):
             rows.view(part.shape).copy_(part)
         return out
+
+    def places(self, device: torch.device) -> Tensor:
+        """[M]: of each row in the tensor's own order its number in rank-major order."""
+        rows = torch.arange(prod(self.shape[:-1]), device=device)
+        places = torch.empty_like(rows)
+        places[self.rank_major(rows.view(*self.shape[:-1], 1)).view(-1)] = rows
+        return places
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor, which has elements, from the ranks' parts, contiguous and of any shape."""

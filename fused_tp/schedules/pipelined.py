@@ -7,8 +7,9 @@ a CPU matmul re-pack the whole weight for every chunk (1.15x to 2.3x of the time
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ from fused_tp.runtime.partition import shard_range
 from fused_tp.runtime.tracing import span
 from fused_tp.schedules.base import Cut, GatherMatmul, Work
 from fused_tp.schedules.gemm import Product, as_rows, linear, sum_of_products
+from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import Pending
 
 CHUNK_BYTES = 512 * 1024  # a smaller chunk's latency outweighs what it hides
 MAX_CHUNKS = 4
+Columns: TypeAlias = Callable[[int, int], Tensor]  # the partial result's columns from one to before the other
 
 
 class Pipelined(Plain):
@@ -52,28 +55,55 @@ class Pipelined(Plain):
             return outputs, gathered
 
     def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+        def columns(start: int, stop: int) -> Tensor:
+            return sum_of_products([(x, w[start:stop]) for x, w in products])
+
+        return self._scatter_columns("matmul_reduce_scatter", columns, cut, products[0][0], bias, meanwhile)
+
+    def _grouped_scatter(self, product: GroupedProduct, cut: Cut, meanwhile: Work) -> Tensor:
+        def columns(start: int, stop: int) -> Tensor:
+            return product.columns(start, stop).sum()
+
+        return self._scatter_columns("grouped_matmul_reduce_scatter", columns, cut, product.x, None, meanwhile)
+
+    def _scatter_columns(
+        self, op: str, columns: Columns, cut: Cut, x: Tensor, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         counts = cut.counts
-        with self.transport.abort_scope("matmul_reduce_scatter"):
+        with self.transport.abort_scope(op):
             moving: list[Pending[Tensor]] = []
-            for start, stop in self._columns(sum(counts), cut.shape[-1], products[0][0]):
+            for start, stop in self._columns(sum(counts), cut.shape[-1], x):
                 with span("chunk of columns", (start, stop)):
-                    partial = sum_of_products([(x, w[start:stop]) for x, w in products])
                     part = None if bias is None else bias[start:stop]
-                    moving.append(self.transport.reduce_scatter("matmul_reduce_scatter", partial, counts, part))
+                    moving.append(self.transport.reduce_scatter(op, columns(start, stop), counts, part))
             if meanwhile is not None:
                 meanwhile()
             return _join([chunk.wait() for chunk in moving])
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         x, w = products[0]
-        with self.transport.abort_scope("matmul_all_reduce"):
+
+        def columns(start: int, stop: int) -> Tensor:
+            return sum_of_products([(x, w[start:stop]) for x, w in products])
+
+        return self._sum_columns("matmul_all_reduce", columns, (x.shape[0], w.shape[0]), x, bias, meanwhile)
+
+    def _grouped_sum(self, product: GroupedProduct, meanwhile: Work) -> Tensor:
+        def columns(start: int, stop: int) -> Tensor:
+            return product.columns(start, stop).sum()
+
+        return self._sum_columns("grouped_matmul_all_reduce", columns, product.shape, product.x, None, meanwhile)
+
+    def _sum_columns(
+        self, op: str, columns: Columns, shape: tuple[int, int], x: Tensor, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
+        with self.transport.abort_scope(op):
             first: list[Pending[Pending[Tensor]]] = []
             second: list[Pending[Tensor]] = []
-            for start, stop in self._columns(x.shape[0], w.shape[0], x):
+            for start, stop in self._columns(*shape, x):
                 with span("chunk of columns", (start, stop)):
-                    partial = sum_of_products([(x, w[start:stop]) for x, w in products])
                     part = None if bias is None else bias[start:stop]
-                    first.append(self.transport.all_reduce_steps("matmul_all_reduce", partial, part))
+                    first.append(self.transport.all_reduce_steps(op, columns(start, stop), part))
                     if len(first) > 1:
                         # The chunk before has had a matmul's time to move: its second step starts behind this one.
                         second.append(first[-2].wait())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fused_tp.schedules.base import Cut, RowSchedule, Work
 from fused_tp.schedules.gemm import Product, sum_of_products
+from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.torch_dist import TorchDist
 from fused_tp.transport.workspace import GroupKernels
@@ -62,6 +63,34 @@ class Plain(RowSchedule):
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         with self.transport.abort_scope("matmul_all_reduce"):
             moving = self.transport.all_reduce("matmul_all_reduce", sum_of_products(products), bias)
+            if meanwhile is not None:
+                meanwhile()
+            return moving.wait()
+
+    def grouped_matmul_reduce_scatter(
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        cut = Cut.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        self.check("grouped_matmul_reduce_scatter", (*cut.shape, scatter_dim), product.x)
+        if not cut.in_order:
+            product = product.in_order(cut.places(product.x.device))
+        return self._grouped_scatter(product, cut, meanwhile).view(cut.shard_shape(self.rank))
+
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+        self.check("grouped_matmul_all_reduce", product.shape, product.x)
+        return self._grouped_sum(product, meanwhile)
+
+    def _grouped_scatter(self, product: GroupedProduct, cut: Cut, meanwhile: Work) -> Tensor:
+        op = "grouped_matmul_reduce_scatter"
+        with self.transport.abort_scope(op):
+            moving = self.transport.reduce_scatter(op, product.sum(), cut.counts)
+            if meanwhile is not None:
+                meanwhile()
+            return moving.wait()
+
+    def _grouped_sum(self, product: GroupedProduct, meanwhile: Work) -> Tensor:
+        with self.transport.abort_scope("grouped_matmul_all_reduce"):
+            moving = self.transport.all_reduce("grouped_matmul_all_reduce", product.sum())
             if meanwhile is not None:
                 meanwhile()
             return moving.wait()

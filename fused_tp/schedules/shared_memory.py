@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime.errors import FusedTPError, raised_midway
-from fused_tp.schedules.base import Cut, GatherMatmul, RowSchedule, Work, add_rms_norm, rank_offsets
+from fused_tp.schedules.base import Cut, GatherMatmul, RowSchedule, T, Work, add_rms_norm, rank_offsets
 from fused_tp.schedules.gemm import Product, as_rows, linear, sum_of_products
+from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.transport.base import After, Pending
 from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
 from fused_tp.transport.torch_dist import TorchDist
@@ -107,26 +108,52 @@ class SharedMemory(RowSchedule):
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
         return self.transport.reduce_scatter(rows, cut.counts, called=(*cut.shape[:-1], cut.dim))
 
+    def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
+        return self._use_gathered(op, x_shard, Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size), use)
+
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
-        dims, dtype = (*folded(cut.shape), cut.dim), asked.x_shard.dtype
-        host = 0  # one rank's workspace holds the gathered x; the pages lie where the rank that writes them runs
-        nbytes = prod(cut.shape) * dtype.itemsize if self.rank == host else 0
-        with self.transport.begin("all_gather_matmul", dims, dtype, nbytes) as workspace:
-            x = workspace.buffer(host, cut.shape, dtype)
-            x.split(list(cut.sizes), cut.dim)[self.rank].copy_(asked.x_shard)
-            workspace.signal(1)
-            workspace.wait_all(1)
+        def multiply(x: Tensor) -> tuple[list[Tensor], Tensor | None]:
             outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
             return outputs, x.clone() if asked.return_gathered else None
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
-        dims, dtype, n = (*folded(cut.shape), cut.dim), products[0][0].dtype, cut.shape[-1]
-        counts = cut.counts
-        op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
-        nbytes = prod(cut.shape) * dtype.itemsize
+        return self._use_gathered("all_gather_matmul", asked.x_shard, cut, multiply)
+
+    def _use_gathered(self, op: str, x_shard: Tensor, cut: Cut, use: Callable[[Tensor], T]) -> T:
+        dims, dtype = (*folded(cut.shape), cut.dim), x_shard.dtype
+        host = 0  # one rank's workspace holds the gathered x; the pages lie where the rank that writes them runs
+        nbytes = prod(cut.shape) * dtype.itemsize if self.rank == host else 0
         with self.transport.begin(op, dims, dtype, nbytes) as workspace:
-            partial = workspace.buffer(self.rank, (sum(counts), n), dtype)
-            sum_of_products(products, bias if self.rank == 0 else None, out=partial)  # rank 0's term carries the bias
+            x = workspace.buffer(host, cut.shape, dtype)
+            x.split(list(cut.sizes), cut.dim)[self.rank].copy_(x_shard)
+            workspace.signal(1)
+            workspace.wait_all(1)
+            return use(x)
+
+    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+        op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
+        own_bias = bias if self.rank == 0 else None  # rank 0's term carries the bias
+
+        def write(partial: Tensor) -> object:
+            return sum_of_products(products, own_bias, out=partial)
+
+        return self._scatter_written(op, write, cut, products[0][0].dtype, meanwhile)
+
+    def grouped_matmul_reduce_scatter(
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        cut = Cut.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        if not cut.in_order:
+            product = product.in_order(cut.places(product.x.device))
+        op, dtype = "grouped_matmul_reduce_scatter", product.x.dtype
+        out = self._scatter_written(op, lambda partial: partial.copy_(product.sum()), cut, dtype, meanwhile)
+        return out.view(cut.shard_shape(self.rank))
+
+    def _scatter_written(
+        self, op: str, write: Callable[[Tensor], object], cut: Cut, dtype: torch.dtype, meanwhile: Work
+    ) -> Tensor:
+        dims, n, counts = (*folded(cut.shape), cut.dim), cut.shape[-1], cut.counts
+        with self.transport.begin(op, dims, dtype, prod(cut.shape) * dtype.itemsize) as workspace:
+            write(workspace.buffer(self.rank, (sum(counts), n), dtype))
             workspace.signal(1)
             if meanwhile is not None:
                 meanwhile()
@@ -138,6 +165,15 @@ class SharedMemory(RowSchedule):
                 # The rows lie one behind the other: they are summed as one long row.
                 _core.sum_arrays(out.data_ptr(), sources, out.numel(), dtype_number(dtype))
         return out
+
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+        op, shape = "grouped_matmul_all_reduce", product.shape
+        if prod(shape) * product.x.dtype.itemsize >= _DIRECT_BYTES:
+            return self.transport.all_reduce_of(op, shape, product.x.dtype, lambda y: y.copy_(product.sum()), meanwhile)
+        y = product.sum()
+        if meanwhile is not None:
+            meanwhile()
+        return self.transport.all_reduce(y, y, op)
 
     def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         x, w = products[0]

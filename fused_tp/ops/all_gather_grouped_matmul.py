@@ -1,0 +1,171 @@
+"""Gather the token shards of x and multiply each token by its experts: up projections under sequence parallelism."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fused_tp.ops.arguments import checked_grouped, example_routing, resized, token_dim, total_size
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike, group_identity
+from fused_tp.runtime.partition import SymInt
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.grouped import GroupedProduct, Routing, grouped_linear, grouped_weight_grad
+
+
+def all_gather_grouped_matmul(
+    x_shard: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    offsets: Tensor,
+    *,
+    group: GroupLike,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+) -> Tensor:
+    """y[s] = x[tokens[s]] @ weight[e(s)]^T for x = all_gather(x_shard, gather_dim), a row for each token and expert.
+
+    Backward adds up by token and over ranks, and scatters: one `grouped_matmul_reduce_scatter`. It saves only the
+    shard; dW uses x gathered again.
+
+    Args:
+        x_shard: [..., m, ..., K], this rank's tokens along `gather_dim`; float16, bfloat16, float32 or float64.
+        weight: [experts, N, K], this rank's rows of every expert's weight, in any order in memory.
+        tokens: int64 [S], the tokens, all dims of the gathered x but the last counted as one; sorted by expert.
+        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        gather_dim: any dim but the last; may be negative.
+        gather_size: length of `gather_dim` over all ranks, where the shards (as torch.chunk cuts) are not all equal.
+
+    Returns:
+        y [S, N].
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
+            `offsets` are compared on CPU only.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+
+    Example:
+        chosen, order = experts.view(-1).sort(stable=True)  # experts [tokens, top_k] of each token
+        offsets = torch.bincount(chosen, minlength=8).cumsum(0).int()
+        hidden = all_gather_grouped_matmul(x_shard, w_up, order // top_k, offsets, group=mesh["tp"])
+
+    Source: the gather side of Zhang et al., "Comet: Fine-grained Computation-communication Overlapping for
+    Mixture-of-Experts", MLSys 2025; grouped matmuls of Gale et al., "MegaBlocks", MLSys 2023.
+    """
+    result: Tensor = ALL_GATHER_GROUPED_MATMUL(x_shard, weight, tokens, offsets, gather_dim, gather_size, group)
+    return result
+
+
+class _Args(NamedTuple):
+    x_shard: Tensor
+    weight: Tensor
+    routing: Routing
+    gather_dim: int
+    gather_size: SymInt
+    group: AnyGroup
+
+
+class _Grads(NamedTuple):
+    d_output: Tensor
+    x_shard: Tensor
+    weight: Tensor
+    routing: Routing
+    needs_x: bool
+    needs_weight: bool
+    gather_dim: int
+    gather_size: SymInt
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    x_shard, weight = checked_grouped("x_shard", a.x_shard, a.weight, *a.routing, least_dims=2)
+    dim = token_dim("gather_dim", a.gather_dim, "x_shard", x_shard)
+    _, size, rank = group_identity(a.group)
+    total = total_size("gather_size", a.gather_size, x_shard.shape[dim], size, rank, f"x_shard along dim {dim}")
+    return _Args(x_shard, weight, a.routing, dim, total, a.group)
+
+
+def _shape(a: _Args | _Grads) -> list[int]:
+    """Of the gathered x."""
+    return resized(a.x_shard, a.gather_dim, a.gather_size)
+
+
+def _forward(schedule: Schedule, a: _Args) -> Tensor:
+    a.routing.check(prod(_shape(a)[:-1]))
+
+    def multiply(x: Tensor) -> Tensor:
+        return grouped_linear(a.routing.rows_of(x), a.weight, a.routing)
+
+    return schedule.gathered("all_gather_grouped_matmul", a.x_shard, a.gather_dim, a.gather_size, multiply)
+
+
+def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
+    a, needs = s.args, s.needs
+    if not (needs.x_shard or needs.weight):
+        return {}
+    d_x, d_weight = ALL_GATHER_GROUPED_MATMUL_BACKWARD(
+        d_output, a.x_shard, a.weight, *a.routing, needs.x_shard, needs.weight, a.gather_dim, a.gather_size, a.group
+    )
+    return {"x_shard": d_x if needs.x_shard else None, "weight": d_weight if needs.weight else None}
+
+
+# -- backward: dx_shard is a grouped_matmul_reduce_scatter, dW uses x gathered again while that runs -------------------
+
+
+def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
+    """dx_shard and dW; empty where not needed."""
+    d_x, d_weight = g.x_shard.new_empty(0), g.x_shard.new_empty(0)
+    with schedule.abort_scope("all_gather_grouped_matmul_backward"):
+        gathering = None
+        if g.needs_weight:
+            gathering = schedule.all_gather(g.x_shard, gather_dim=g.gather_dim, gather_size=g.gather_size)
+
+        def meanwhile() -> None:
+            nonlocal d_weight
+            if gathering is not None:
+                rows = g.routing.rows_of(gathering.wait())
+                d_weight = grouped_weight_grad(g.d_output, rows, g.weight, g.routing)
+
+        if not g.needs_x:
+            meanwhile()
+        else:
+            shape = _shape(g)[:-1]
+            product = GroupedProduct(g.d_output, g.weight.transpose(1, 2), g.routing, prod(shape))
+            d_x = schedule.grouped_matmul_reduce_scatter(product, shape, scatter_dim=g.gather_dim, meanwhile=meanwhile)
+    return d_x, d_weight
+
+
+def _grads_key(g: _Args | _Grads) -> DispatchKey:
+    return DispatchKey.of("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
+
+
+ALL_GATHER_GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
+    "all_gather_grouped_matmul_backward",
+    _Grads,
+    "(Tensor, Tensor)",
+    _compute_grads,
+    lambda g: (
+        g.x_shard.new_empty(g.x_shard.shape if g.needs_x else 0),
+        g.x_shard.new_empty(g.weight.shape if g.needs_weight else 0),
+    ),
+    key=_grads_key,
+)
+
+ALL_GATHER_GROUPED_MATMUL: Op[_Args] = Op(
+    "all_gather_grouped_matmul",
+    _Args,
+    "Tensor",
+    _forward,
+    lambda a: a.x_shard.new_empty((len(a.routing.tokens), a.weight.shape[1])),
+    key=lambda a: DispatchKey.of("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None),
+    backward_key=_grads_key,
+    example=lambda size, x_shard, weight: _Args(
+        x_shard, weight, example_routing(x_shard, weight), 0, x_shard.shape[0] * size, None
+    ),
+    prepare=_prepare,
+    saves=("x_shard", "weight", "tokens", "offsets"),
+    backward=_backward,
+)

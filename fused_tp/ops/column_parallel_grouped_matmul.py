@@ -1,0 +1,131 @@
+"""Up projections of experts without sequence parallelism: nothing moves forward, a sum over ranks backward."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fused_tp.ops.arguments import checked_grouped, example_routing
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike, group_identity
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.grouped import GroupedProduct, Routing, grouped_linear, grouped_weight_grad
+
+
+def column_parallel_grouped_matmul(
+    x: Tensor, weight: Tensor, tokens: Tensor, offsets: Tensor, *, group: GroupLike
+) -> Tensor:
+    """y[s] = x[tokens[s]] @ weight[e(s)]^T, a row for each token and expert, for x that all ranks hold.
+
+    Backward adds dx up by token and over ranks, and computes dW meanwhile.
+
+    Args:
+        x: [..., K], the same on all ranks; float16, bfloat16, float32 or float64.
+        weight: [experts, N, K], this rank's rows of every expert's weight, or this rank's experts.
+        tokens: int64 [S], the tokens, all dims of x but the last counted as one; sorted by expert. Ranks may differ.
+        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+
+    Returns:
+        y [S, N].
+
+    Raises:
+        TypeError, ValueError: an argument does not fit. Numbers in `tokens` and `offsets` are compared on CPU only.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along (in backward).
+
+    Example:
+        hidden = column_parallel_grouped_matmul(x, w_up, tokens, offsets, group=mesh["tp"])
+
+    Source: as `all_gather_grouped_matmul`.
+    """
+    result: Tensor = COLUMN_PARALLEL_GROUPED_MATMUL(x, weight, tokens, offsets, group)
+    return result
+
+
+class _Args(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    routing: Routing
+    group: AnyGroup
+
+
+class _Grads(NamedTuple):
+    d_output: Tensor
+    x: Tensor
+    weight: Tensor
+    routing: Routing
+    needs_x: bool
+    needs_weight: bool
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    group_identity(a.group)  # which refuses what is no group
+    return _Args(*checked_grouped("x", a.x, a.weight, *a.routing), a.routing, a.group)
+
+
+def _forward(schedule: Schedule | None, a: _Args) -> Tensor:
+    a.routing.check(prod(a.x.shape[:-1]))
+    return grouped_linear(a.routing.rows_of(a.x), a.weight, a.routing)
+
+
+def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
+    a, needs = s.args, s.needs
+    if not (needs.x or needs.weight):
+        return {}
+    d_x, d_weight = COLUMN_PARALLEL_GROUPED_MATMUL_BACKWARD(
+        d_output, a.x, a.weight, *a.routing, needs.x, needs.weight, a.group
+    )
+    return {"x": d_x if needs.x else None, "weight": d_weight if needs.weight else None}
+
+
+# -- backward: dx is a grouped_matmul_all_reduce, and dW is computed while that runs -----------------------------------
+
+
+def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor]:
+    """dx and dW; empty where not needed."""
+    d_weight = g.x.new_empty(0)
+
+    def meanwhile() -> None:
+        nonlocal d_weight
+        if g.needs_weight:
+            d_weight = grouped_weight_grad(g.d_output, g.routing.rows_of(g.x), g.weight, g.routing)
+
+    if schedule is None:
+        meanwhile()
+        return g.x.new_empty(0), d_weight
+    product = GroupedProduct(g.d_output, g.weight.transpose(1, 2), g.routing, prod(g.x.shape[:-1]))
+    d_x = schedule.grouped_matmul_all_reduce(product, meanwhile=meanwhile)
+    return d_x.view(g.x.shape), d_weight
+
+
+def _sum_key(a: _Args | _Grads) -> DispatchKey:
+    return DispatchKey.of("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
+
+
+COLUMN_PARALLEL_GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
+    "column_parallel_grouped_matmul_backward",
+    _Grads,
+    "(Tensor, Tensor)",
+    _compute_grads,
+    lambda g: (
+        g.x.new_empty(g.x.shape if g.needs_x else 0),
+        g.x.new_empty(g.weight.shape if g.needs_weight else 0),
+    ),
+    key=lambda g: _sum_key(g) if g.needs_x else None,
+)
+
+COLUMN_PARALLEL_GROUPED_MATMUL: Op[_Args] = Op(
+    "column_parallel_grouped_matmul",
+    _Args,
+    "Tensor",
+    _forward,
+    lambda a: a.x.new_empty((len(a.routing.tokens), a.weight.shape[1])),
+    backward_key=_sum_key,
+    example=lambda size, x, weight: _Args(x, weight, example_routing(x, weight), None),
+    prepare=_prepare,
+    saves=("x", "weight", "tokens", "offsets"),
+    backward=_backward,
+)

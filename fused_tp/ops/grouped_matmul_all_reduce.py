@@ -1,0 +1,115 @@
+"""Multiply rows by their experts and add them up by token and over ranks: down projections of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, example_routing
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike
+from fused_tp.runtime.partition import SymInt
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.grouped import (
+    GroupedProduct,
+    Routing,
+    grouped_linear,
+    grouped_weight_grad,
+    scaled,
+    scaled_grads,
+)
+
+
+def grouped_matmul_all_reduce(
+    x: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None = None,
+    *,
+    shape: Sequence[int],
+    group: GroupLike,
+) -> Tensor:
+    """y[t] = sum over ranks and over the rows s of token t of scale[s] * x[s] @ weight[e(s)]^T, the same on all ranks.
+
+    Backward is local: dy is the same on all ranks and counts once (Megatron's convention).
+
+    Args:
+        x: [S, k], rows sorted by expert, this rank's part of the features; float16, bfloat16, float32 or float64.
+        weight: [experts, N, k], this rank's columns of every expert's weight, or this rank's experts.
+        tokens: int64 [S], the token of each row, all dims of `shape` counted as one. Ranks may differ.
+        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        scale: [S], such as routing weights, or None for ones. Its gradient is that of this rank's term, as x's is.
+        shape: of the tokens.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+
+    Returns:
+        [*shape, N]; each rank's rows are added up in float32 (float64 for float64) and rounded, and so are the ranks'
+        terms, in rank order. Zeros for a token without rows.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
+            `offsets` are compared on CPU only.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+
+    Example:
+        y = grouped_matmul_all_reduce(hidden, w_down, tokens, offsets, scale, shape=x.shape[:-1], group=mesh["tp"])
+
+    Source: as `all_gather_grouped_matmul`.
+    """
+    result: Tensor = GROUPED_MATMUL_ALL_REDUCE(x, weight, tokens, offsets, scale, shape, group)
+    return result
+
+
+class _Args(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    routing: Routing
+    scale: Tensor | None
+    shape: list[SymInt]
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    x, weight = checked_grouped("x", a.x, a.weight, *a.routing, a.scale)
+    check_rows(x, a.routing.tokens)
+    return _Args(x, weight, a.routing, a.scale, checked_sizes("shape", a.shape), a.group)
+
+
+def _forward(schedule: Schedule, a: _Args) -> Tensor:
+    tokens = prod(a.shape)
+    a.routing.check(tokens)
+    product = GroupedProduct(a.x, a.weight, a.routing, tokens, a.scale)
+    return schedule.grouped_matmul_all_reduce(product).view(*a.shape, a.weight.shape[1])
+
+
+def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
+    """Both halves are local."""
+    a, needs, found = s.args, s.needs, dict[str, Any]()
+    d_rows = a.routing.rows_of(d_output)
+    if needs.x or needs.scale:
+        d_scaled = grouped_linear(d_rows, a.weight.transpose(1, 2), a.routing)
+        found |= scaled_grads(d_scaled, a.x, a.scale, needs)
+    if needs.weight:
+        found["weight"] = grouped_weight_grad(d_rows, scaled(a.x, a.scale), a.weight, a.routing)
+    return found
+
+
+GROUPED_MATMUL_ALL_REDUCE: Op[_Args] = Op(
+    "grouped_matmul_all_reduce",
+    _Args,
+    "Tensor",
+    _forward,
+    lambda a: a.x.new_empty((*a.shape, a.weight.shape[1])),
+    key=lambda a: DispatchKey(
+        "grouped_matmul_all_reduce", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1]
+    ),
+    example=lambda size, x, weight: _Args(x, weight, example_routing(x, weight), None, list(x.shape[:-1]), None),
+    prepare=_prepare,
+    saves=("x", "weight", "tokens", "offsets", "scale"),
+    backward=_backward,
+    once=True,
+)

@@ -1,0 +1,176 @@
+"""Multiply rows by their experts, add them up by token and over ranks, each keeping its tokens: down projections under
+sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fused_tp.ops.arguments import any_dim, check_rows, checked_grouped, checked_sizes, example_routing
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike, group_by_name
+from fused_tp.runtime.partition import SymInt, shard_sizes
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.grouped import (
+    GroupedProduct,
+    Routing,
+    grouped_linear,
+    grouped_weight_grad,
+    scaled,
+    scaled_grads,
+)
+
+
+def grouped_matmul_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    offsets: Tensor,
+    scale: Tensor | None = None,
+    *,
+    shape: Sequence[int],
+    group: GroupLike,
+    scatter_dim: int = 0,
+) -> Tensor:
+    """This rank's slice along `scatter_dim` of what `grouped_matmul_all_reduce` returns.
+
+    Backward is one `all_gather_grouped_matmul` of dy: it gives dx and the gradient of `scale`, and the dy it gathers
+    gives dW.
+
+    Args:
+        x: [S, k], rows sorted by expert, this rank's part of the features; float16, bfloat16, float32 or float64.
+        weight: [experts, N, k], this rank's columns of every expert's weight, or this rank's experts.
+        tokens: int64 [S], the token of each row, all dims of `shape` counted as one. Ranks may differ.
+        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        scale: [S], such as routing weights, or None for ones. Its gradient is that of this rank's term, as x's is.
+        shape: of all tokens.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        scatter_dim: a dim of `shape`; may be negative. Cut as torch.chunk does: the last ranks may get less.
+
+    Returns:
+        [*shape, N] with this rank's part of `scatter_dim`; added up as by `grouped_matmul_all_reduce`.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
+            `offsets` are compared on CPU only.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+
+    Example:
+        y_shard = grouped_matmul_reduce_scatter(hidden, w_down, tokens, offsets, shape=(8, 4096), group=mesh["tp"])
+
+    Source: as `all_gather_grouped_matmul`.
+    """
+    result: Tensor = GROUPED_MATMUL_REDUCE_SCATTER(x, weight, tokens, offsets, scale, shape, scatter_dim, group)
+    return result
+
+
+class _Args(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    routing: Routing
+    scale: Tensor | None
+    shape: list[SymInt]
+    scatter_dim: int
+    group: AnyGroup
+
+
+class _Grads(NamedTuple):
+    d_shard: Tensor
+    weight: Tensor
+    routing: Routing
+    shape: list[SymInt]
+    needs_rows: bool
+    needs_d_output: bool
+    scatter_dim: int
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    x, weight = checked_grouped("x", a.x, a.weight, *a.routing, a.scale)
+    check_rows(x, a.routing.tokens)
+    shape = checked_sizes("shape", a.shape)
+    dim = any_dim("scatter_dim", a.scatter_dim, "tokens", x.new_empty(shape, device="meta"))
+    return _Args(x, weight, a.routing, a.scale, shape, dim, a.group)
+
+
+def _forward(schedule: Schedule, a: _Args) -> Tensor:
+    tokens = prod(a.shape)
+    a.routing.check(tokens)
+    product = GroupedProduct(a.x, a.weight, a.routing, tokens, a.scale)
+    return schedule.grouped_matmul_reduce_scatter(product, a.shape, scatter_dim=a.scatter_dim)
+
+
+def _fake(a: _Args) -> Tensor:
+    group, shape = group_by_name(a.group), [*a.shape, a.weight.shape[1]]
+    shape[a.scatter_dim] = shard_sizes(shape[a.scatter_dim], group.size)[group.rank]
+    return a.x.new_empty(shape)
+
+
+def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
+    a, needs, found = s.args, s.needs, dict[str, Any]()
+    needs_rows = needs.x or needs.scale
+    if needs_rows or (s.kept is None and needs.weight):
+        d_scaled, d_output = GROUPED_MATMUL_REDUCE_SCATTER_BACKWARD(
+            d_shard, a.weight, *a.routing, a.shape, needs_rows, s.all_needs.weight, a.scatter_dim, a.group
+        )
+        if needs_rows:
+            found |= scaled_grads(d_scaled, a.x, a.scale, needs)
+        s.kept = d_output
+    if needs.weight:
+        d_rows = a.routing.rows_of(s.kept)
+        found["weight"] = grouped_weight_grad(d_rows, scaled(a.x, a.scale), a.weight, a.routing)
+    return found
+
+
+# -- backward: dx is an all_gather_grouped_matmul of dy, and the dy it gathers gives dW --------------------------------
+
+
+def _gather_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
+    """dy @ W of each row, and the gathered dy; empty where not needed."""
+    size = g.shape[g.scatter_dim]
+
+    def multiply(d_output: Tensor) -> tuple[Tensor, Tensor]:
+        d_rows = grouped_linear(g.routing.rows_of(d_output), g.weight.transpose(1, 2), g.routing)
+        return d_rows, d_output.clone() if g.needs_d_output else d_output.new_empty(0)
+
+    if g.needs_rows:
+        return schedule.gathered("grouped_matmul_reduce_scatter_backward", g.d_shard, g.scatter_dim, size, multiply)
+    d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
+    return g.d_shard.new_empty(0), g.d_shard.clone() if d_output is g.d_shard else d_output
+
+
+def _grads_key(g: _Args | _Grads) -> DispatchKey:
+    dtype, device = g.weight.dtype, g.weight.device
+    return DispatchKey("all_gather_grouped_matmul", dtype, device, prod(g.shape), g.weight.shape[1], None)
+
+
+def _grads_fake(g: _Grads) -> tuple[Tensor, Tensor]:
+    rows, columns = len(g.routing.tokens), g.weight.shape[2]
+    return (
+        g.d_shard.new_empty((rows, columns) if g.needs_rows else 0),
+        g.d_shard.new_empty((*g.shape, g.weight.shape[1]) if g.needs_d_output else 0),
+    )
+
+
+GROUPED_MATMUL_REDUCE_SCATTER_BACKWARD: Op[_Grads] = Op(
+    "grouped_matmul_reduce_scatter_backward", _Grads, "(Tensor, Tensor)", _gather_grads, _grads_fake, key=_grads_key
+)
+
+GROUPED_MATMUL_REDUCE_SCATTER: Op[_Args] = Op(
+    "grouped_matmul_reduce_scatter",
+    _Args,
+    "Tensor",
+    _forward,
+    _fake,
+    key=lambda a: DispatchKey(
+        "grouped_matmul_reduce_scatter", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1]
+    ),
+    backward_key=_grads_key,
+    example=lambda size, x, weight: _Args(x, weight, example_routing(x, weight), None, list(x.shape[:-1]), 0, None),
+    prepare=_prepare,
+    saves=("x", "weight", "tokens", "offsets", "scale"),
+    backward=_backward,
+)

@@ -1,0 +1,153 @@
+"""Matmuls of experts: rows sorted by expert, each multiplied by its expert's weight, and added up by token.
+
+    y[s]   = x[s] @ w[e]^T               for the rows s of expert e: offsets[e - 1] <= s < offsets[e]
+    out[t] = sum of scale[s] * y[s]      over the rows s of token t: tokens[s] = t
+
+On CPU the experts are multiplied one by one, each by the library that is fastest for its rows (`gemm`); elsewhere by
+torch's grouped_mm, which does not need to know on the host where the rows of an expert end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag, grouped_mm
+
+from fused_tp.schedules.gemm import sum_of_products
+
+_ALIGNMENT = 16  # bytes, of rows and addresses that grouped_mm takes
+
+
+class Routing(NamedTuple):
+    """Which rows an expert multiplies, and which token each of them belongs to.
+
+    Attributes:
+        tokens: int64 [S], of each row the number of its token.
+        offsets: int32 [experts], where the rows of each expert end.
+    """
+
+    tokens: Tensor
+    offsets: Tensor
+
+    def check(self, num_tokens: int) -> None:
+        """Raise ValueError where the numbers do not fit; on a GPU they are not read, which would be waiting for it."""
+        if not self.tokens.is_cpu:
+            return
+        ends = self.offsets.tolist()
+        if ends != sorted(ends) or ends[0] < 0 or ends[-1] != len(self.tokens):
+            raise ValueError(
+                f"offsets are {ends if len(ends) <= 8 else f'{ends[:8]} and so on'}; they must grow up to the number "
+                f"of rows, {len(self.tokens)}: each is where the rows of one expert end."
+            )
+        if len(self.tokens) and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < num_tokens:
+            raise ValueError(
+                f"tokens are from {int(self.tokens.min())} to {int(self.tokens.max())}; there are {num_tokens} tokens, "
+                "counted from 0."
+            )
+
+    def experts(self) -> Iterator[tuple[int, int, int]]:
+        """(expert, first row, row behind the last) of those that have rows."""
+        start = 0
+        for expert, stop in enumerate(self.offsets.tolist()):
+            if stop > start:
+                yield expert, start, stop
+                start = stop
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """[S, n]: of `x` [..., n] the row of each row's token."""
+        return x.reshape(prod(x.shape[:-1]), x.shape[-1]).index_select(0, self.tokens)
+
+
+class GroupedProduct(NamedTuple):
+    """The sum by token of `scale * (x @ weight^T)`, [num_tokens, N].
+
+    Attributes:
+        x: [S, K], rows sorted by expert.
+        weight: [experts, N, K], of any strides.
+        scale: [S], or None for ones.
+    """
+
+    x: Tensor
+    weight: Tensor
+    routing: Routing
+    num_tokens: int
+    scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_tokens, self.weight.shape[1]
+
+    def columns(self, start: int, stop: int) -> GroupedProduct:
+        """Those columns of it."""
+        return self._replace(weight=self.weight[:, start:stop])
+
+    def in_order(self, places: Tensor) -> GroupedProduct:
+        """The same with the tokens in another order: `places` [num_tokens] says where each goes."""
+        return self._replace(routing=self.routing._replace(tokens=places[self.routing.tokens]))
+
+    def sum(self) -> Tensor:
+        """Added in float32 (float64 for float64) in the order of the rows, and rounded once."""
+        y = grouped_linear(self.x, self.weight, self.routing)
+        order = self.routing.tokens.argsort(stable=True)
+        numbers = torch.arange(self.num_tokens + 1, device=order.device)
+        starts = torch.searchsorted(self.routing.tokens[order], numbers)
+        scale = None if self.scale is None else self.scale[order]
+        if scale is not None and scale.dtype != y.dtype:  # routing weights are often more precise than activations
+            dtype = torch.promote_types(scale.dtype, y.dtype)
+            y, scale = y.to(dtype), scale.to(dtype)
+        out = embedding_bag(order, y, starts, mode="sum", include_last_offset=True, per_sample_weights=scale)
+        return out.to(self.x.dtype)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
+    """[S, N]: each row of `x` [S, K] times the weight of its expert, of `weight` [experts, N, K]."""
+    if _takes_grouped_mm(x, weight):
+        return grouped_mm(x, weight.transpose(1, 2), offs=routing.offsets)
+    out = x.new_empty((len(x), weight.shape[1]))
+    for expert, start, stop in routing.experts():
+        sum_of_products([(x[start:stop], weight[expert])], out=out[start:stop])
+    return out
+
+
+def grouped_weight_grad(d_output: Tensor, x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
+    """dW like `weight` [experts, N, K]: dY^T @ X over the rows of each expert; zeros for one without rows."""
+    if _takes_grouped_mm(x, weight) and _takes_grouped_mm(d_output, weight):
+        return grouped_mm(d_output.t(), x, offs=routing.offsets)
+    # In memory as the weight lies: a transposed one has a transposed gradient, which accumulates without a copy.
+    d_weight = torch.empty_like(weight)
+    unused = set(range(len(weight)))
+    for expert, start, stop in routing.experts():
+        unused.remove(expert)
+        d, rows, out = d_output[start:stop], x[start:stop], d_weight[expert]
+        if out.is_contiguous():
+            sum_of_products([(d.t(), rows.t())], out=out)
+        else:
+            sum_of_products([(rows.t(), d.t())], out=out.t())
+    for expert in unused:
+        d_weight[expert].zero_()
+    return d_weight
+
+
+def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Rows of `x` times `scale`, in the dtype of `x`."""
+    return x if scale is None else (x * scale[:, None]).to(x.dtype)
+
+
+def scaled_grads(d_scaled: Tensor, x: Tensor, scale: Tensor | None, needs: Any) -> dict[str, Tensor]:
+    """Those of "x" and "scale" that are needed, of the gradient of `scale * x`."""
+    found = {"x": scaled(d_scaled, scale)} if needs.x else {}
+    if needs.scale and scale is not None:
+        found["scale"] = (d_scaled * x).sum(1, dtype=torch.promote_types(scale.dtype, torch.float32)).to(scale.dtype)
+    return found
+
+
+def _takes_grouped_mm(x: Tensor, weight: Tensor) -> bool:
+    if x.is_cpu:
+        return False
+    sizes: Sequence[int] = (x.shape[-1], *weight.shape[1:])
+    aligned = all(size * x.element_size() % _ALIGNMENT == 0 for size in sizes)
+    return aligned and x.data_ptr() % _ALIGNMENT == 0 and weight.data_ptr() % _ALIGNMENT == 0
