@@ -6,7 +6,6 @@ change. Everything is decided from the plan before the first module is touched.
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from fused_tp.integrations.plan import ADDED_ONCE, HEAD_PROJECTIONS, Plan, Style, embedding_scale, spec_of
+from fused_tp.integrations.experts import run_grouped, takes_routing
+from fused_tp.integrations.plan import HEAD_PROJECTIONS, Plan, Style, embedding_scale, spec_of
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.integrations.sequence import SequenceSharding
 from fused_tp.nn import ColumnParallelLinear
@@ -127,13 +127,11 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: Seque
             continue
         if spec_of(style).shares_rotary:
             module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(model, module)))
-        if spec_of(style).sums_output:
+        if spec_of(style).sums_output and takes_routing(module):
+            run_grouped(module, mesh)
+        elif spec_of(style).sums_output:
             module.register_forward_pre_hook(partial(_share_input, mesh), with_kwargs=True)
             module.register_forward_hook(partial(_sum_output, mesh))
-            specs = ((module.get_parameter(key), spec) for key, spec in plan.parameters_of(name, module).items())
-            widths = [p.shape[spec.dim_of(p)] // spec.parts // mesh.size() * p.element_size() for p, spec in specs]
-            if any(width % _GROUPED_MM_ALIGNMENT for width in widths):
-                _multiply_one_by_one(module)
         if spec_of(style).adds_once:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
         convert = spec_of(style).convert
@@ -164,16 +162,6 @@ def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor)
 def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
     latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
     return torch.cat([latent, copy_to_group(rotary, group=mesh)], dim=-1)
-
-
-_GROUPED_MM_ALIGNMENT = 16  # bytes
-
-
-def _multiply_one_by_one(experts: Any) -> None:
-    """Have transformers multiply expert by expert: torch's grouped_mm wants rows of multiples of 16 bytes."""
-    if hasattr(getattr(experts, "config", None), "_experts_implementation"):
-        experts.config = copy.copy(experts.config)  # which others read
-        experts.config._experts_implementation = "eager"
 
 
 def _share_input(mesh: DeviceMesh, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
@@ -288,11 +276,10 @@ def replicate_parameters(
     for name, module in modules.items():
         own = plan.parameters_of(name, module).items()
         cut = {key: PartsCut(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in own}
-        once = ADDED_ONCE if spec_of(plan.modules.get(name)).sums_output else ()
         read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
         # Not those that are cut: a rank's part would be taken for all of it, where now torch raises.
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
-        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, once=once, read=asks)
+        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=asks)
         if held and isinstance(module, nn.Embedding):
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fused_tp.integrations.experts import takes_routing
 from fused_tp.integrations.families import FAMILIES, Family
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
@@ -268,13 +269,11 @@ def _is_served(style: Style, parameter: Tensor, own: set[Style]) -> bool:
     return style in PARAMETER_STYLES and "moe_tp_experts" in own
 
 
-# Added to the output of an expert: one rank adds it.
-ADDED_ONCE = ("down_proj_bias",)
-
-
 def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:
     """Refuse experts of which a rank would compute more than its part: the sum over the ranks would count it again."""
-    inside = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module), *ADDED_ONCE}
+    inside = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module)}
+    inside -= {"down_proj_bias"} if takes_routing(module) else set()  # which is added after the sum
+    inside |= {"post_expert_norm"} if getattr(module, "has_post_expert_norm", False) else set()
     inside |= {key for key, child in module.named_children() if isinstance(child, nn.Identity)}
     inside = {key for key in inside if f"{name}.{key}" not in plan}
     if inside or not module._parameters:

@@ -7,7 +7,7 @@ returns, as everywhere here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
@@ -63,14 +63,12 @@ def replicate_own(
     *,
     sums: Callable[[], bool],
     cut: Mapping[str, PartsCut] | None = None,
-    once: Collection[str] = (),
     read: Mapping[str, Callable[[], bool]] | None = None,
 ) -> bool:
     """Whether `module` itself held plain parameters, which are DTensors now; its forward sees plain local tensors.
 
     `sums` is asked in each forward whether the gradients of this pass are to be summed over `mesh`. `cut` names own
-    parameters of which each rank has a part, `once` those that one rank adds to a sum over ranks (the others have
-    zeros there), and `read` parameters of modules inside that this one's forward reads by
+    parameters of which each rank has a part, and `read` parameters of modules inside that this one's forward reads by
     itself, each with the question that its owner asks. The class of the module becomes a subclass of what it was.
     Rejected: to wrap the instance's forward and to write to its parameters there, which torch.compile cannot trace
     inside of selective checkpointing.
@@ -83,10 +81,8 @@ def replicate_own(
         replicated = cast(Any, module)
         replicated._grad_mesh = mesh
         # Each question, and the parameters that it is asked for.
-        replicated._once = frozenset(plain).intersection(once)
         replicated._asks = [
-            (sums, tuple(name for name in plain if name not in once)),
-            (_always, tuple(replicated._once)),
+            (sums, tuple(plain)),
             *((asks, (name,)) for name, asks in (read or {}).items()),
         ]
         replicated._parts_dims = {name: dim for name, (dim, parts) in (cut or {}).items() if parts > 1}
@@ -111,8 +107,6 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
                 if isinstance(parameter, DTensor):
                     whole = parameter.placements[0].is_replicate()
                     own[name] = reduce_grad(parameter, self._grad_mesh) if summed and whole else local(parameter)
-        for name in self._once & own.keys():
-            own[name] = own[name] if self._grad_mesh.get_local_rank() == 0 else 0 * own[name]
         for name, dim in self._parts_dims.items():
             if name in own:
                 own[name] = own[name].flatten(dim, dim + 1)
