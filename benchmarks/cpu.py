@@ -17,7 +17,7 @@ from pathlib import Path
 from fused_tp.cli import at_least, make_folder, positive
 from fused_tp.runtime.settings import table_path
 
-from . import cpu_attention, cpu_block, cpu_matmul
+from . import cpu_attention, cpu_block, cpu_experts, cpu_matmul
 from .case import Case, select
 from .plot import plot
 from .ranks import RankFailure, Ranks
@@ -32,7 +32,7 @@ STARTING_SECONDS = 300.0
 
 def cpu_cases() -> list[Case]:
     """The CPU suite in the order of its table."""
-    return [*cpu_matmul.cases(), *cpu_attention.cases(), *cpu_block.cases()]
+    return [*cpu_matmul.cases(), *cpu_attention.cases(), *cpu_block.cases(), *cpu_experts.cases()]
 
 
 def run(

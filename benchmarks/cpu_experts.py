@@ -1,0 +1,171 @@
+"""A block of experts (Mixtral's, of transformers) under tensor parallelism: router, experts, and the sum over ranks."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import grouped_mm
+
+from fused_tp import parallelize
+from fused_tp.integrations.experts import route
+from fused_tp.schedules.grouped import grouped_linear, grouped_weight_grad
+
+from .case import DTYPES, EFFICIENCY, OURS, TIME_RATIO, Case, Contestant, Makers, Rival, assert_close
+from .ranks import RankContext
+
+TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 1024, 2048, 2048, 8, 2
+ALONE = "its matmuls alone"
+# transformers multiplies by torch's grouped_mm, fused_tp in fp32 by another library (see fused_tp.schedules.gemm). What
+# it gains by that it does not gain, nor lose, around its matmuls.
+OUR_ALONE = "fused_tp's matmuls alone"
+GLOO = "transformers' + gloo"
+WHOLE = "transformers' on one rank"
+
+
+def cases() -> list[Case]:
+    """All of this file."""
+    rivals = {
+        ALONE: Rival(TIME_RATIO, bar=1.05),
+        OUR_ALONE: Rival(TIME_RATIO, bar=1.05),
+        GLOO: Rival(TIME_RATIO),
+        WHOLE: Rival(EFFICIENCY),
+    }
+    return [
+        Case(
+            f"experts/{dtype}/{'forward+backward' if backward else 'forward'}",
+            experts_block,
+            {"dtype": dtype, "backward": backward},
+            rivals,
+            seconds=30.0 if backward else 15.0,
+        )
+        for dtype in ("bf16", "fp32")
+        for backward in (False, True)
+    ]
+
+
+def experts_block(context: RankContext, dtype: str, backward: bool) -> Makers:
+    """x [1, tokens, hidden], the same on all ranks; gradients of x and of all weights, the router's included."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
+    config._experts_implementation = "grouped_mm"
+    whole: Any = MixtralSparseMoeBlock(config)
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) / math.sqrt(parameter.shape[-1]))
+    whole.to(DTYPES[dtype])
+    x, d = (torch.randn(1, TOKENS, HIDDEN, generator=random).to(DTYPES[dtype]) for _ in range(2))
+    mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
+
+    def step(block: nn.Module) -> list[Tensor]:
+        if not backward:
+            with torch.no_grad():
+                return [block(x)]
+        block.zero_grad()
+        leaf = x.detach().requires_grad_()
+        y = block(leaf)
+        y.backward(d)
+        assert leaf.grad is not None
+        router: Any = block.get_parameter("gate.weight").grad
+        return [y.detach(), leaf.grad, router.to_local() if hasattr(router, "to_local") else router]
+
+    expected = step(whole)
+
+    def contestant(block: nn.Module) -> Contestant:
+        def check() -> None:
+            for actual, wanted in zip(step(block), expected, strict=True):
+                assert_close(actual, wanted)
+
+        return Contestant(lambda: step(block), check)
+
+    def ours() -> Contestant:
+        plan = {
+            "experts": "moe_tp_experts",
+            "experts.gate_up_proj": "packed_colwise",
+            "experts.down_proj": "rowwise",
+        }
+        return contestant(parallelize(copy.deepcopy(whole), mesh, plan=plan))
+
+    def gloo() -> Contestant:
+        block = copy.deepcopy(whole)
+        cut(block.experts, context)
+        block.experts.register_forward_pre_hook(
+            lambda module, args: (_Shared.apply(args[0]), args[1], _Shared.apply(args[2]))
+        )
+        block.experts.register_forward_hook(lambda module, args, output: _Summed.apply(output))
+        return contestant(block)
+
+    def matmuls(linear: Any, weight_grad: Any) -> Contestant:
+        experts = copy.deepcopy(whole.experts)
+        cut(experts, context)
+        up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        with torch.no_grad():
+            _, _, index = whole.gate(x[0])
+        chosen, order = index.reshape(-1).sort(stable=True)
+        routing = route(chosen, order // TOP_K, EXPERTS)
+        rows, inner = routing.rows_of(x), x.new_ones(len(order), down.shape[2])
+        d_up, d_down = x.new_ones(len(order), up.shape[1]), routing.rows_of(d)
+
+        def run() -> None:
+            linear(rows, up, routing)
+            linear(inner, down, routing)
+            if backward:
+                linear(d_down, down.transpose(1, 2), routing)
+                weight_grad(d_down, inner, down, routing)
+                linear(d_up, up.transpose(1, 2), routing)
+                weight_grad(d_up, rows, up, routing)
+
+        return Contestant(run)
+
+    return {
+        OURS: ours,
+        ALONE: lambda: matmuls(
+            lambda x, w, routing: grouped_mm(x, w.transpose(1, 2), offs=routing.offsets),
+            lambda d, x, w, routing: grouped_mm(d.t(), x, offs=routing.offsets),
+        ),
+        OUR_ALONE: lambda: matmuls(grouped_linear, grouped_weight_grad),
+        GLOO: gloo,
+        WHOLE: lambda: contestant(whole),
+    }
+
+
+def cut(experts: Any, context: RankContext) -> None:
+    """Leave this rank's part of every expert: of the gates, of the ups and of what multiplies these."""
+    size, rank = context.world_size, context.rank
+    gate_up = experts.gate_up_proj.detach().unflatten(1, (2, size, -1))[:, :, rank].flatten(1, 2)
+    experts.gate_up_proj = nn.Parameter(gate_up.clone())
+    experts.down_proj = nn.Parameter(experts.down_proj.detach().chunk(size, 2)[rank].clone())
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
