@@ -1,15 +1,18 @@
-"""Experts of transformers models over tensor parallel ranks: grouped matmuls with their communication.
+"""Experts of transformers models over ranks: grouped matmuls with their communication.
 
 transformers looks up by name what runs the experts of a layer (`ExpertsInterface`). Rows, one for each token and expert
-that it is routed to, are sorted by expert:
+that it is routed to, are sorted by expert. Of ranks that hold parts of the same experts (tensor parallel):
 
-| step                        | forward                              | backward                                    |
-|-----------------------------|--------------------------------------|---------------------------------------------|
-| gate_up_proj, by columns    | local                                | sum over ranks of the gradient of x         |
-| gate                        | the model's own, of this rank's half of gates and ups | local                      |
-| down_proj, by rows          | added up by token and over ranks     | local                                       |
-| routing weights             | factors of the rows                  | sum over ranks                              |
-| bias of down_proj           | routing weights @ bias, after the sum | local                                      |
+| step                    | forward                               | backward                                |
+|-------------------------|---------------------------------------|-----------------------------------------|
+| gate_up_proj, columns   | local                                 | sum over ranks of the gradient of x     |
+| gate                    | of this rank's gates and ups          | local                                   |
+| down_proj, rows         | added up by token and over ranks      | local                                   |
+| routing weights         | factors of the rows                   | sum over ranks                          |
+| bias of down_proj       | routing weights @ bias, after the sum | local                                   |
+
+Where experts are dealt out over ranks of other tokens, rows travel before the first of these steps and after the last;
+routing weights stay at home. See `expert_parallel`.
 """
 
 from __future__ import annotations
@@ -18,16 +21,16 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 
-from fused_tp.ops.collectives import copy_to_group
+from fused_tp.integrations.expert_parallel import Exchange, ExpertRanks, offsets_to_counts
+from fused_tp.ops.collectives import copy_to_group, gather, scatter
 from fused_tp.ops.column_parallel_grouped_matmul import column_parallel_grouped_matmul
 from fused_tp.ops.grouped_matmul_all_reduce import grouped_matmul_all_reduce
 from fused_tp.schedules.grouped import Routing
 
 NAME = "fused_tp"
-_MESH = "_fused_tp_mesh"
+_RANKS = "_fused_tp_ranks"
 
 
 def takes_routing(experts: Any) -> bool:
@@ -35,38 +38,79 @@ def takes_routing(experts: Any) -> bool:
     return hasattr(experts, "is_transposed") and hasattr(experts, "_apply_gate")
 
 
-def run_grouped(experts: Any, mesh: DeviceMesh) -> None:
-    """Have experts, of each of which a rank holds a part, run by `_forward` over the ranks of `mesh`."""
+def run_grouped(experts: Any, ranks: ExpertRanks) -> None:
+    """Have experts that take routing run over `ranks`, of which each has its part."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
-    setattr(experts, _MESH, mesh)
+    setattr(experts, _RANKS, ranks)
     experts.config = copy.copy(experts.config)  # which layers share that run as they did
     experts.config._experts_implementation = NAME
 
 
 def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The output [tokens, hidden] for `hidden_states` [tokens, hidden], routed by `top_k_index` and `top_k_weights`
-    [tokens, top_k], all of which every rank has."""
-    mesh: DeviceMesh = getattr(experts, _MESH)
-    up = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    down, top_k = experts.down_proj, top_k_index.shape[-1]
-    if experts.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    x = hidden_states if torch.is_autocast_enabled(hidden_states.device.type) else hidden_states.to(down.dtype)
-    weights = copy_to_group(top_k_weights, group=mesh)
-
-    chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    routing = route(chosen, order // top_k, len(down))
-    h = column_parallel_grouped_matmul(x, up, *routing, group=mesh)
-    if experts.has_bias:
-        h = h + (experts.gate_up_proj_bias if experts.has_gate else experts.up_proj_bias)[chosen]
-    h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
-    scale = weights.reshape(-1)[order]
-    y = grouped_matmul_all_reduce(h, down, *routing, scale, shape=x.shape[:1], group=mesh)
-    if experts.has_bias:
-        y = y + _by_expert(top_k_index, top_k_weights, len(down)) @ experts.down_proj_bias.to(y.dtype)
+    [tokens, top_k]; these are the same on ranks that hold parts of the same experts."""
+    ranks: ExpertRanks = getattr(experts, _RANKS)
+    cast = not torch.is_autocast_enabled(hidden_states.device.type)
+    x = hidden_states.to(experts.down_proj.dtype) if cast else hidden_states
+    run = _by_exchange if ranks.exchange else _with_same_tokens
+    y: Tensor = run(experts, ranks, x, top_k_index, top_k_weights)
     return y.to(hidden_states.dtype)
+
+
+def _with_same_tokens(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+    scale = copy_to_group(weights, group=ranks.parts).reshape(-1)
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    held = len(experts.down_proj)
+    if ranks.dealt is not None:
+        own = ranks.own(held * ranks.dealt.size())
+        ends = torch.tensor([own.start, own.stop], dtype=chosen.dtype, device=chosen.device)
+        start, stop = torch.searchsorted(chosen, ends).tolist()
+        chosen, order = chosen[start:stop] - own.start, order[start:stop]
+    routing = route(chosen, order // weights.shape[-1], held)
+    h = _gated(experts, ranks, x, routing, chosen)
+    y = grouped_matmul_all_reduce(h, _down(experts), *routing, scale[order], shape=x.shape[:1], group=ranks.parts)
+    if experts.has_bias:
+        bias = experts.down_proj_bias
+        if ranks.dealt is not None:
+            bias = gather(bias, 0, group=ranks.dealt)
+        by_expert = weights.new_zeros(len(x), len(bias)).scatter_add(1, top_k_index, weights)
+        y = y + by_expert.to(y.dtype) @ bias.to(y.dtype)
+    return y
+
+
+def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+    assert ranks.dealt is not None
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    all_rows = route(chosen, order // weights.shape[-1], len(experts.down_proj) * ranks.dealt.size())
+    exchange = Exchange(offsets_to_counts(all_rows.offsets), ranks)
+    rows = exchange.bring(all_rows.rows_of(x))
+    each = torch.arange(len(rows), device=rows.device)  # of these rows each is a token of its own
+    routing = route(exchange.chosen, each, len(experts.down_proj))
+    h = _gated(experts, ranks, rows, routing, exchange.chosen)
+    y = grouped_matmul_all_reduce(h, _down(experts), *routing, shape=rows.shape[:1], group=ranks.parts)
+    if experts.has_bias:
+        y = y + experts.down_proj_bias[exchange.chosen]
+    made = exchange.take_back(y).index_select(0, order.argsort()).view(*weights.shape, -1)
+    return (made * weights.unsqueeze(-1)).sum(1)
+
+
+def _gated(experts: Any, ranks: ExpertRanks, x: Tensor, routing: Routing, chosen: Tensor) -> Tensor:
+    """What goes into down_proj, a row for each row of `routing`, whose experts are `chosen`."""
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up = getattr(experts, name)
+    up = up.transpose(1, 2) if experts.is_transposed else up
+    h = column_parallel_grouped_matmul(x, up, *routing, group=ranks.parts)
+    if experts.has_bias:
+        h = h + getattr(experts, f"{name}_bias")[chosen]
+    gated: Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+    return gated
+
+
+def _down(experts: Any) -> Tensor:
+    down: Tensor = experts.down_proj
+    return down.transpose(1, 2) if experts.is_transposed else down
 
 
 def route(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
@@ -76,7 +120,39 @@ def route(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
     return Routing(tokens, ends.int())
 
 
-def _by_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> Tensor:
-    """[tokens, experts]: the weight of each expert for each token."""
-    weights = top_k_weights.new_zeros(len(top_k_index), experts)
-    return weights.scatter_add(1, top_k_index, top_k_weights)
+# ---- experts that are given rows ------------------------------------------------------------------------------------
+#
+# Llama 4 gives each expert a row of every token, scaled by its score, all rows of one expert after those of another.
+
+
+def deal_rows(experts: nn.Module, ranks: ExpertRanks, *, sums_output: Any, shares_input: Any) -> None:
+    """Hook experts that are given rows [experts * tokens, hidden] to run this rank's experts by the model's own code.
+
+    `shares_input` and `sums_output` are the hooks of ranks that hold parts of the same experts.
+    """
+    setattr(experts, _RANKS, ranks)
+    experts.register_forward_pre_hook(_bring_rows)
+    if ranks.exchange:
+        experts.register_forward_pre_hook(shares_input, with_kwargs=True)
+        experts.register_forward_hook(sums_output)
+    experts.register_forward_hook(_take_rows_back)
+
+
+def _bring_rows(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    ranks: ExpertRanks = getattr(experts, _RANKS)
+    (x,) = args
+    if not ranks.exchange:
+        return (scatter(x, 0, group=ranks.dealt),)
+    assert ranks.dealt is not None
+    count = next(experts.parameters()).shape[0]  # DTensors say how many there are in all
+    experts._fused_tp_exchange = Exchange(torch.full((count,), len(x) // count, device=x.device), ranks)
+    return (experts._fused_tp_exchange.bring(x),)
+
+
+def _take_rows_back(experts: Any, args: Any, y: Tensor) -> Tensor:
+    ranks: ExpertRanks = getattr(experts, _RANKS)
+    if not ranks.exchange:
+        return gather(y, 0, group=ranks.dealt)
+    exchange: Exchange = experts._fused_tp_exchange
+    del experts._fused_tp_exchange
+    return exchange.take_back(y)

@@ -24,12 +24,14 @@ class Family:
         cuts_head: the output layer is cut by vocabulary, and the embedding with it where they are tied.
         flattens: its layers make [batch * seq, hidden] of [batch, seq, hidden], which is refused where a rank has a
             part of the sequence.
+        expert_rows: its experts are given a row of each token for each of them, expert after expert.
     """
 
     plan: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cuts_head: bool = False
     flattens: bool = False
+    expert_rows: bool = False
 
 
 def _each(parent: str, style: str, *leaves: str) -> dict[str, str]:
@@ -78,6 +80,7 @@ FAMILIES = {
         _LLAMA | _each("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
     ),
     "inkling2_text": Family({"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}),  # its own tears gates from ups
+    **dict.fromkeys(("llama4", "llama4_text"), Family(expert_rows=True)),
     "opt": Family(
         {f"decoder.{name}": style for name, style in _FC.items()},
         {"decoder.layers.*.self_attn": ("num_heads",)},

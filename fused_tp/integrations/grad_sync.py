@@ -47,14 +47,17 @@ class GradientSync:
     may be accumulated over several backwards. All ranks of `mesh` must find gradients of the same parameters, but for
     those that `note_use` has found out about: these have their gradients when backward has ended, and until then zeros.
 
+    Args:
+        mean: of the ranks' gradients instead of their sum.
+
     Example:
         >>> sync = GradientSync(mesh["cp"])
         >>> sync.watch(model)                   # before each forward
         >>> model(tokens).sum().backward()
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, *, mean: bool = False) -> None:
+        self.mesh, self.mean = mesh, mean
         self._partly_used: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
         self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
         self._summed: list[str] = []  # the others that this backward has come to
@@ -63,16 +66,17 @@ class GradientSync:
         self._queued: Callable[[], Callable[[], None] | None] = _nothing
 
     def __reduce__(self) -> Any:
-        return GradientSync, (self.mesh,)
+        return partial(GradientSync, mean=self.mean), (self.mesh,)
 
     def watch(self, model: nn.Module) -> None:
-        """Hook every trainable parameter of `model` that has not been.
+        """Hook every trainable parameter of `model` that has not been, but for those that are cut over `mesh`: experts
+        that are dealt out have the gradient of all ranks' tokens.
 
         Raises:
             ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them. Or
                 gradients go to `main_grad`, or on to what a parameter was computed from.
         """
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not self._is_dealt(p)]
         of_its_own = [name for name, p in named if getattr(p, "main_grad", None) is not None]
         if of_its_own:
             raise ValueError(
@@ -106,6 +110,10 @@ class GradientSync:
             parameter.register_hook(partial(self._sum, name, id(parameter)))
             setattr(parameter, _HOOKED, id(parameter))
 
+    def _is_dealt(self, parameter: nn.Parameter) -> bool:
+        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+        return bool(names) and set(self.mesh.mesh_dim_names or ()) <= set(names or ())
+
     def _has_hook(self, parameter: nn.Parameter) -> bool:
         """Copies and pickles carry a parameter's attributes and not its hooks, and may have the id that it had; what
         module.to() has put in its place lists its hooks and does not call them."""
@@ -130,7 +138,7 @@ class GradientSync:
             ValueError: there are such parameters, and what looks at their gradients in the middle of backward; or a
                 reentrant checkpoint in a model with experts, which hides what is used.
         """
-        parameters = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad and not self._is_dealt(p)]
         nodes = [node for t in outputs for node in nodes_of(t)]
         used = {id(leaf) for leaf in leaves(nodes)}
         hidden = routed and any(node.name() == "CheckpointFunctionBackward" for node in nodes)
@@ -168,11 +176,15 @@ class GradientSync:
         self._queue(grad)
         if key not in self._partly_used:
             self._summed.append(name)
-            return _sum_over(self.mesh, grad)
+            return self._over_ranks(grad)
         self._only_asked |= is_captured(get_gradient_edge(self._partly_used[key]).node)
         # A reentrant checkpoint's backward, which runs in the midst of this one, comes here too.
         self._held[key] = self._held[key] + grad if key in self._held else grad
         return torch.zeros_like(grad)
+
+    def _over_ranks(self, grad: Tensor) -> Tensor:
+        total = _sum_over(self.mesh, grad)
+        return total / self.mesh.size() if self.mean else total
 
     def _queue(self, grad: Tensor) -> None:
         if self._queued() is None:
@@ -223,7 +235,7 @@ class GradientSync:
         for (key, parameter), count in zip(self._partly_used.items(), counts, strict=True):
             if not count:
                 continue
-            total = _sum_over(self.mesh, held[key] if key in held else torch.zeros_like(parameter))
+            total = self._over_ranks(held[key] if key in held else torch.zeros_like(parameter))
             parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
 

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from fused_tp.integrations.experts import run_grouped, takes_routing
+from fused_tp.integrations.expert_parallel import Dealing, ExpertRanks
+from fused_tp.integrations.experts import deal_rows, run_grouped, takes_routing
 from fused_tp.integrations.plan import HEAD_PROJECTIONS, Plan, Style, embedding_scale, spec_of
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.integrations.sequence import SequenceSharding
@@ -26,6 +27,7 @@ from fused_tp.nn.norm import replicate_own
 from fused_tp.nn.sharding import Memo, PartsCut
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
+from fused_tp.runtime.group import GroupLike
 
 HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
 
@@ -117,7 +119,9 @@ def _rotary_width(model: Any, layer: nn.Module) -> int:
     return width
 
 
-def shard_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo) -> None:
+def shard_layers(
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo, dealing: Dealing | None
+) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
     modules = dict(model.named_modules())
     for name, style in plan.modules.items():
@@ -127,11 +131,9 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: Seque
             continue
         if spec_of(style).shares_rotary:
             module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(model, module)))
-        if spec_of(style).sums_output and takes_routing(module):
-            run_grouped(module, mesh)
-        elif spec_of(style).sums_output:
-            module.register_forward_pre_hook(partial(_share_input, mesh), with_kwargs=True)
-            module.register_forward_hook(partial(_sum_output, mesh))
+        if spec_of(style).sums_output:
+            cut = style == "moe_tp_experts"
+            _run_experts(module, dealing.ranks(cut=cut) if dealing and name in dealing.names else ExpertRanks(mesh))
         if spec_of(style).adds_once:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
         convert = spec_of(style).convert
@@ -164,7 +166,28 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
     return torch.cat([latent, copy_to_group(rotary, group=mesh)], dim=-1)
 
 
-def _share_input(mesh: DeviceMesh, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
+def deal_experts(model: nn.Module, dealing: Dealing) -> None:
+    """Deal out the experts of a model without tensor parallel ranks, whose other parameters stay as they are."""
+    for name in sorted(dealing.names):
+        experts = model.get_submodule(name)
+        _run_experts(experts, dealing.ranks(cut=False))
+        cut = {key: PartsCut(0) for key in experts._parameters}
+        replicate_own(experts, dealing.mesh, None, sums=bool, cut=cut)
+
+
+def _run_experts(experts: Any, ranks: ExpertRanks) -> None:
+    if takes_routing(experts):
+        run_grouped(experts, ranks)
+        return
+    shares_input, sums_output = partial(_share_input, ranks.parts), partial(_sum_output, ranks.parts)
+    if ranks.dealt is not None:
+        deal_rows(experts, ranks, shares_input=shares_input, sums_output=sums_output)
+    else:
+        experts.register_forward_pre_hook(shares_input, with_kwargs=True)
+        experts.register_forward_hook(sums_output)
+
+
+def _share_input(mesh: GroupLike, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
     """Each rank finds the gradient of hidden states, and of routing weights, that its part of the experts makes."""
 
     def shared(value: Any) -> Any:
@@ -173,7 +196,7 @@ def _share_input(mesh: DeviceMesh, experts: nn.Module, args: tuple[Any, ...], kw
     return tuple(map(shared, args)), {name: shared(value) for name, value in kwargs.items()}
 
 
-def _sum_output(mesh: DeviceMesh, experts: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _sum_output(mesh: GroupLike, experts: nn.Module, args: Any, output: Tensor) -> Tensor:
     return all_reduce(output, group=mesh)
 
 
@@ -257,7 +280,7 @@ def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
 
 
 def replicate_parameters(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo
+    model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo, dealing: Dealing | None
 ) -> None:
     """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
 
@@ -279,7 +302,8 @@ def replicate_parameters(
         read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
         # Not those that are cut: a rank's part would be taken for all of it, where now torch raises.
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
-        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=asks)
+        over = dealing.parameter_mesh if dealing and name in dealing.names else None
+        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=asks, parameter_mesh=over)
         if held and isinstance(module, nn.Embedding):
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 

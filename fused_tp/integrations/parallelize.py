@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.integrations.batch_check import BatchCheck
+from fused_tp.integrations.expert_parallel import Dealing
+from fused_tp.integrations.grad_sync import GradientSync
 from fused_tp.integrations.gradient_check import GradientCheck
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
-from fused_tp.integrations.layers import check_layers, replicate_parameters, shard_layers
+from fused_tp.integrations.layers import check_layers, deal_experts, replicate_parameters, shard_layers
 from fused_tp.integrations.model_check import check_equal_models
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
     Plan,
     Style,
     check_head_counts,
+    check_nothing_dealt,
+    deal_experts_in,
     resolve_plan,
     settle_between,
     warn_of_small_share,
@@ -40,6 +45,7 @@ def parallelize(
     *,
     tp_dim: str = "tp",
     cp_dim: str = "cp",
+    ep_dim: str | None = None,
     plan: str | Mapping[str, Style] = "auto",
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
@@ -52,6 +58,7 @@ def parallelize(
     `tp_dim` cuts linear layers and heads (Megatron-LM, arXiv:1909.08053), `sequence_parallel` cuts what lies between
     them along the sequence over the same ranks (arXiv:2205.05198), and `cp_dim` cuts the tokens, with ring attention
     (arXiv:2310.01889) between the ranks.
+    `ep_dim` deals whole experts out over ranks, to which tokens travel.
     The loss is the mean over all tokens, the same value on every rank, and its gradients are those of the whole model.
 
     What a call returns (tokens [batch, seq]):
@@ -129,9 +136,10 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
     check_bool(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, grad_sync=grad_sync)
-    tp_mesh, cp_mesh = _find_dims(mesh, tp_dim, cp_dim)
+    tp_mesh, cp_mesh, ep_mesh = _find_dims(mesh, tp_dim, cp_dim, ep_dim)
     meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
-    check_equal_models(model, meshes)  # before what one rank may refuse and another not
+    own_dim = [] if ep_mesh is None or ep_mesh is tp_mesh or ep_mesh is cp_mesh else [ep_mesh]
+    check_equal_models(model, [*own_dim, *meshes])  # before what one rank may refuse and another not
     if tp_mesh is None and (sequence_parallel or loss_parallel):
         asked = "sequence_parallel" if sequence_parallel else "loss_parallel"
         if tp_dim not in (mesh.mesh_dim_names or ()):
@@ -151,6 +159,15 @@ def parallelize(
     # that is needed.
     has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else Plan()
+    dealing = None
+    if ep_mesh is not None:
+        over_tp, over_cp = ep_mesh is tp_mesh, ep_mesh is cp_mesh
+        names = deal_experts_in(model, resolved, plan, ep_mesh.size(), over_tp=over_tp)
+        both = None if over_tp or tp_mesh is None else _mesh_of_both(mesh, str(ep_dim), tp_dim)
+        factor = 1.0 if over_tp or (over_cp and grad_sync) else 1 / ep_mesh.size()
+        dealing = Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
+    elif ep_dim is None or tp_mesh is not None:
+        check_nothing_dealt(resolved, ep_dim)
     if tp_mesh is not None:
         resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
         check_head_counts(model, resolved.modules, tp_mesh.size())
@@ -170,10 +187,12 @@ def parallelize(
     if tp_mesh is not None:
         warn_of_small_share(model, resolved)
         memo = WeakIdKeyDictionary()
-        shard_layers(model, tp_mesh, resolved, sequence, memo)
-        replicate_parameters(model, tp_mesh, resolved, sequence, memo)
+        shard_layers(model, tp_mesh, resolved, sequence, memo, dealing)
+        replicate_parameters(model, tp_mesh, resolved, sequence, memo, dealing)
         for name in whole_blocks:
             run_whole(model.get_submodule(name), tp_mesh, sequence)
+    elif dealing is not None:
+        deal_experts(model, dealing)
     materialize(model, mesh.device_type, hf=hf)
     sequence.adapt(model)
     if parallelism.shards_sequence or parallelism.computes_loss:
@@ -183,13 +202,30 @@ def parallelize(
         in_one_order(model._forward_pre_hooks)
     if tp_mesh is not None:
         model.register_forward_hook(GradientCheck(tp_mesh))
+    if own_dim and grad_sync:
+        model.register_forward_pre_hook(_Watch(GradientSync(own_dim[0], mean=True)))
     for module in model.modules():
         setattr(module, _DONE, parallelism)
     return model
 
 
-def _find_dims(mesh: DeviceMesh, tp_dim: str, cp_dim: str) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The 1-D meshes of both dims; None for one that is missing or has one rank."""
+class _Watch:
+    """Before each forward pass: has backward average gradients over expert parallel ranks of different batches."""
+
+    def __init__(self, sync: GradientSync) -> None:
+        self.sync = sync
+
+    @torch.compiler.disable
+    def __call__(self, model: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            self.sync.watch(model)
+
+
+def _find_dims(
+    mesh: DeviceMesh, tp_dim: str, cp_dim: str, ep_dim: str | None
+) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
+    """The 1-D meshes of these dims; None for one that is missing or has one rank. That of `ep_dim` is one of the others
+    where it names the same dim."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh must be a DeviceMesh, not {type(mesh).__name__}; see torch.distributed.init_device_mesh."
@@ -197,7 +233,9 @@ def _find_dims(mesh: DeviceMesh, tp_dim: str, cp_dim: str) -> tuple[DeviceMesh |
     names = mesh.mesh_dim_names or ()
     if tp_dim == cp_dim:
         raise ValueError(f"tp_dim and cp_dim are both {tp_dim!r}; they must be different dims of the mesh.")
-    if tp_dim not in names and cp_dim not in names:
+    if ep_dim is not None and ep_dim not in names:
+        raise ValueError(f"ep_dim is {ep_dim!r}, and mesh has the dims {names or 'without names'}; name one of them.")
+    if tp_dim not in names and cp_dim not in names and ep_dim is None:
         raise ValueError(
             f"mesh has the dims {names or 'without names'}, and neither {tp_dim!r} nor {cp_dim!r} is one of them; make "
             f"it with init_device_mesh(device_type, sizes, mesh_dim_names=({cp_dim!r}, {tp_dim!r})) or pass tp_dim= "
@@ -205,6 +243,21 @@ def _find_dims(mesh: DeviceMesh, tp_dim: str, cp_dim: str) -> tuple[DeviceMesh |
         )
     if mesh.get_coordinate() is None:
         raise ValueError("mesh does not contain this rank; only its members can hold a part of the model.")
-    check_mesh_order(mesh, tuple(names.index(dim) for dim in (cp_dim, tp_dim) if dim in names))
-    tp_mesh, cp_mesh = (mesh[dim] if dim in names and mesh[dim].size() > 1 else None for dim in (tp_dim, cp_dim))
-    return tp_mesh, cp_mesh
+    dims = dict.fromkeys(dim for dim in (ep_dim, cp_dim, tp_dim) if dim in names)
+    check_mesh_order(mesh, tuple(names.index(dim) for dim in dims if dim is not None))
+    meshes = {dim: mesh[dim] for dim in dims if dim is not None and mesh[dim].size() > 1}
+    if ep_dim in meshes and ep_dim != cp_dim and cp_dim in meshes:
+        raise ValueError(
+            f"ep_dim={ep_dim!r} next to context parallel ranks is not served; deal experts out over these, "
+            f"ep_dim={cp_dim!r}, or over the tensor parallel ones."
+        )
+    return meshes.get(tp_dim), meshes.get(cp_dim), None if ep_dim is None else meshes.get(ep_dim)
+
+
+def _mesh_of_both(mesh: DeviceMesh, ep_dim: str, tp_dim: str) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    if names.index(ep_dim) > names.index(tp_dim):
+        raise ValueError(
+            f"mesh has the dims {names}; put {ep_dim!r} before {tp_dim!r}, whose ranks hold parts of the same experts."
+        )
+    return mesh[ep_dim, tp_dim]

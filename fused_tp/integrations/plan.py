@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fused_tp.integrations.expert_parallel import check_dealt
 from fused_tp.integrations.experts import takes_routing
 from fused_tp.integrations.families import FAMILIES, Family
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -62,6 +63,7 @@ STYLES = {
     "colwise_gather_output": _GATHERED,
     "colwise_rep": _GATHERED,
     "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
+    "ep_dispatch_experts": StyleSpec(sums_output=True),  # whole experts, dealt out over the ranks of `ep_dim`
     "local_params": WHOLE,  # next to entries for the module's own parameters
     "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
     "moe_identity_expert": StyleSpec(adds_once=True),
@@ -97,7 +99,9 @@ PARAMETER_STYLES = {
     "rowwise": ParameterSpec(-1),
     "packed_colwise": ParameterSpec(-2, parts=2),
     "packed_rowwise": ParameterSpec(-1, parts=2),
+    "grouped_gemm": ParameterSpec(-3),  # of [experts, ...] whole experts
 }
+EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,12 @@ def _own_plan(model: Any) -> dict[str, Style]:
     return plan
 
 
+def _plans_of(model: Any) -> dict[str, Style]:
+    """The tensor parallel plan that a model has of its own, or that is known of its family."""
+    # The property is newer than the attribute.
+    return {**(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}), **_own_plan(model)}
+
+
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
     """Concrete names and their styles, from "auto" (the model's own `tp_plan`) or from a dict of patterns.
 
@@ -174,8 +184,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
         ValueError: no plan to be found, a pattern that no module has, an unknown style, or one that does not suit its
             module.
     """
-    # The property is newer than the attribute.
-    own_plan = {**(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}), **_own_plan(model)}
+    own_plan = _plans_of(model)
     patterns: Mapping[str, Style]
     if isinstance(plan, str):
         if plan != "auto":
@@ -248,6 +257,55 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
     return resolved
 
 
+def deal_experts_in(
+    model: nn.Module, plan: Plan, asked: str | Mapping[str, Style], ep_ranks: int, *, over_tp: bool
+) -> list[str]:
+    """Names of the modules of experts to be dealt out over `ep_ranks` ranks; entries of `plan` are made to fit.
+
+    `over_tp`: the ranks are the tensor parallel ones, which then hold whole experts.
+
+    Raises:
+        ValueError: there are no experts, or some that cannot be dealt out.
+    """
+    patterns = {**_plans_of(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(asked, str) else asked
+    modules = dict(model.named_modules())
+    found = [
+        name for name in modules if any(s in EXPERTS and _matches(name, pattern) for pattern, s in patterns.items())
+    ]
+    if not found:
+        raise ValueError(
+            f"ep_dim is given, and the plan of {type(model).__name__} names no experts, as 'moe_tp_experts' or "
+            "'ep_dispatch_experts'. Leave ep_dim out, or name them in plan."
+        )
+    rows = _family(model)[1].expert_rows
+    for name in found:
+        check_dealt(name, modules[name], ep_ranks, served=takes_routing(modules[name]) or rows)
+        keys = [f"{name}.{key}" for key in modules[name]._parameters]
+        if over_tp:
+            plan.modules[name] = "ep_dispatch_experts"
+            plan.parameters.update(dict.fromkeys(keys, "grouped_gemm"))
+        else:
+            plan.modules.setdefault(name, "ep_dispatch_experts")
+            for key in keys:  # whole experts that are dealt out over another mesh dim
+                if plan.parameters.get(key) == "grouped_gemm":
+                    del plan.parameters[key]
+    return found
+
+
+def check_nothing_dealt(plan: Plan, ep_dim: str | None) -> None:
+    """Refuse experts that are to be dealt out where no ranks share them; drop the entries where it is one rank."""
+    dealt = [name for name, style in plan.modules.items() if style == "ep_dispatch_experts"]
+    if dealt and ep_dim is None:
+        raise ValueError(
+            f"The plan gives {dealt[0]!r} the style 'ep_dispatch_experts', whole experts dealt out over ranks; pass "
+            "ep_dim=, the mesh dim of these ranks. Tensor parallel ranks hold parts of each expert as 'moe_tp_experts'."
+        )
+    for name in dealt:
+        del plan.modules[name]
+    for name in [name for name, style in plan.parameters.items() if style == "grouped_gemm"]:
+        del plan.parameters[name]
+
+
 def _cut_tied_embeddings(model: nn.Module, plan: Plan) -> None:
     """An embedding that shares its weight with an output layer is cut as that one is, by vocabulary."""
     heads = [name for name, style in plan.modules.items() if spec_of(style).gathers_output]
@@ -266,7 +324,7 @@ def _own_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
 def _is_served(style: Style, parameter: Tensor, own: set[Style]) -> bool:
     if parameter.ndim == 1:
         return style == "colwise"
-    return style in PARAMETER_STYLES and "moe_tp_experts" in own
+    return style in PARAMETER_STYLES and not own.isdisjoint(EXPERTS)
 
 
 def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:

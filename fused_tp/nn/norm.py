@@ -64,11 +64,13 @@ def replicate_own(
     sums: Callable[[], bool],
     cut: Mapping[str, PartsCut] | None = None,
     read: Mapping[str, Callable[[], bool]] | None = None,
+    parameter_mesh: DeviceMesh | None = None,
 ) -> bool:
     """Whether `module` itself held plain parameters, which are DTensors now; its forward sees plain local tensors.
 
     `sums` is asked in each forward whether the gradients of this pass are to be summed over `mesh`. `cut` names own
-    parameters of which each rank has a part, and `read` parameters of modules inside that this one's forward reads by
+    parameters of which each rank has a part, `parameter_mesh` a mesh of which `mesh` is the last dim, over whose first
+    they are dealt out, and `read` parameters of modules inside that this one's forward reads by
     itself, each with the question that its owner asks. The class of the module becomes a subclass of what it was.
     Rejected: to wrap the instance's forward and to write to its parameters there, which torch.compile cannot trace
     inside of selective checkpointing.
@@ -76,7 +78,7 @@ def replicate_own(
     plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
     for name, parameter in plain.items():
         placement: Placement | PartsCut = (cut or {}).get(name, Replicate())
-        module.register_parameter(name, shard_parameter(parameter, mesh, placement, memo))
+        module.register_parameter(name, shard_parameter(parameter, parameter_mesh or mesh, placement, memo))
     if plain or read:
         replicated = cast(Any, module)
         replicated._grad_mesh = mesh
@@ -105,7 +107,7 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
                 owner, _, leaf = name.rpartition(".")
                 parameter = self.get_submodule(owner)._parameters[leaf]  # which may be a plain tensor by now
                 if isinstance(parameter, DTensor):
-                    whole = parameter.placements[0].is_replicate()
+                    whole = parameter.placements[-1].is_replicate()
                     own[name] = reduce_grad(parameter, self._grad_mesh) if summed and whole else local(parameter)
         for name, dim in self._parts_dims.items():
             if name in own:

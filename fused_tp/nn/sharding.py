@@ -7,7 +7,7 @@ receiving it, so a model is converted without a byte being sent and without an o
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
@@ -59,10 +59,26 @@ def shard_rows(size: int, mesh: DeviceMesh) -> tuple[int, int]:
     return shard_range(size, mesh.size(), mesh.get_local_rank())
 
 
+def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ...]:
+    """`placement` on the last dim of `mesh`. Over a dim before it, of expert parallel ranks, experts are dealt out."""
+    return (*[Shard(0)] * (mesh.ndim - 1), placement)
+
+
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
     """The DTensor of global `shape` whose part on this rank is `local`. Sends nothing, unlike distribute_tensor."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
+    placements = placements_on(mesh, placement)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _own_parts(
+    shape: tuple[int, ...] | torch.Size, mesh: DeviceMesh, placement: Placement
+) -> Iterator[tuple[int, int, int]]:
+    """(dim, start, length) of this rank's part for each dim that is cut."""
+    for at, cut in enumerate(placements_on(mesh, placement)):
+        if isinstance(cut, Shard):
+            start, stop = shard_range(shape[cut.dim], mesh.size(at), mesh.get_local_rank(at))
+            yield cut.dim, start, stop - start
 
 
 def empty_parameter(
@@ -75,9 +91,8 @@ def empty_parameter(
 ) -> nn.Parameter:
     """An uninitialised parameter of global `shape`; only this rank's part of it is allocated."""
     local_shape = list(shape)
-    if isinstance(placement, Shard):
-        start, stop = shard_rows(shape[placement.dim], mesh)
-        local_shape[placement.dim] = stop - start
+    for dim, _, length in _own_parts(shape, mesh, placement):
+        local_shape[dim] = length
     local = torch.empty(local_shape, device=device or mesh.device_type, dtype=dtype)
     return nn.Parameter(as_dtensor(local, mesh, placement, shape))
 
@@ -110,7 +125,7 @@ def shard_parameter(
         whole = parameter if parts == 1 else parameter.detach().unflatten(dim, (parts, -1))
     known = None if memo is None else memo.get(parameter)
     if known is not None:
-        if not isinstance(known, DTensor) or known.placements != (placement,):
+        if not isinstance(known, DTensor) or known.placements != placements_on(mesh, placement):
             raise ValueError(
                 f"this weight is shared with a module that cuts it as {getattr(known, 'placements', None)}, and "
                 f"{(placement,)} is asked for here; tied weights must be cut alike (an embedding by vocabulary goes "
@@ -122,9 +137,8 @@ def shard_parameter(
         made.requires_grad_(parameter.requires_grad)
     else:
         own = whole.detach()
-        if isinstance(placement, Shard):
-            start, stop = shard_rows(own.shape[placement.dim], mesh)
-            own = own.narrow(placement.dim, start, stop - start)
+        for dim, start, length in _own_parts(own.shape, mesh, placement):
+            own = own.narrow(dim, start, length)
         own = own.clone(memory_format=torch.contiguous_format)  # a copy, so that the full storage can be freed
         dtensor = as_dtensor(own, mesh, placement, whole.shape)
         made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)

@@ -82,7 +82,7 @@ class Schedule(ABC):
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         """Rows [sum(send_sizes), ...] go to the ranks in turn; returns the rows received, by source rank."""
-        return self.messages.all_to_all("all_to_all", rows, send_sizes, recv_sizes).wait()
+        return self.messages.all_to_all("all_to_all", rows.contiguous(), send_sizes, recv_sizes).wait()
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,65 @@ def test_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
     if layout.startswith("tp2"):
         made = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
         assert torch.equal(*made)
+
+
+# ep_dim, names and sizes of the mesh, keywords
+DEALT: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "tp": ("tp", {"tp": 2}, {}),
+    "tp_sp": ("tp", {"tp": 2}, {"sequence_parallel": True}),
+    "cp": ("cp", {"cp": 2}, {}),
+    "ep": ("ep", {"ep": 2}, {}),
+    "cp_tp": ("cp", {"cp": 2, "tp": 2}, {"sequence_parallel": True, "loss_parallel": True}),
+    "ep_tp": ("ep", {"ep": 2, "tp": 2}, {}),
+    "ep_tp_sp": ("ep", {"ep": 2, "tp": 2}, {"sequence_parallel": True}),
+}
+
+
+def dealt(group: dist.ProcessGroup, layout: str, family: str, **keywords: Any) -> tuple[Any, Any]:
+    """A model, and the parallel one, whose experts are dealt out."""
+    ep_dim, sizes, own = DEALT[layout]
+    names = tuple(sizes)
+    if len(sizes) == 1:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=names)
+    else:  # of all ranks of the pool
+        mesh = DeviceMesh("cpu", torch.arange(group.size()).view(*sizes.values()), mesh_dim_names=names)
+    whole = make(family)
+    return whole, parallelize(copy_of(whole), mesh, ep_dim=ep_dim, **{**own, **keywords})
+
+
+def on_dealt(*layouts: str, full: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    cases = [*layouts, *(pytest.param(name, marks=pytest.mark.full) for name in full)]
+    ranks = on_ranks(lambda layout: prod(DEALT[layout][1].values()))
+    return lambda fn: pytest.mark.parametrize("layout", cases)(ranks(fn))
+
+
+@on_dealt("ep", "cp_tp", full=["tp", "tp_sp", "cp", "ep_tp", "ep_tp_sp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dealt_out_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
+    if family == "llama4_text" and layout.startswith("cp"):
+        pytest.skip("chunked attention is refused under context parallelism")
+    whole, parallel = dealt(group, layout, family)
+    experts = [module for name, module in parallel.named_modules() if name.endswith(".experts")][-1]
+    assert all(2 * p.to_local().shape[0] == p.shape[0] for p in experts.parameters())
+    tokens = make_tokens(2, 9)
+    assert_same_calls(parallel, whole, tokens, tokens)
+    assert_same_calls(parallel, whole, tokens[:, :8], tokens[:, :8])
+    made = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
+    assert torch.equal(*made)
+    state, wanted = gather_state_dict(parallel), whole.state_dict()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+
+
+@on_dealt("ep", full=["ep_tp", "ep_tp_sp"])
+def test_expert_parallel_ranks_of_other_batches(group: dist.ProcessGroup, layout: str) -> None:
+    """The ranks of `ep_dim` have batches of their own, of any size; gradients are those of the mean of their losses."""
+    whole, parallel = dealt(group, layout, "mixtral")
+    batches = [make_tokens(2, 9), make_tokens(1, 4)]
+    loss = sum(whole(input_ids=tokens, labels=tokens).loss for tokens in batches) / 2
+    loss.backward()
+    own = batches[group.rank() * 2 // group.size()]
+    parallel(input_ids=own, labels=own).loss.backward()
+    assert_same_gradients(parallel, whole)
 
 
 @on_layouts("tp2_lossparallel", full=["tp2"])

@@ -1,0 +1,66 @@
+"""Send rows to the ranks they are for, and get those of others: how tokens come to their experts. Internal.
+
+All ranks know how many rows each sends to each: `expert_parallel` asks before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fused_tp.ops.arguments import check_tensor, checked_sizes
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
+from fused_tp.runtime.group import GroupLike
+from fused_tp.runtime.partition import SymInt
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.registry import ALL_TO_ALL
+
+
+def exchange_rows(x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], *, group: GroupLike) -> Tensor:
+    """The rows [sum(recv_sizes), ...] that the ranks have for this one, in the order of the ranks.
+
+    Args:
+        x: [sum(send_sizes), ...], `send_sizes[r]` rows for each rank r in turn.
+        recv_sizes: how many rows each rank has for this one.
+    """
+    result: Tensor = EXCHANGE_ROWS(x, list(send_sizes), list(recv_sizes), group)
+    return result
+
+
+class _Args(NamedTuple):
+    x: Tensor
+    send_sizes: list[SymInt]
+    recv_sizes: list[SymInt]
+    group: AnyGroup
+
+
+def _prepare(a: _Args) -> _Args:
+    check_tensor("x", a.x, least_dims=2)
+    sizes = checked_sizes("send_sizes", a.send_sizes), checked_sizes("recv_sizes", a.recv_sizes)
+    if sum(sizes[0]) != len(a.x):
+        raise ValueError(f"send_sizes are {sizes[0]}, and x has {len(a.x)} rows; they must add up to these.")
+    return _Args(a.x, *sizes, a.group)
+
+
+def _exchange(schedule: Schedule, a: _Args) -> Tensor:
+    rows = schedule.all_to_all(a.x, a.send_sizes, a.recv_sizes)
+    return rows.clone() if rows is a.x else rows
+
+
+def _backward(s: Saved[_Args], grad: Tensor) -> dict[str, Any]:
+    return {"x": EXCHANGE_ROWS(grad, s.args.recv_sizes, s.args.send_sizes, s.args.group) if s.needs.x else None}
+
+
+EXCHANGE_ROWS: Op[_Args] = Op(
+    "exchange_rows",
+    _Args,
+    "Tensor",
+    _exchange,
+    lambda a: a.x.new_empty((sum(a.recv_sizes), *a.x.shape[1:])),
+    # By nothing that differs between the ranks, as numbers of rows do.
+    key=lambda a: DispatchKey(ALL_TO_ALL, a.x.dtype, a.x.device, 0, None, a.x.shape[1]),
+    prepare=_prepare,
+    backward=_backward,
+)
