@@ -24,6 +24,8 @@ class Family:
         cuts_head: the output layer is cut by vocabulary, and the embedding with it where they are tied.
         flattens: its layers make [batch * seq, hidden] of [batch, seq, hidden], which is refused where a rank has a
             part of the sequence.
+        shares_cache: in generation each context parallel rank can hold a part of the key/value cache. Not where
+            attention is given other keys than the cache has, or runs by code that transformers does not look up.
         expert_rows: its experts are given a row of each token for each of them, expert after expert.
     """
 
@@ -31,6 +33,7 @@ class Family:
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cuts_head: bool = False
     flattens: bool = False
+    shares_cache: bool = True
     expert_rows: bool = False
 
 
@@ -53,7 +56,7 @@ _FC = _attention("layers.*.self_attn", "out_proj") | _pair("layers.*", "fc1", "f
 FAMILIES = {
     "biogpt": Family(_FC, cuts_head=True),
     # Its attention pairs heads of the first half with heads of the second, which a rank's part would tear apart.
-    "diffllama": Family(_GATED_MLP),
+    "diffllama": Family(_GATED_MLP, shares_cache=False),
     "emu3_text_model": Family(_LLAMA),
     "gpt_neo": Family(
         _attention("h.*.attn.attention", "out_proj") | _pair("h.*.mlp", "c_fc", "c_proj"),
@@ -80,6 +83,7 @@ FAMILIES = {
         _LLAMA | _each("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
     ),
     "inkling2_text": Family({"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}),  # its own tears gates from ups
+    **dict.fromkeys(("hrm_text", "jetmoe", "mllama_text_model"), Family(shares_cache=False)),
     **dict.fromkeys(("llama4", "llama4_text"), Family(expert_rows=True)),
     "opt": Family(
         {f"decoder.{name}": style for name, style in _FC.items()},

@@ -277,6 +277,8 @@ class TransformersSequence(SequenceSharding):
             or self.config.is_encoder_decoder
             or kinds - {"full_attention", "sliding_attention"}
             or getattr(text, "num_kv_shared_layers", None)
+            or not all(FAMILIES.get(one.model_type, Family()).shares_cache for one in (text, self.config))
+            or getattr(text, "kv_lora_rank", None)  # the cache holds latents, of which keys and values are made
             or arguments.get("is_causal") is not None
             or self._gives_attentions(arguments)
             or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())

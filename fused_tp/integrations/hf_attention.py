@@ -113,8 +113,7 @@ def _attention(
         "sinks": kwargs.get("s_aux"),
     }
     if not isinstance(over, CpContext):
-        layer_idx: Any = module.layer_idx
-        return over.attention(layer_idx, query, **how).contiguous(), None
+        return over.attention(module, query, key, value, **how).contiguous(), None
     if over.padded and not causal:
         raise ValueError(
             f"{kind} is not causal, so its tokens would attend to the padding in attention_mask, which context "

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.integrations.forward_shard import running_forward
@@ -37,6 +37,7 @@ class ContextLayer:
         super().__init__()  # of transformers' class
         self.is_initialized = False
         self.cache = ContextKVCache(mesh, block=BLOCK)
+        self._newest: tuple[torch.Size, ...] = ()  # shapes of keys and values that nothing has attended to
         self.columns = 0  # of the batch: the longest sequence and what it is padded with
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -52,11 +53,28 @@ class ContextLayer:
                 "A key/value cache of which each context parallel rank holds a part was given to another module than "
                 "the model that parallelize returned, which has filled it; only that one can read it."
             )
+        if self._newest:
+            raise ValueError(
+                "The model has put keys and values into its cache and has not attended to them by the attention that "
+                "transformers looks up, so context parallel ranks cannot share the cache. Pass use_cache=False, or a "
+                "cache of another class than DynamicCache."
+            )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cache.append(key_states.transpose(1, 2), value_states.transpose(1, 2), running.new_lengths)
         self.columns += key_states.shape[2]
+        self._newest = key_states.shape, value_states.shape
         return key_states, value_states
+
+    def check_keys(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
+        """Refuse attention to other keys and values than those in the cache: they were made of what is there."""
+        if (key.shape, value.shape) != self._newest:
+            raise ValueError(
+                f"{type(module).__name__} gives attention keys {tuple(key.shape)} and values {tuple(value.shape)}, and "
+                f"the cache {tuple(map(tuple, self._newest))}, so what context parallel ranks share is not what it "
+                "attends to. Pass use_cache=False, or a cache of another class than DynamicCache."
+            )
+        self._newest = ()
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         # Before transformers 5 it is given the positions of the new tokens.
@@ -123,9 +141,11 @@ class CachedPass:
     new_lengths: list[int] | None
     tokens: int = 0
 
-    def attention(self, layer_idx: int, q: Tensor, **keywords: Any) -> Tensor:
+    def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
         """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim]; the keywords of context_parallel_decode."""
-        out: Tensor = self.layers[layer_idx].cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
+        layer = self.layers[module.layer_idx]
+        layer.check_keys(module, k, v)
+        out: Tensor = layer.cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
         return out
 
 

@@ -193,7 +193,7 @@ def compare(whole: Any, mesh: DeviceMesh, mode: str, expected: Any, tokens: Tens
         loss.backward()
     except Exception as error:
         return "late" if is_ours(error) else "crashed", f"{type(error).__name__}: {error}"
-    whole_loss, gradients = expected
+    whole_loss, gradients, generated = expected
     worst, where = 0.0, ""
     for name, parameter in model.named_parameters():
         wanted = gradients.get(name)
@@ -209,7 +209,41 @@ def compare(whole: Any, mesh: DeviceMesh, mode: str, expected: Any, tokens: Tens
     cut = sum(p.numel() for p in model.parameters() if any(x.is_shard() for x in getattr(p, "placements", ())))
     share = cut / sum(p.numel() for p in model.parameters())
     said = f"loss {off:.0e}, gradient {worst:.0e} {where}, {share:.0%} of the parameters cut"
-    return "right" if off < LOSS and worst < GRADIENT else "wrong", said
+    if not (off < LOSS and worst < GRADIENT):
+        return "wrong", said
+    return compare_generation(model, generated, tokens, said)
+
+
+def generate(model: Any, tokens: Tensor) -> tuple[Tensor, ...] | None:
+    """Logits of the tokens that a model makes, from a prompt and then from its cache; None where it makes none."""
+    try:
+        with torch.no_grad():
+            made = model.eval().generate(
+                tokens,
+                max_new_tokens=3,
+                do_sample=False,
+                use_cache=True,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+    finally:
+        model.train()
+    logits: tuple[Tensor, ...] = made.logits
+    return logits
+
+
+def compare_generation(model: Any, wanted: tuple[Tensor, ...] | None, tokens: Tensor, said: str) -> tuple[str, str]:
+    """The outcome of a model that trains rightly: what it generates must be what the whole model does."""
+    if wanted is None:
+        return "right", said
+    try:
+        made = generate(model, tokens)
+    except Exception as error:
+        return "late" if is_ours(error) else "crashed", f"generate: {type(error).__name__}: {error}"
+    assert made is not None
+    off = max(float((one - other).abs().max()) for one, other in zip(made, wanted, strict=True))
+    said = f"{said}, generated logits {off:.0e}"
+    return "right" if off < GRADIENT else "wrong", said
 
 
 def sweep_rank(group: dist.ProcessGroup, kind: str, modes: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -225,7 +259,12 @@ def sweep_rank(group: dist.ProcessGroup, kind: str, modes: Sequence[str]) -> dic
         loss.backward()
     except Exception as error:
         return dict.fromkeys(modes, ("alone", f"{type(error).__name__}: {error}"))
-    expected = float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    try:
+        generated = generate(whole, tokens)
+    except Exception:  # by itself it cannot
+        generated = None
+    expected = float(loss.detach()), gradients, generated
     found = {}
     for mode in modes:
         if mode == "advised" and found.get("tp", ("",))[0] == "right":

@@ -94,8 +94,6 @@ def on_dealt(*layouts: str, full: Sequence[str] = ()) -> Callable[[Callable[...,
 @on_dealt("ep", "cp_tp", full=["tp", "tp_sp", "cp", "ep_tp", "ep_tp_sp"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dealt_out_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
-    if family == "llama4_text" and layout.startswith("cp"):
-        pytest.skip("chunked attention is refused under context parallelism")
     whole, parallel = dealt(group, layout, family)
     experts = [module for name, module in parallel.named_modules() if name.endswith(".experts")][-1]
     assert all(2 * p.to_local().shape[0] == p.shape[0] for p in experts.parameters())

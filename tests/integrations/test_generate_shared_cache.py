@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from fused_tp.integrations.families import FAMILIES, Family
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
+from tests.integrations.sweep import make_model
 from tests.reference import refuses
 from tests.workers import on_ranks
 
@@ -66,6 +69,22 @@ def test_same_tokens(group: dist.ProcessGroup, family: str, tp: int) -> None:
             for model, before in zip((whole, parallel), told, strict=True)
         ]
         assert torch.equal(further[1].sequences, further[0].sequences)
+
+
+@on_ranks(2)
+def test_a_cache_of_what_keys_are_made_of(group: dist.ProcessGroup) -> None:
+    """Latent attention keeps latents in its cache, and attends to keys and values made of them: nothing is shared."""
+    whole = make("deepseek_v3").eval()
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1)).eval()
+    assert torch.equal(generated(parallel, make_tokens(3, 9)).sequences, generated(whole, make_tokens(3, 9)).sequences)
+
+
+@on_ranks(2)
+def test_keys_that_are_not_in_the_cache_are_refused(group: dist.ProcessGroup) -> None:
+    """JetMoE repeats keys behind the cache."""
+    with mock.patch.dict(FAMILIES, jetmoe=Family()):
+        parallel = parallelize(make_model("jetmoe"), mesh_of(group, 2, 1)).eval()
+        refuses(ValueError, "gives attention keys", generated, parallel, make_tokens(2, 9), use_cache=True)
 
 
 @on_ranks(2)
