@@ -25,6 +25,7 @@ from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
 from fused_tp.integrations.state_dict import save_whole
+from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
 from fused_tp.nn import ColumnParallelLinear
 
 if TYPE_CHECKING:
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 # What a model returns next to its logits on demand, of each token or of a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-# Through which a model calls the attention that its config names.
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # How a model asks transformers for a mask where attention could do without one: it will change the mask.
 OWN_MASK = "allow_is_causal_skip=False"
 PADDED_DOCUMENTS = (
@@ -57,7 +56,6 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
         ValueError: with a sentence for each of these.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind = type(model).__name__
     is_base = _is_base(model)
@@ -68,27 +66,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             "serve; pass sequence_parallel=False."
         )
     if parallelism.shards_sequence:
-        # transformers says False of all models with a state, whatever their attention does.
-        files = (sys.modules.get(one.__module__) for one in type(model).__mro__)
-        replaceable = model._supports_attention_backend or (
-            parallelism.cp_mesh is None and any(hasattr(file, INTERFACE) for file in files)
-        )
-        if not replaceable:
-            raise ValueError(
-                f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs."
-            )
-        implementation = model.config._attn_implementation
-        if not (has_eager(model) if implementation == "eager" else implementation in ALL_ATTENTION_FUNCTIONS):
-            raise ValueError(
-                f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
-                f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
-            )
-        others = _other_layers(model)
-        if parallelism.cp_mesh is not None and others:
-            raise ValueError(
-                f"{kind} has layers that mix tokens by other means than attention ({', '.join(others)}); "
-                f"{asked} does not serve them."
-            )
+        _check_token_mixing(model, parallelism, asked)
         if parallelism.cp_mesh is not None and any(
             forward_mentions(m, OWN_MASK, unknown=False) for m in model.modules() if is_transformers_model(m)
         ):
@@ -119,6 +97,32 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             )
 
 
+def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked: str) -> None:
+    """Refuse attention that could not be replaced and, over context parallel ranks, layers with a state not known."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    kind, over_cp = type(model).__name__, parallelism.cp_mesh is not None
+    states = over_cp and bool(find_state_layers(model))
+    others = _other_layers(model)
+    if over_cp and others and not states:
+        raise ValueError(
+            f"{kind} has layers that mix tokens by other means than attention ({', '.join(others)}); {asked} serves "
+            f"only those of {', '.join(sorted(STATE_LAYERS))}, where no kernel from the hub has replaced their "
+            "forward. Use no cp_dim."
+        )
+    if states and not has_eager(model):
+        return  # no attention at all
+    # transformers says False of all models with a state, whatever their attention does.
+    if not (model._supports_attention_backend or states or not over_cp):
+        raise ValueError(f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs.")
+    implementation = model.config._attn_implementation
+    if not (has_eager(model) if implementation == "eager" else implementation in ALL_ATTENTION_FUNCTIONS):
+        raise ValueError(
+            f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
+            f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
+        )
+
+
 def _other_layers(model: PreTrainedModel) -> list[str]:
     """The kinds of layers that mix tokens by other means than attention."""
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
@@ -147,10 +151,15 @@ class TransformersSequence(SequenceSharding):
         super().__init__(model, parallelism)
         self.is_base = _is_base(model)
         self.config = model.config
-        self.other_layers = [kind for kind in _other_layers(model) if kind != "conv"]  # which take no mask
+        self.other_layers = _other_layers(model)
         # RoBERTa's family counts positions from behind that of the padding.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """... of what layers are replaced by. They are still what they were."""
+        if self.parallelism.cp_mesh is not None:
+            pass_states_on(find_state_layers(model))
 
     def adapt(self, model: PreTrainedModel) -> None:
         """Point the model's attention, masks and loss to ours. Its layers have been replaced."""
@@ -188,7 +197,7 @@ class TransformersSequence(SequenceSharding):
             self._check_padding(arguments)
             check_documents(arguments, seq_len, makes_cache=makes_cache)
             return Rows()
-        documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
+        documents = self._take_documents(arguments, seq_len, makes_cache=makes_cache)
         mask = arguments.pop("attention_mask", None)
         padded = mask is not None and check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
         if padded and documents:
@@ -207,6 +216,16 @@ class TransformersSequence(SequenceSharding):
             )
         arguments["attention_mask"] = None
 
+    def _take_documents(self, arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> tuple[int, ...]:
+        documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
+        if documents and self.other_layers:
+            raise ValueError(
+                f"Rows hold packed documents (by position_ids or cu_seq_lens_q), and layers with "
+                f"{', '.join(self.other_layers)} would carry their state from one to the next over context parallel "
+                "ranks. Use rows of one document, padded on the right, or no cp_dim."
+            )
+        return documents
+
     def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
         """The config's default would collect keys and values without being asked. Returns whether it would have."""
         asked = arguments.get("use_cache")
@@ -214,7 +233,7 @@ class TransformersSequence(SequenceSharding):
         return bool(getattr(self.config.get_text_config(), "use_cache", False) if asked is None else asked)
 
     def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
-        documents = take_documents(arguments, seq_len, makes_cache=self._turn_cache_off(arguments))
+        documents = self._take_documents(arguments, seq_len, makes_cache=self._turn_cache_off(arguments))
         if not documents:
             return
         mask, positions = arguments.pop("attention_mask", None), arguments.get("position_ids")
@@ -276,6 +295,7 @@ class TransformersSequence(SequenceSharding):
             or model.training
             or self.config.is_encoder_decoder
             or kinds - {"full_attention", "sliding_attention"}
+            or self.other_layers  # whose state is no part of such a cache
             or getattr(text, "num_kv_shared_layers", None)
             or not all(FAMILIES.get(one.model_type, Family()).shares_cache for one in (text, self.config))
             or getattr(text, "kv_lora_rank", None)  # the cache holds latents, of which keys and values are made

@@ -184,6 +184,7 @@ def parallelize(
         sequence = PlainSequence(model, parallelism, resolved.modules)
 
     sequence.whole_blocks = whole_blocks
+    sequence.prepare(model)
     if tp_mesh is not None:
         warn_of_small_share(model, resolved)
         memo = WeakIdKeyDictionary()

@@ -97,6 +97,9 @@ class SequenceSharding:
         self.whole_blocks: list[str] = []  # that run on the whole sequence, see `whole_blocks`
         self._loss: GlobalLoss | None = None
 
+    def prepare(self, model: nn.Module) -> None:
+        """Change layers of `model` that stay in it, before others are replaced."""
+
     def install(self, model: nn.Module) -> None:
         """Hook `model`, whose layers have been replaced."""
         found = [(n, m) for n, m in model.named_modules() if hasattr(m, "sequence_parallel") and hasattr(m, "mesh")]

@@ -45,7 +45,15 @@ FAMILIES = {
     "deepseek_v3": "DeepseekV3",
     "llama4_text": "Llama4",
     "granite_swa": "GraniteSWA",
+    "bamba": "Bamba",
+    "granitemoehybrid": "GraniteMoeHybrid",
+    "kimi_linear": "KimiLinear",
+    "lfm2": "Lfm2",
+    "mamba2": "Mamba2",
+    "qwen3_next": "Qwen3Next",
 }
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Windows are shorter than the tests' sequences. The numbers of Gemma 2 are such that its caps bend the scores.
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
@@ -58,7 +66,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"attn_implementation": "eager", "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen3_moe": EXPERTS,
     "deepseek_v3": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -79,6 +87,45 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "attn_implementation": "eager",
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 24,
+    },
+    "kimi_linear": {
+        **EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_key_value_heads": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 5},
+    "mamba2": {
+        "attn_implementation": "eager",
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 6,
+        "n_groups": 2,
+        "chunk_size": 4,
+    },
+    "qwen3_next": {
+        **EXPERTS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "shared_expert_intermediate_size": 24,
     },
 }
 

@@ -76,6 +76,7 @@ SMALL: dict[str, Any] = {
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
 RANDOM = ("dropout", "pdrop", "jitter")  # parts of names of what would draw numbers
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # twice the hidden size
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}  # else attention alone
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
@@ -83,6 +84,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": MAMBA,
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS,
     "llama4_text": {"floor_scale": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},

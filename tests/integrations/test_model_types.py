@@ -13,33 +13,45 @@ from tests.integrations.sweep import MODES, all_kinds, sweep
 RIGHT = [
     ("aria_text", "tp"),  # experts [in, out], called with how many tokens each has
     ("apertus", "tp"),  # a parameter of the activation, between two cut layers
+    ("bailing_hybrid", "cp"),  # linear attention with a decay for each channel
+    ("bamba", "cp"),  # a state space of groups of heads
     ("bamba", "tp"),  # reads the weight of a convolution inside
     ("beam", "advised"),  # a bias that is cut by itself
     ("biogpt", "tp+sp"),  # makes a mask of its embeddings' length
     ("deepseek_v2", "advised"),  # keys that all heads share; a plan for more than its layers
-    ("falcon_h1", "tp+sp"),  # a state space beside attention
+    ("falcon_h1", "cp"),  # a state space beside attention
+    ("falcon_h1", "tp+sp"),
     ("glm_moe_dsa", "tp+sp"),  # hands indices on from layer to layer
+    ("granitemoehybrid", "cp"),
     ("gpt_neox", "tp+sp"),  # q, k and v of one layer
     ("gpt_oss", "tp"),  # sinks; a plan of our own
     ("hunyuan_v1_dense", "tp+sp"),
     ("inkling2_text", "tp"),  # a wrong plan of its own
+    ("kimi_linear", "cp"),
     ("laguna", "tp+sp"),  # a gate in attention
+    *((kind, "cp") for kind in ("lfm2", "lfm2_moe", "lfm3")),  # short convolutions
     ("lfm2", "tp"),  # an output layer that is cut, tied to an embedding that the plan forgets
     ("llama4_text", "tp"),  # experts [in, out], called without routing weights
     ("llama4_text", "cp"),  # another base model; queries scaled by place
     ("llama4_text", "tp+sp"),  # returns tokens of all rows, one after the other
     ("longcat_flash", "tp"),  # experts that return what they are given
+    ("mamba2", "cp"),  # no attention at all
     ("minicpm3", "tp"),
     ("nemotron", "cp"),  # hands no keywords down to attention
+    ("nemotron_h", "cp"),  # one kind of block to a layer
     ("qwen2_moe", "cp"),  # a window of 0
     ("olmo2", "tp+sp"),  # norms of all heads, so gathered projections
+    ("olmo_hybrid", "cp"),
+    *((kind, "cp") for kind in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),  # linear attention
     ("qwen3_moe", "tp"),
-    ("qwen3_next", "tp+sp"),  # linear attention
+    ("qwen3_next", "tp+sp"),
     *((kind, "tp") for kind in ("gpt_neo", "gptj", "opt", "persimmon", "stablelm", "xglm")),  # plans of our own
     ("roberta", "cp"),  # counts positions from behind its padding
+    ("zamba2", "cp"),  # one attention block at several places
 ]
 REFUSED = [
     ("doge", "cp", "adds a mask of its own"),
+    ("falcon_mamba", "cp", "by other means than attention"),
     ("gemma4", "tp", "reads 'language_model.embed_tokens.weight'"),
     ("opt", "tp+sp", "tokens of all rows in one dim"),
 ]

@@ -1,0 +1,275 @@
+"""Layers of transformers' hybrid models that carry a state from token to token, over context parallel ranks.
+
+A rank holds runs of consecutive tokens, two in the layout that balances causal attention, and causal convolutions,
+linear attention and state spaces need what comes before each run. All are affine in it, so no rank waits for another:
+
+| layer               | all ranks get, of each run       | before a run               | what it adds to a run    |
+|---------------------|----------------------------------|----------------------------|--------------------------|
+| convolution, k wide | its last k - 1 inputs (the halo) | the last k - 1 of these    | nothing: they are read   |
+| gated delta rule    | its state B [dk, dv], and A, the | S = A S + B, run by run    | (q_t P_t) S, with P_t    |
+|                     | product of its transitions       |                            | the product up to t      |
+| state space, mamba2 | its state B [p, n], and decay a  | S = a S + B, run by run    | a_t S C_t                |
+
+B is the state of a run that begins with none, by transformers' own function, or the kernel that it has found for it.
+What is sent does not grow with the sequence: for each run and head dk * (dk + dv), or p * n + 1, numbers in fp32. What
+is computed beyond the layer's own:
+
+- The gated delta rule treats columns of the value apart. One call with dk more of them, zeros that begin with the
+  identity for a state, gives A and q_t P_t next to B and the output. It works on dv + dk columns instead of dv.
+- A state space adds one product with C, of the four products of this size that its scan has.
+
+Rejected: a contiguous layout with the state handed from rank to rank, where each waits for the one before and the last
+has twice the mean of causal attention to compute; all-to-alls to heads and back, which send every token and want heads
+that the ranks divide; transformers' cache classes as the way in, which are asked for a state before A and B are known.
+Not served: mamba 1, whose kernel takes no state and gives no gradient for the one that it returns.
+
+Packed documents are refused, since a state would pass from one to the next as it does in transformers' own path.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial, wraps
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fused_tp.attention.layout import all_tokens
+from fused_tp.integrations.forward_shard import CpContext
+from fused_tp.integrations.hf_attention import SEQUENCE
+from fused_tp.ops.collectives import all_gather
+
+Function: TypeAlias = Callable[..., Any]
+
+# By model type: the class of its layers that carry a state. All others attend, or compute token by token. To add one,
+# compare its forward with those of the others, and add it to RIGHT of tests/integrations/test_model_types.py.
+STATE_LAYERS = {
+    "bailing_hybrid": "BailingHybridDeltaAttention",
+    "bamba": "BambaMixer",
+    "falcon_h1": "FalconH1Mixer",
+    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    "kimi_linear": "KimiLinearDeltaAttention",
+    "lfm2": "Lfm2ShortConv",
+    "lfm2_moe": "Lfm2MoeShortConv",
+    "lfm3": "Lfm3ShortConv",
+    "mamba2": "Mamba2Mixer",
+    "nemotron_h": "NemotronHMamba2Mixer",
+    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
+    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
+    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
+    "qwen3_next": "Qwen3NextGatedDeltaNet",
+    "zamba2": "Zamba2MambaMixer",
+}
+
+
+def find_state_layers(model: Any) -> list[nn.Module]:
+    """The layers of a transformers model that carry a state and that `pass_states_on` serves: all of them or none."""
+    name = STATE_LAYERS.get(model.config.model_type)
+    layers = [module for module in model.modules() if type(module).__name__ == name]
+    return layers if all(map(_is_known, layers)) else []
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Whether its forward calls the functions that we replace, and these take what we give them."""
+    own: Any = inspect.unwrap(type(layer).forward)
+    if "forward" in vars(layer) or CONVOLUTION not in _called(own):  # transformers sets kernels on the instance
+        return False
+    return all(OURS[name][1] <= {*inspect.signature(one).parameters} for name, one in _called(own).items())
+
+
+def _called(forward: FunctionType) -> dict[str, Function]:
+    """What `forward` calls by the names of OURS."""
+    names = OURS.keys() & forward.__code__.co_names & forward.__globals__.keys()
+    return {name: forward.__globals__[name] for name in names}
+
+
+def pass_states_on(layers: Sequence[nn.Module]) -> None:
+    """Have `layers` take what comes before a rank's tokens from the ranks that hold it.
+
+    Before parameters become DTensors: what gives a forward its plain tensors then goes around this one.
+    """
+    for layer in layers:
+        kind: Any = type(layer)
+        layer.__class__ = _over_ranks(kind)
+
+
+@cache
+def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `kind` whose forward calls OURS in a forward pass that is cut over context parallel ranks.
+
+    It does so by a copy of the forward with other globals. Rejected: to write to those of the file, which all models
+    made from it read.
+    """
+    own: Any = inspect.unwrap(kind.forward)
+    ours = {name: partial(OURS[name][0], one) for name, one in _called(own).items()}
+    over_ranks = FunctionType(
+        own.__code__, {**own.__globals__, **ours}, own.__name__, own.__defaults__, own.__closure__
+    )
+    over_ranks.__kwdefaults__ = own.__kwdefaults__
+
+    @wraps(kind.forward)  # with its signature, which transformers reads
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sequence: Any = getattr(self, SEQUENCE, None)
+        cp: CpContext | None = None if sequence is None else sequence.state_now().cp
+        if cp is None:
+            return kind.forward(self, *args, **kwargs)
+        # These forwards hand on the keywords that they do not know. OURS raise where they are not given this one.
+        return over_ranks(self, *args, cp=cp, **kwargs)
+
+    # Under its old name, by which libraries tell kinds of layers.
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+# ---- which tokens a rank holds --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of consecutive tokens.
+
+    Attributes:
+        own: lengths of this rank's.
+        before: how many of all ranks' come before each of these.
+        lengths: of all ranks' runs, in the order of the sequence.
+        slots: where these lie among what the ranks give, each as much as the one that has most runs.
+    """
+
+    own: tuple[int, ...]
+    before: tuple[int, ...]
+    lengths: tuple[int, ...]
+    slots: tuple[int, ...]
+    most: int
+
+
+@lru_cache(maxsize=16)
+def runs_of(seq_len: int, world_size: int, rank: int, layout: str) -> Runs:
+    """What `rank` needs to know of how the sequence is shared out.
+
+    >>> runs_of(10, 2, 0, "zigzag")
+    Runs(own=(3, 2), before=(0, 2), lengths=(3, 5, 2), slots=(0, 2, 1), most=2)
+    """
+    held = [tokens.ranges for tokens in all_tokens(seq_len, world_size, layout)]
+    most = max(map(len, held))
+    found = sorted((r.start, len(r), at, i) for at, ranges in enumerate(held) for i, r in enumerate(ranges))
+    return Runs(
+        own=tuple(map(len, held[rank])),
+        before=tuple(n for n, (_, _, at, _) in enumerate(found) if at == rank),
+        lengths=tuple(length for _, length, _, _ in found),
+        slots=tuple(at * most + i for _, _, at, i in found),
+        most=most,
+    )
+
+
+def _runs(cp: CpContext) -> Runs:
+    return runs_of(cp.seq_len, cp.mesh.size(), cp.mesh.get_local_rank(), cp.layout)
+
+
+def _from_all(parts: list[Tensor], runs: Runs, cp: CpContext) -> tuple[Tensor, list[Tensor]]:
+    """Zeros, and what all ranks give for each of their runs, in the order of the sequence.
+
+    The zeros are a sum of none of these: who has no use for any other is in the graph by them, and takes part in the
+    backward, which all ranks must.
+    """
+    given = [*parts, *[torch.zeros_like(parts[0])] * (runs.most - len(parts))]
+    everyone = all_gather(torch.stack(given), 0, group=cp.mesh)
+    found = everyone.unbind()
+    return everyone[:0].sum(0), [found[slot] for slot in runs.slots]
+
+
+# ---- in the place of transformers' functions ------------------------------------------------------------------------
+
+
+def _convolution(
+    own: Function, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, cp: CpContext, **kwargs: Any
+) -> Tensor:
+    """[batch, channels, seq]: each run with its halo before it, all of them in one call."""
+    width, runs = weight.shape[-1] - 1, _runs(cp)
+    parts = hidden_states.split(runs.own, dim=-1)
+    tails = [functional.pad(part, (width, 0))[..., part.shape[-1] :] for part in parts]
+    zeros, tails = _from_all(tails, runs, cp)
+    # A run may be shorter than a halo, which then holds the ends of several.
+    ends = [tail[..., width - min(width, length) :] for tail, length in zip(tails, runs.lengths, strict=True)]
+    halos = [torch.cat([zeros, *ends[:n]], -1)[..., -width:] for n in runs.before]
+    spans = [torch.cat(both, -1) for both in zip(halos, parts, strict=True)]
+    out: Tensor = own(torch.cat(spans, -1), weight, bias, **kwargs)
+    return torch.cat([span[..., width:] for span in out.split([s.shape[-1] for s in spans], -1)], -1)
+
+
+def _gated_delta_rule(
+    own: Function, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, cp: CpContext, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """[batch, seq, heads, dk or dv] -> [batch, seq, heads, dv], for g and beta [batch, seq, heads]."""
+    runs, (batch, _, heads, dv), dk = _runs(cp), value.shape, key.shape[-1]
+    identity = torch.eye(dk, dtype=torch.float32, device=value.device).expand(batch, heads, dk, dk)
+    kwargs |= {"initial_state": functional.pad(identity, (dv, 0)), "output_final_state": True}
+    value = functional.pad(value, (0, dk))
+    cut = zip(*(x.split(runs.own, dim=1) for x in (query, key, value, g, beta)), strict=True)
+    found = [own(q, k, v, g=decay, beta=rate, **kwargs) for q, k, v, decay, rate in cut]
+    zeros, finals = _from_all([final for _, final in found], runs, cp)
+    states = [zeros[..., :dv]]
+    for final in finals[: runs.before[-1]]:
+        states.append(final[..., dv:] @ states[-1] + final[..., :dv])
+    outs = []
+    for n, (out, _) in zip(runs.before, found, strict=True):
+        carried = torch.einsum("blhk,bhkv->blhv", out[..., dv:].float(), states[n])
+        outs.append((out[..., :dv] + carried).to(out.dtype))
+    return torch.cat(outs, 1), None
+
+
+def _state_space(
+    own: Function,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    cp: CpContext,
+    **kwargs: Any,
+) -> Tensor:
+    """[batch, seq, heads, p] -> the same, for dt [batch, seq, heads], A [heads], B and C [batch, seq, groups, n]."""
+    runs = _runs(cp)
+    kwargs |= {"return_final_states": True}
+    # What the scan would make of dt, in fp32 as the kernels do: its decays and those here must be of the same steps.
+    steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
+    steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+    pieces, parts = [], []
+    for x, step, b, c in zip(*(t.split(runs.own, dim=1) for t in (hidden_states, steps, B, C)), strict=True):
+        out, final = own(x, step, A, b, c, **kwargs)
+        decays = (step * A.float()).cumsum(1).exp()
+        pieces.append((out, decays, c))
+        parts.append(torch.cat([final.float().flatten(2), decays[:, -1].unsqueeze(-1)], -1))
+    zeros, finals = _from_all(parts, runs, cp)
+    states = [zeros[..., :-1]]
+    for packed in finals[: runs.before[-1]]:
+        states.append(packed[..., -1:] * states[-1] + packed[..., :-1])
+    outs = []
+    for n, (out, decays, c) in zip(runs.before, pieces, strict=True):
+        batch, _, heads, p = out.shape
+        state = states[n].view(batch, c.shape[2], heads // c.shape[2], p, -1)  # heads of a group read one C
+        carried = torch.einsum("blgn,bghpn->blghp", c.float(), state).flatten(2, 3) * decays.unsqueeze(-1)
+        outs.append((out + carried).to(out.dtype))
+    return torch.cat(outs, 1)
+
+
+def _no_fusion(own: Function, *args: Any, cp: CpContext, **kwargs: Any) -> None:
+    """In the place of a kernel for the whole layer, which takes no state: on None the layer does without it."""
+
+
+CONVOLUTION = "causal_conv1d_fn"
+# By the names of what they replace, with the parameters that this must have.
+OURS: dict[str, tuple[Function, set[str]]] = {
+    CONVOLUTION: (_convolution, {"hidden_states", "weight", "bias"}),
+    "torch_chunk_gated_delta_rule": (_gated_delta_rule, {"initial_state", "output_final_state"}),
+    "chunk_kimi_delta_attention": (_gated_delta_rule, {"initial_state", "output_final_state"}),
+    "mamba2_chunk_scan": (_state_space, {"return_final_states", "dt_bias", "dt_softplus", "dt_limit"}),
+    "mamba2_split_conv1d_scan_combined": (_no_fusion, set()),
+}

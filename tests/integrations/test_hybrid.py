@@ -1,0 +1,208 @@
+"""Hybrid models over context parallel ranks: what convolutions, linear attention and state spaces carry from token to
+token comes from the ranks that hold the tokens before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, runs_of
+from tests.integrations.models import (
+    LAYOUTS,
+    assert_near,
+    assert_same_calls,
+    assert_same_gradients,
+    assert_trains_alike,
+    copy_of,
+    make,
+    make_tokens,
+    mesh_of,
+    on_layouts,
+)
+from tests.reference import refuses
+from tests.workers import on_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+FULL = pytest.mark.full
+FAMILIES = ["qwen3_next", "granitemoehybrid", "bamba", "lfm2"]
+# Without routers: rounding sends tokens to other experts, and reentrant checkpoints do not go with experts.
+DENSE = {"qwen3_next": {"mlp_only_layers": [0, 1]}}
+
+
+def make_hybrid(family: str, **changes: Any) -> Any:
+    """A model whose states outlive the tests' sequences: with the usual decays they forget within a few tokens."""
+    model = make(family, **changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.sub_(4.0)
+    return model
+
+
+def pair(group: dist.ProcessGroup, layout: str, family: str, **changes: Any) -> tuple[Any, Any]:
+    cp, tp, keywords = LAYOUTS[layout]
+    whole = make_hybrid(family, **changes)
+    return whole, parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+
+
+def assert_same(parallel: Any, whole: Any, *lengths: int) -> None:
+    """Logits, and the gradients of what all of them go into: of two tokens a loss has one target, which sees itself
+    alone, and the gradients of keys are nothing but rounding."""
+    for length in lengths:
+        tokens, weights = make_tokens(2, length), torch.randn(2, length, 1, generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            assert_near(parallel(tokens).logits, whole(tokens).logits, f"logits of {length} tokens")
+        for model in (whole, parallel):
+            model.zero_grad()
+        assert_trains_alike(parallel, whole, lambda model, x=tokens, w=weights: (model(x).logits.square() * w).mean())
+
+
+@on_layouts("cp2", full=["cp2_tp2", "cp2_tp2_sp", "cp2_tp2_sp_lossparallel"])
+@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("kimi_linear", marks=FULL)])
+def test_hybrids(group: dist.ProcessGroup, layout: str, family: str) -> None:
+    whole, parallel = pair(group, layout, family)
+    assert len(find_state_layers(whole)) == 1
+    tokens = make_tokens(2, 13)
+    assert_same_calls(parallel, whole, tokens, tokens)
+    padded = torch.where(torch.arange(13) < torch.tensor([[13], [8]]), tokens, -100)
+    mask = (padded != -100).long()
+    for model in (whole, parallel):
+        model.zero_grad()
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, attention_mask=mask, labels=padded).loss)
+    # Of 3 and of 2 tokens runs are shorter than a halo, and one or two are empty.
+    assert_same(parallel, whole, 16, 3, 2, 1)
+
+
+@on_ranks(2)
+def test_state_spaces_alone(group: dist.ProcessGroup) -> None:
+    whole, parallel = pair(group, "cp2", "mamba2", tied=True)
+    assert_same(parallel, whole, 13, 3, 1)
+
+
+@on_ranks(3, 4)
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("bamba", marks=FULL), pytest.param("lfm2", marks=FULL)])
+def test_more_ranks(group: dist.ProcessGroup, family: str) -> None:
+    whole = make_hybrid(family)
+    parallel = parallelize(copy_of(whole), mesh_of(group, group.size(), 1))
+    assert_same(parallel, whole, 20, 7, group.size(), 2)
+
+
+@on_layouts("cp2", full=["cp2_tp2_sp"])
+@pytest.mark.parametrize("family", ["bamba", pytest.param("qwen3_next", marks=FULL)])
+@pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=FULL)])
+def test_checkpointed(group: dist.ProcessGroup, layout: str, family: str, use_reentrant: bool) -> None:
+    """Backward runs layers again, after forward passes of other lengths."""
+    whole, parallel = pair(group, layout, family, **DENSE.get(family, {}))
+    for model in (whole, parallel):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        losses = [model(tokens, labels=tokens).loss for tokens in (make_tokens(2, n) for n in (9, 13, 1, 3))]
+        sum(losses[:2] + losses[3:]).backward()
+    assert_same_gradients(parallel, whole)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_a_base_model_and_inputs_embeds(group: dist.ProcessGroup, family: str) -> None:
+    whole = make_hybrid(family).model
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    made = [torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(2)).requires_grad_() for _ in range(2)]
+    outputs = [model(inputs_embeds=x).last_hidden_state for model, x in zip((whole, parallel), made, strict=True)]
+    assert_near(outputs[1], outputs[0], "hidden states")
+    for output in outputs:
+        output[:, -1].square().mean().backward()
+    assert_near(made[1].grad, made[0].grad, "gradient of what the last token knows of all others")
+
+
+@on_layouts("cp2", full=["cp2_tp2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate(group: dist.ProcessGroup, layout: str, family: str) -> None:
+    """With a cache every rank computes everything."""
+    whole, parallel = pair(group, layout, family)
+    tokens, mask = make_tokens(3, 7), torch.ones(3, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    for keywords in ({}, {"attention_mask": mask}):
+        made = [
+            model.eval().generate(tokens, max_new_tokens=5, do_sample=False, disable_compile=True, **keywords)
+            for model in (whole, parallel)
+        ]
+        assert torch.equal(*made)
+    with torch.no_grad():
+        told = [model(tokens, use_cache=True) for model in (whole, parallel)]
+        said = [
+            model(tokens[:, :1], past_key_values=one.past_key_values, use_cache=True)
+            for model, one in zip((whole, parallel), told, strict=True)
+        ]
+    assert_near(said[1].logits, said[0].logits, "logits of one more token")
+    for model in (whole, parallel):  # ... and a pass without one is cut again
+        model.train()
+    assert_same(parallel, whole, 5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+def test_half_precision(group: dist.ProcessGroup, family: str) -> None:
+    """As near to fp32 as the whole model is."""
+    whole = make_hybrid(family, **DENSE.get(family, {}))
+    half = copy_of(whole).bfloat16()
+    parallel = parallelize(copy_of(half), mesh_of(group, 2, 1))
+    with torch.no_grad():
+        exact, own, ours = (model(make_tokens(2, 64)).logits.float() for model in (whole, half, parallel))
+    assert (ours - exact).abs().mean() < 1.1 * (own - exact).abs().mean()
+
+
+@on_ranks(2)
+def test_refusals(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 2, 1)
+    for family in ("qwen3_next", "bamba", "lfm2"):
+        model = parallelize(make(family), mesh)
+        tokens = make_tokens(1, 8)
+        documents = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+        refuses(ValueError, "carry their state", model, tokens, position_ids=documents, use_cache=False)
+        refuses(ValueError, "carry their state", model, tokens, cu_seq_lens_q=torch.tensor([0, 5, 8]))
+        refuses(ValueError, "carry their state", model, tokens[:, :1], cu_seq_lens_q=torch.tensor([0, 1, 1]))
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+        refuses(ValueError, "padding on the left", model, tokens, attention_mask=mask)
+
+
+@on_ranks(2)
+def test_layers_that_are_not_known(group: dist.ProcessGroup) -> None:
+    from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
+    mesh = mesh_of(group, 2, 1)
+    other = FalconMambaForCausalLM(FalconMambaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=1))
+    refuses(ValueError, r"FalconMamba.* by other means .*bamba, .*zamba2", parallelize, other, mesh)
+    replaced = make("bamba")
+    replaced.model.layers[0].mamba.forward = replaced.model.layers[0].mamba.forward  # as a kernel would be set
+    refuses(ValueError, "no kernel from the hub", parallelize, replaced, mesh)
+    assert type(replaced.model.layers[0].mamba).forward.__module__.startswith("transformers.")
+    summed = make("bamba", z_loss_coefficient=0.1)
+    tokens = make_tokens(1, 8)
+    refuses(ValueError, "loss", parallelize(summed, mesh), tokens, labels=tokens)
+
+
+def test_kinds_exist() -> None:
+    """Names in the table that transformers does not have (any more) would be refused without a word."""
+    import importlib
+
+    for kind, name in STATE_LAYERS.items():
+        family = kind.removesuffix("_text")
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        assert issubclass(getattr(module, name), nn.Module)
+
+
+def test_runs_cover_the_sequence() -> None:
+    for ranks in (1, 2, 3, 5):
+        for length in range(ranks, 4 * ranks + 2):
+            all_runs = [runs_of(length, ranks, rank, "zigzag") for rank in range(ranks)]
+            assert sum(sum(runs.own) for runs in all_runs) == sum(all_runs[0].lengths) == length
+            assert sorted(n for runs in all_runs for n in runs.before) == list(range(len(all_runs[0].lengths)))
+            for rank, runs in enumerate(all_runs):
+                assert [runs.lengths[n] for n in runs.before] == list(runs.own)
+                assert [runs.slots[n] // runs.most for n in runs.before] == [rank] * len(runs.own)
