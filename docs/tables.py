@@ -84,6 +84,12 @@ FEATURES = {
     "sliding_window": "sliding windows",
     "attn_logit_softcapping": "soft caps",
     "num_local_experts": "experts",
+    "num_experts": "experts",
+    "linear_conv_kernel_dim": "linear attention",
+    "linear_head_dim": "linear attention",
+    "mamba_d_state": "state spaces",
+    "state_size": "state spaces",
+    "conv_L_cache": "short convolutions",
 }
 
 

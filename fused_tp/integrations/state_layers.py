@@ -107,10 +107,9 @@ def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
     """
     own: Any = inspect.unwrap(kind.forward)
     ours = {name: partial(OURS[name][0], one) for name, one in _called(own).items()}
-    over_ranks = FunctionType(
-        own.__code__, {**own.__globals__, **ours}, own.__name__, own.__defaults__, own.__closure__
-    )
-    over_ranks.__kwdefaults__ = own.__kwdefaults__
+    copied = FunctionType(own.__code__, {**own.__globals__, **ours}, own.__name__, own.__defaults__, own.__closure__)
+    copied.__kwdefaults__ = own.__kwdefaults__
+    over_ranks = torch.compiler.disable(copied)  # torch.compile would look its globals up in the file
 
     @wraps(kind.forward)  # with its signature, which transformers reads
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -121,6 +121,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         **EXPERTS,
         "layer_types": ["linear_attention", "full_attention"],
+        "linear_conv_kernel_dim": 3,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
