@@ -28,6 +28,7 @@ Packed documents are refused, since a state would pass from one to the next as i
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,46 +47,56 @@ from fused_tp.ops.collectives import all_gather
 
 Function: TypeAlias = Callable[..., Any]
 
-# By model type: the class of its layers that carry a state. All others attend, or compute token by token. To add one,
-# compare its forward with those of the others, and add it to RIGHT of tests/integrations/test_model_types.py.
+# What transformers calls the functions that we replace, in all files of models.
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULE = "torch_chunk_gated_delta_rule"
+DELTA_RULE_BY_CHANNEL = "chunk_kimi_delta_attention"
+STATE_SPACE = "mamba2_chunk_scan"
+FUSED = "mamba2_split_conv1d_scan_combined"
+
+# By model type: the class of its layers that carry a state, and which of these functions it calls beside CONVOLUTION.
+# All other layers attend, or compute token by token. To add one, compare its forward with those of the others, and add
+# it to RIGHT of tests/integrations/test_model_types.py.
 STATE_LAYERS = {
-    "bailing_hybrid": "BailingHybridDeltaAttention",
-    "bamba": "BambaMixer",
-    "falcon_h1": "FalconH1Mixer",
-    "granitemoehybrid": "GraniteMoeHybridMambaLayer",
-    "kimi_linear": "KimiLinearDeltaAttention",
-    "lfm2": "Lfm2ShortConv",
-    "lfm2_moe": "Lfm2MoeShortConv",
-    "lfm3": "Lfm3ShortConv",
-    "mamba2": "Mamba2Mixer",
-    "nemotron_h": "NemotronHMamba2Mixer",
-    "olmo_hybrid": "OlmoHybridGatedDeltaNet",
-    "qwen3_5_moe_text": "Qwen3_5MoeGatedDeltaNet",
-    "qwen3_5_text": "Qwen3_5GatedDeltaNet",
-    "qwen3_next": "Qwen3NextGatedDeltaNet",
-    "zamba2": "Zamba2MambaMixer",
+    "bailing_hybrid": ("BailingHybridDeltaAttention", {DELTA_RULE_BY_CHANNEL}),
+    "bamba": ("BambaMixer", {STATE_SPACE, FUSED}),
+    "falcon_h1": ("FalconH1Mixer", {STATE_SPACE, FUSED}),
+    "granitemoehybrid": ("GraniteMoeHybridMambaLayer", {STATE_SPACE, FUSED}),
+    "kimi_linear": ("KimiLinearDeltaAttention", {DELTA_RULE_BY_CHANNEL}),
+    "lfm2": ("Lfm2ShortConv", set()),
+    "lfm2_moe": ("Lfm2MoeShortConv", set()),
+    "lfm3": ("Lfm3ShortConv", set()),
+    "mamba2": ("Mamba2Mixer", {STATE_SPACE, FUSED}),
+    "nemotron_h": ("NemotronHMamba2Mixer", {STATE_SPACE, FUSED}),
+    "olmo_hybrid": ("OlmoHybridGatedDeltaNet", {DELTA_RULE}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeGatedDeltaNet", {DELTA_RULE}),
+    "qwen3_5_text": ("Qwen3_5GatedDeltaNet", {DELTA_RULE}),
+    "qwen3_next": ("Qwen3NextGatedDeltaNet", {DELTA_RULE}),
+    "zamba2": ("Zamba2MambaMixer", {STATE_SPACE, FUSED}),
 }
 
 
 def find_state_layers(model: Any) -> list[nn.Module]:
     """The layers of a transformers model that carry a state and that `pass_states_on` serves: all of them or none."""
-    name = STATE_LAYERS.get(model.config.model_type)
+    name, calls = STATE_LAYERS.get(model.config.model_type, ("", set()))
     layers = [module for module in model.modules() if type(module).__name__ == name]
-    return layers if all(map(_is_known, layers)) else []
+    return layers if all(_is_known(layer, {CONVOLUTION, *calls}) for layer in layers) else []
 
 
-def _is_known(layer: nn.Module) -> bool:
-    """Whether its forward calls the functions that we replace, and these take what we give them."""
+def _is_known(layer: nn.Module, calls: set[str]) -> bool:
+    """Whether its forward is the one that we know: in other versions of transformers a class has another."""
     own: Any = inspect.unwrap(type(layer).forward)
-    if "forward" in vars(layer) or CONVOLUTION not in _called(own):  # transformers sets kernels on the instance
+    called = called_by(own)
+    if "forward" in vars(layer) or called.keys() != calls:  # kernels from the hub are set on the instance
         return False
-    return all(OURS[name][1] <= {*inspect.signature(one).parameters} for name, one in _called(own).items())
+    return all(OURS[name][1] <= {*inspect.signature(one).parameters} for name, one in called.items())
 
 
-def _called(forward: FunctionType) -> dict[str, Function]:
-    """What `forward` calls by the names of OURS."""
-    names = OURS.keys() & forward.__code__.co_names & forward.__globals__.keys()
-    return {name: forward.__globals__[name] for name in names}
+def called_by(forward: FunctionType) -> dict[str, Function]:
+    """The functions that `forward` calls by the names of OURS; not methods of these names."""
+    read = {one.argval for one in dis.get_instructions(forward) if one.opname == "LOAD_GLOBAL"}
+    found = {name: forward.__globals__.get(name) for name in OURS if name in read}
+    return {name: one for name, one in found.items() if callable(one)}
 
 
 def pass_states_on(layers: Sequence[nn.Module]) -> None:
@@ -106,7 +117,7 @@ def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
     made from it read.
     """
     own: Any = inspect.unwrap(kind.forward)
-    ours = {name: partial(OURS[name][0], one) for name, one in _called(own).items()}
+    ours = {name: partial(OURS[name][0], one) for name, one in called_by(own).items()}
     copied = FunctionType(own.__code__, {**own.__globals__, **ours}, own.__name__, own.__defaults__, own.__closure__)
     copied.__kwdefaults__ = own.__kwdefaults__
     over_ranks = torch.compiler.disable(copied)  # torch.compile would look its globals up in the file
@@ -135,7 +146,7 @@ class Runs:
         own: lengths of this rank's.
         before: how many of all ranks' come before each of these.
         lengths: of all ranks' runs, in the order of the sequence.
-        slots: where these lie among what the ranks give, each as much as the one that has most runs.
+        slots: where these lie among what the ranks give, which is as much for all as for the one that has `most` runs.
     """
 
     own: tuple[int, ...]
@@ -263,12 +274,11 @@ def _no_fusion(own: Function, *args: Any, cp: CpContext, **kwargs: Any) -> None:
     """In the place of a kernel for the whole layer, which takes no state: on None the layer does without it."""
 
 
-CONVOLUTION = "causal_conv1d_fn"
 # By the names of what they replace, with the parameters that this must have.
 OURS: dict[str, tuple[Function, set[str]]] = {
     CONVOLUTION: (_convolution, {"hidden_states", "weight", "bias"}),
-    "torch_chunk_gated_delta_rule": (_gated_delta_rule, {"initial_state", "output_final_state"}),
-    "chunk_kimi_delta_attention": (_gated_delta_rule, {"initial_state", "output_final_state"}),
-    "mamba2_chunk_scan": (_state_space, {"return_final_states", "dt_bias", "dt_softplus", "dt_limit"}),
-    "mamba2_split_conv1d_scan_combined": (_no_fusion, set()),
+    DELTA_RULE: (_gated_delta_rule, {"g", "beta", "initial_state", "output_final_state"}),
+    DELTA_RULE_BY_CHANNEL: (_gated_delta_rule, {"g", "beta", "initial_state", "output_final_state"}),
+    STATE_SPACE: (_state_space, {"return_final_states", "dt_bias", "dt_softplus", "dt_limit"}),
+    FUSED: (_no_fusion, set()),
 }

@@ -3,16 +3,17 @@ token comes from the ranks that hold the tokens before."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, runs_of
+from fused_tp.integrations.state_layers import CONVOLUTION, STATE_LAYERS, called_by, find_state_layers, runs_of
 from tests.integrations.models import (
     LAYOUTS,
     assert_near,
@@ -205,6 +206,7 @@ def test_layers_that_are_not_known(group: dist.ProcessGroup) -> None:
     from transformers import FalconMambaConfig, FalconMambaForCausalLM
 
     mesh = mesh_of(group, 2, 1)
+    torch.manual_seed(0)
     other = FalconMambaForCausalLM(FalconMambaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=1))
     refuses(ValueError, r"FalconMamba.* by other means .*bamba, .*zamba2", parallelize, other, mesh)
     replaced = make("bamba")
@@ -216,14 +218,12 @@ def test_layers_that_are_not_known(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "loss", parallelize(summed, mesh), tokens, labels=tokens)
 
 
-def test_kinds_exist() -> None:
-    """Names in the table that transformers does not have (any more) would be refused without a word."""
-    import importlib
-
-    for kind, name in STATE_LAYERS.items():
+def test_the_table_is_that_of_this_version_of_transformers() -> None:
+    """What it names and transformers does not have (any more) would be refused without a word."""
+    for kind, (name, calls) in STATE_LAYERS.items():
         family = kind.removesuffix("_text")
-        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-        assert issubclass(getattr(module, name), nn.Module)
+        layer = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+        assert called_by(inspect.unwrap(layer.forward)).keys() == {CONVOLUTION, *calls}, kind
 
 
 def test_runs_cover_the_sequence() -> None:

@@ -423,9 +423,9 @@ def test_what_only_attention_over_the_ring_could_mix(group: dist.ProcessGroup) -
 
     sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    layers = ["conv", "full_attention"]
-    convolution = transformers.Lfm2ForCausalLM(transformers.Lfm2Config(layer_types=layers, **sizes))
-    refuses(ValueError, "other means than attention", parallelize, convolution, mesh_of(group, 2, 1))
+    torch.manual_seed(0)
+    state = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**sizes))
+    refuses(ValueError, "other means than attention", parallelize, state, mesh_of(group, 2, 1))
     gemma = make("gemma2")
     said, plan = "style 'colwise', which needs a plain nn.Linear; it is a .*Gemma2", {"model.embed_tokens": "colwise"}
     refuses(ValueError, said, parallelize, gemma, mesh_of(group, 1, 2), plan=plan)
