@@ -157,7 +157,7 @@ class TransformersSequence(SequenceSharding):
         self._counts_positions: Any = next(counts, None)
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """... of what layers are replaced by. They are still what they were."""
+        """Have layers with a state take it from the ranks that hold the tokens before."""
         if self.parallelism.cp_mesh is not None:
             pass_states_on(find_state_layers(model))
 
@@ -218,13 +218,15 @@ class TransformersSequence(SequenceSharding):
 
     def _take_documents(self, arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> tuple[int, ...]:
         documents = take_documents(arguments, seq_len, makes_cache=makes_cache)
-        if documents and self.other_layers:
+        if not self.other_layers:
+            return documents
+        if len(_distinct(documents)) > 2:
             raise ValueError(
                 f"Rows hold packed documents (by position_ids or cu_seq_lens_q), and layers with "
                 f"{', '.join(self.other_layers)} would carry their state from one to the next over context parallel "
                 "ranks. Use rows of one document, padded on the right, or no cp_dim."
             )
-        return documents
+        return ()
 
     def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
         """The config's default would collect keys and values without being asked. Returns whether it would have."""
