@@ -22,6 +22,9 @@ _KINDS = {
     "all_gather": "all_gather_into_tensor",
     "all_gather_matmul": "all_gather_into_tensor",
     "vocab_parallel_cross_entropy": "all_gather_into_tensor",
+    "all_gather_grouped_matmul": "all_gather_into_tensor",
+    "grouped_matmul_reduce_scatter": "reduce_scatter_tensor",
+    "grouped_matmul_all_reduce": "all_reduce",
     "reduce_scatter": "reduce_scatter_tensor",
     "matmul_reduce_scatter": "reduce_scatter_tensor",
     "all_reduce": "all_reduce",
@@ -31,6 +34,7 @@ _KINDS = {
     "all_to_all": "all_to_all_single",
     "ring_attention": "all_to_all_single",
 }
+_GRADS = ("needs_x", "needs_rows", "needs_weight")  # of grouped matmuls
 _DEBUG = "torch.distributed.tensor.debug"
 _counted: set[str] = set()  # ops whose collectives CommDebugMode counts
 
@@ -92,6 +96,8 @@ def _collectives(op: Any, values: Sequence[Any]) -> list[str]:
     key = None if op.key is None else op.key(a)
     if key is None or size == 1:
         return []
+    if op.name == "all_gather_grouped_matmul_backward":
+        return ["reduce_scatter_tensor"] * a.needs_x + ["all_gather_into_tensor"] * a.needs_weight
     if op.name == "all_gather_matmul_backward":
         of_x = a.needs_x * (bool(a.d_outputs) + (a.d_gathered is not None))
         return ["reduce_scatter_tensor"] * of_x + ["all_gather_into_tensor"] * any(a.needs_weight)
@@ -111,6 +117,9 @@ def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
         for length in a.cache_seqlens.tolist():
             held = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
             yield from ((h, q, d, held), (h, q, held, a.v.shape[3]))
+    elif "grouped" in name:  # once for what each half of backward computes
+        rows, times = len(a.routing.tokens), sum(getattr(a, need, False) for need in _GRADS) or "backward" not in name
+        yield from [(1, rows, *a.weight.shape[1:])] * times
     elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):
         yield 1, _rows(a.x), *reversed(a.weight.shape)
     elif name == "matmul_reduce_scatter_backward":

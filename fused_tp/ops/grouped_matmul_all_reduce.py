@@ -73,6 +73,17 @@ class _Args(NamedTuple):
     group: AnyGroup
 
 
+class _Grads(NamedTuple):
+    d_output: Tensor
+    x: Tensor
+    weight: Tensor
+    routing: Routing
+    scale: Tensor | None
+    needs_rows: bool
+    needs_weight: bool
+    group: AnyGroup
+
+
 def _prepare(a: _Args) -> _Args:
     x, weight = checked_grouped("x", a.x, a.weight, *a.routing, a.scale)
     check_rows(x, a.routing.tokens)
@@ -88,15 +99,45 @@ def _forward(schedule: Schedule, a: _Args) -> Tensor:
 
 def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
     """Both halves are local."""
-    a, needs, found = s.args, s.needs, dict[str, Any]()
-    d_rows = a.routing.rows_of(d_output)
-    if needs.x or needs.scale:
-        d_scaled = grouped_linear(d_rows, a.weight.transpose(1, 2), a.routing)
-        found |= scaled_grads(d_scaled, a.x, a.scale, needs)
-    if needs.weight:
-        found["weight"] = grouped_weight_grad(d_rows, scaled(a.x, a.scale), a.weight, a.routing)
-    return found
+    a, needs = s.args, s.needs
+    return grads_of_rows(d_output, a, needs)
 
+
+def grads_of_rows(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
+    """Those of x, scale and weight that are needed, of the gradient of all tokens."""
+    rows = needs.x or needs.scale
+    if not (rows or needs.weight):
+        return {}
+    d_scaled, d_weight = GROUPED_MATMUL_BACKWARD(
+        d_output, a.x, a.weight, *a.routing, a.scale, rows, needs.weight, a.group
+    )
+    found: dict[str, Any] = scaled_grads(d_scaled, a.x, a.scale, needs) if rows else {}
+    return found | {"weight": d_weight} if needs.weight else found
+
+
+# -- backward: an op, because a traced program cannot see how many rows an expert has ---------------------------------
+
+
+def _compute_grads(schedule: None, g: _Grads) -> tuple[Tensor, Tensor]:
+    """dy @ W of each row, and dW; empty where not needed."""
+    d_rows, empty = g.routing.rows_of(g.d_output), g.x.new_empty(0)
+    d_scaled = grouped_linear(d_rows, g.weight.transpose(1, 2), g.routing) if g.needs_rows else empty
+    if not g.needs_weight:
+        return d_scaled, empty
+    x = g.x if g.scale is None else scaled(g.x, g.scale)
+    return d_scaled, grouped_weight_grad(d_rows, x, g.weight, g.routing)
+
+
+GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
+    "grouped_matmul_backward",
+    _Grads,
+    "(Tensor, Tensor)",
+    _compute_grads,
+    lambda g: (
+        g.x.new_empty(g.x.shape if g.needs_rows else 0),
+        g.x.new_empty(g.weight.shape if g.needs_weight else 0),
+    ),
+)
 
 GROUPED_MATMUL_ALL_REDUCE: Op[_Args] = Op(
     "grouped_matmul_all_reduce",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fused_tp.ops.arguments import any_dim, check_rows, checked_grouped, checked_sizes, example_routing
+from fused_tp.ops.grouped_matmul_all_reduce import grads_of_rows
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike, group_by_name
 from fused_tp.runtime.partition import SymInt, shard_sizes
@@ -18,8 +19,6 @@ from fused_tp.schedules.grouped import (
     GroupedProduct,
     Routing,
     grouped_linear,
-    grouped_weight_grad,
-    scaled,
     scaled_grads,
 )
 
@@ -120,8 +119,7 @@ def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
             found |= scaled_grads(d_scaled, a.x, a.scale, needs)
         s.kept = d_output
     if needs.weight:
-        d_rows = a.routing.rows_of(s.kept)
-        found["weight"] = grouped_weight_grad(d_rows, scaled(a.x, a.scale), a.weight, a.routing)
+        found |= grads_of_rows(s.kept, a, needs._replace(x=False, scale=False))
     return found
 
 

@@ -132,14 +132,14 @@ def grouped_weight_grad(d_output: Tensor, x: Tensor, weight: Tensor, routing: Ro
     return d_weight
 
 
-def scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """Rows of `x` times `scale`, in the dtype of `x`."""
-    return x if scale is None else (x * scale[:, None]).to(x.dtype)
+    return (x * scale[:, None]).to(x.dtype)
 
 
 def scaled_grads(d_scaled: Tensor, x: Tensor, scale: Tensor | None, needs: Any) -> dict[str, Tensor]:
     """Those of "x" and "scale" that are needed, of the gradient of `scale * x`."""
-    found = {"x": scaled(d_scaled, scale)} if needs.x else {}
+    found = {"x": d_scaled if scale is None else scaled(d_scaled, scale)} if needs.x else {}
     if needs.scale and scale is not None:
         found["scale"] = (d_scaled * x).sum(1, dtype=torch.promote_types(scale.dtype, torch.float32)).to(scale.dtype)
     return found

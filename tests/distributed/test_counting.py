@@ -18,10 +18,15 @@ from tests.workers import on_ranks
 GATHER, SCATTER, SUM, SWAP = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"
 # By op of test_every_op: collectives, and flops in multiples of 2, of forward and backward.
 MATMUL = 4 * 8 * 6  # [4, 8] @ [8, 6]
+GROUPED = 6 * 8 * 6  # rows of experts
 RING = 2 * 4 * 8 * 8  # heads, own queries, all keys, head_dim: of one matmul
 EXPECTED: dict[str, tuple[dict[str, int], int]] = {
     "all_gather": ({GATHER: 1, SCATTER: 1}, 0),
     "all_gather_matmul": ({GATHER: 2, SCATTER: 1}, 3 * 2 * 2 * MATMUL),
+    "all_gather_grouped_matmul": ({GATHER: 2, SCATTER: 1}, 3 * GROUPED),
+    "column_parallel_grouped_matmul": ({SUM: 1}, 3 * GROUPED),
+    "grouped_matmul_all_reduce": ({SUM: 1}, 3 * GROUPED),
+    "grouped_matmul_reduce_scatter": ({SCATTER: 1, GATHER: 1}, 3 * GROUPED),
     "all_reduce": ({SUM: 1}, 0),
     "all_reduce_rms_norm": ({SUM: 1}, 0),
     "column_parallel_matmul": ({SUM: 1}, 3 * MATMUL),

@@ -32,9 +32,27 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> dict[
     new, cached = torch.ones(1, 1, 2, 8, dtype=dtype), seeded(1, 4, 2, 8, dtype=dtype, seed=rank)
     lengths = torch.tensor([8])
     one: dict[str, Any] = {"group": group}
+    rows, stacked = (6, 8), (2, 6, 8)  # of experts
+    tokens, offsets = torch.tensor([0, 3, 1, 1, 2, 0]), torch.tensor([2, 6], dtype=torch.int32)
     return {
         "all_gather": (lambda x: collectives.all_gather(x, 0, **one), leaves(x)),
         "all_gather_matmul": (lambda x, w, v: fused_tp.all_gather_matmul(x, [w, v], **one), leaves(x, w, w)),
+        "all_gather_grouped_matmul": (
+            lambda x, w: fused_tp.all_gather_grouped_matmul(x, w, 2 * tokens, offsets, **one),
+            leaves(x, stacked),
+        ),
+        "column_parallel_grouped_matmul": (
+            lambda x, w: fused_tp.column_parallel_grouped_matmul(x, w, tokens, offsets, **one),
+            leaves(x, stacked),
+        ),
+        "grouped_matmul_all_reduce": (
+            lambda x, w, s: fused_tp.grouped_matmul_all_reduce(x, w, tokens, offsets, s, shape=(6,), **one),
+            leaves(rows, stacked, (6,)),
+        ),
+        "grouped_matmul_reduce_scatter": (
+            lambda x, w: fused_tp.grouped_matmul_reduce_scatter(x, w, tokens, offsets, shape=(6,), **one),
+            leaves(rows, stacked),
+        ),
         "all_reduce": (lambda x: collectives.all_reduce(x, **one), leaves(x)),
         "all_reduce_rms_norm": (
             lambda x, r, w: fused_tp.all_reduce_rms_norm(x, r, w, 1e-6, **one),
@@ -104,6 +122,23 @@ RING = [
 EXPECTED = {
     "all_gather": ["all_gather [4, 8] f32 {}", "reduce_scatter [8, 8] f32 {}"],
     "all_gather_matmul": ["all_gather_matmul [4, 8]x[6, 8]x[6, 8] f32 {}", GRADS + " {}"],
+    "all_gather_grouped_matmul": [
+        "all_gather_grouped_matmul [4, 8]x[2, 6, 8] f32 {}",
+        "all_gather_grouped_matmul_backward [6, 6]x[4, 8]x[2, 6, 8] f32 {}",
+    ],
+    "column_parallel_grouped_matmul": [
+        "column_parallel_grouped_matmul [4, 8]x[2, 6, 8] f32",
+        "column_parallel_grouped_matmul_backward [6, 6]x[4, 8]x[2, 6, 8] f32 {}",
+    ],
+    "grouped_matmul_all_reduce": [
+        "grouped_matmul_all_reduce [6, 8]x[2, 6, 8] f32 {}",
+        "grouped_matmul_backward [6, 6]x[6, 8]x[2, 6, 8] f32",
+    ],
+    "grouped_matmul_reduce_scatter": [
+        "grouped_matmul_reduce_scatter [6, 8]x[2, 6, 8] f32 {}",
+        "grouped_matmul_reduce_scatter_backward [3, 6]x[2, 6, 8] f32 {}",
+        "grouped_matmul_backward [6, 6]x[6, 8]x[2, 6, 8] f32",
+    ],
     "all_reduce": ["all_reduce [4, 8] f32 {}"],
     "all_reduce_rms_norm": ["all_reduce_rms_norm [4, 6]x[4, 6] f32 {}"],
     "column_parallel_matmul": [

@@ -201,7 +201,7 @@ for gather, scatter, reduce in (
     ]
     CASES += [(partial(gather, X, 0, group=None, gather_size=4), ValueError, "gather_size=4 cut over 1 ranks")]
 CASES += [
-    (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather, all_gather_matmul"),
+    (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather, all_gather_grouped"),
     (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),
     (lambda: explain("matmul_all_reduce", (1, 2), (3, 3)), ValueError, "weight has shape (3, 3); it must be"),
     (lambda: explain("all_gather", (2, 3), dim=2), ValueError, "dim=2 is out of range for x_shard of shape (2, 3)"),
