@@ -38,7 +38,7 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> dict[
         "all_gather": (lambda x: collectives.all_gather(x, 0, **one), leaves(x)),
         "all_gather_matmul": (lambda x, w, v: fused_tp.all_gather_matmul(x, [w, v], **one), leaves(x, w, w)),
         "all_gather_grouped_matmul": (
-            lambda x, w: fused_tp.all_gather_grouped_matmul(x, w, 2 * tokens, offsets, **one),
+            lambda x, w: fused_tp.all_gather_grouped_matmul(x, w, group.size() * tokens, offsets, **one),
             leaves(x, stacked),
         ),
         "column_parallel_grouped_matmul": (
