@@ -76,6 +76,12 @@ STYLES = {
     "mla_kv_a_proj": "whole on every rank; the part of its output that all heads share gets the sum of their gradients",
     "moe_identity_expert": "an expert that returns what it is given; one rank adds it",
     "moe_tp_experts": "experts, of each of which a rank has a part: those of its own parameters that the plan names",
+    "multi_query_colwise": "cut along the outputs that are queries; the others, one head's keys and values, all ranks "
+    "have",
+    "packed_colwise": "cut along the outputs, of which two parts lie one after the other (gate and up), each of them",
+    "packed_colwise_3": "the same, of three parts: q, k and v",
+    "packed_colwise_12": "the same, of four blocks of q, k and v",
+    "packed_rowwise_4": "cut along the inputs, of which four parts lie one after the other, each of them",
     "replicate": "whole on every rank",
     "sequence_parallel": "whole on every rank, on this rank's tokens",
     "replicated_with_grad_allreduce": "whole on every rank, on this rank's heads or features",

@@ -125,12 +125,14 @@ class LayerState:
         local_len: tokens on this CP rank, over all its TP ranks; None where the forward pass is not sharded.
         cp: set where the sequence is sharded over the context parallel ranks.
         logits_sharded: the output layer leaves its output sharded by vocabulary, next to a loss over the TP ranks.
+        batch: rows, with `local_len`.
     """
 
     tp_sharded: bool = False
     local_len: int | None = None
     cp: CpContext | None = None
     logits_sharded: bool = False
+    batch: int = 0
 
 
 UNSHARDED = LayerState()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_tp.attention.spec import read_bounds
-from fused_tp.integrations.families import FAMILIES, Family
+from fused_tp.integrations.families import family_of
 from fused_tp.integrations.forward_shard import ForwardShard
 from fused_tp.integrations.hf_attention import has_eager, register_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
@@ -27,6 +27,7 @@ from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
 from fused_tp.nn import ColumnParallelLinear
+from fused_tp.runtime.partition import shard_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 # What a model returns next to its logits on demand, of each token or of a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Through which a model calls the attention that its config names.
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # How a model asks transformers for a mask where attention could do without one: it will change the mask.
 OWN_MASK = "allow_is_causal_skip=False"
 PADDED_DOCUMENTS = (
@@ -60,11 +63,6 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     kind = type(model).__name__
     is_base = _is_base(model)
     asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
-    if parallelism.sequence_parallel and FAMILIES.get(model.config.model_type, Family()).flattens:
-        raise ValueError(
-            f"The layers of {kind} take the tokens of all rows in one dim, which sequence_parallel=True does not "
-            "serve; pass sequence_parallel=False."
-        )
     if parallelism.shards_sequence:
         _check_token_mixing(model, parallelism, asked)
         if parallelism.cp_mesh is not None and any(
@@ -89,7 +87,8 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     if not is_base and (parallelism.sequence_parallel or parallelism.loss_parallel):
         head = model.get_output_embeddings()
         name = next((name for name, module in model.named_modules() if module is head), None)
-        if name is None or spec_of(plan.get(name)).shard_dim != 0:
+        spec = spec_of(None if name is None else plan.get(name))
+        if spec.shard_dim != 0 or spec.parts > 1 or spec.shares_keys:
             asked = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
             raise ValueError(
                 f"{asked}=True needs the output layer of {kind} ({name!r}) cut by columns; add "
@@ -112,11 +111,20 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
         )
     if states and not has_eager(model):
         return  # no attention at all
-    # transformers says False of all models with a state, whatever their attention does.
-    if not (model._supports_attention_backend or states or not over_cp):
-        raise ValueError(f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs.")
     implementation = model.config._attn_implementation
-    if not (has_eager(model) if implementation == "eager" else implementation in ALL_ATTENTION_FUNCTIONS):
+    is_eager, by_itself = implementation == "eager", not over_cp and family_of(model.config).eager_sequences
+    # transformers says False of all models with a state, whatever their attention does.
+    kinds = (one for one in type(model).__mro__ if one.__module__ != "transformers.modeling_utils")  # which has all
+    files = (sys.modules.get(one.__module__) for one in kinds)
+    replaceable = model._supports_attention_backend or states
+    replaceable = replaceable or (not over_cp and any(hasattr(file, INTERFACE) for file in files))
+    if not (replaceable or (by_itself and is_eager)):
+        raise ValueError(
+            f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs"
+            + ("; or load it with attn_implementation='eager'." if by_itself else ".")
+        )
+    known = by_itself or has_eager(model) if is_eager else implementation in ALL_ATTENTION_FUNCTIONS
+    if not known:
         raise ValueError(
             f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
             f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
@@ -151,6 +159,7 @@ class TransformersSequence(SequenceSharding):
         super().__init__(model, parallelism)
         self.is_base = _is_base(model)
         self.config = model.config
+        self.family = family_of(model.config)
         self.other_layers = _other_layers(model)
         # RoBERTa's family counts positions from behind that of the padding.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
@@ -196,6 +205,9 @@ class TransformersSequence(SequenceSharding):
         if self.parallelism.cp_mesh is None:
             self._check_padding(arguments)
             check_documents(arguments, seq_len, makes_cache=makes_cache)
+            if self.family.length_of_mask and arguments.get("attention_mask") is None:
+                _, tokens = self._tokens(arguments)
+                arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
             return Rows()
         documents = self._take_documents(arguments, seq_len, makes_cache=makes_cache)
         mask = arguments.pop("attention_mask", None)
@@ -247,13 +259,23 @@ class TransformersSequence(SequenceSharding):
             source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)
             arguments["position_ids"] = torch.cat(counted).to(source.device).unsqueeze(0)
 
+    def is_too_short(self, seq_len: int) -> bool:
+        mesh = self.parallelism.tp_mesh
+        if mesh is not None and self.parallelism.sequence_parallel and self.family.eager_sequences:
+            start, stop = shard_range(seq_len, mesh.size(), mesh.size() - 1)
+            if start == stop:  # a view [-1, 0, hidden] is what their own code makes of no tokens
+                return True
+        return super().is_too_short(seq_len)
+
     def entrances(self, model: nn.Module) -> list[nn.Module]:
         return [module for module in model.modules() if module is not model and is_transformers_model(module)]
 
-    def default_positions(self, tokens: Tensor) -> Tensor:
-        counts = self._counts_positions
+    def default_positions(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
+        counts, mask = self._counts_positions, arguments.get("attention_mask")
+        if self.family.positions_of_mask and isinstance(mask, Tensor) and mask.ndim == 2:
+            return (mask.long().cumsum(1) * mask - 1).long()
         if counts is None:
-            return super().default_positions(tokens).unsqueeze(0)
+            return super().default_positions(tokens, arguments).unsqueeze(0)
         given = "input_ids" if tokens.ndim == 2 else "inputs_embeds"
         positions: Tensor = getattr(counts, f"create_position_ids_from_{given}")(tokens, counts.padding_idx)
         return positions
@@ -299,7 +321,7 @@ class TransformersSequence(SequenceSharding):
             or kinds - {"full_attention", "sliding_attention"}
             or self.other_layers  # whose state is no part of such a cache
             or getattr(text, "num_kv_shared_layers", None)
-            or not all(FAMILIES.get(one.model_type, Family()).shares_cache for one in (text, self.config))
+            or not all(family_of(one).shares_cache for one in (text, self.config))
             or getattr(text, "kv_lora_rank", None)  # the cache holds latents, of which keys and values are made
             or arguments.get("is_causal") is not None
             or self._gives_attentions(arguments)
@@ -341,7 +363,7 @@ class TransformersSequence(SequenceSharding):
         if not self.is_base:
             t = self.whole_of_tokens(t, shard)
         else:
-            t = self.whole(t, shard, tp_sharded=self.parallelism.sequence_parallel)
+            t = self.whole(t, shard, tp_sharded=self.parallelism.sequence_parallel and not self.joins)
         keep = shard.logits_to_keep
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]

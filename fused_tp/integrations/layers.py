@@ -6,6 +6,7 @@ change. Everything is decided from the plan before the first module is touched.
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,12 +20,21 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.integrations.expert_parallel import Dealing, ExpertRanks
 from fused_tp.integrations.experts import deal_rows, run_grouped, takes_routing
-from fused_tp.integrations.plan import HEAD_PROJECTIONS, Plan, Style, embedding_scale, spec_of
+from fused_tp.integrations.plan import (
+    HEAD_PROJECTIONS,
+    Plan,
+    Style,
+    StyleSpec,
+    embedding_scale,
+    head_counts,
+    spec_of,
+)
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.integrations.sequence import SequenceSharding
-from fused_tp.nn import ColumnParallelLinear
+from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
+from fused_tp.nn.linear import check_parts, features_of, is_conv1d
 from fused_tp.nn.norm import replicate_own
-from fused_tp.nn.sharding import Memo, PartsCut
+from fused_tp.nn.sharding import Memo, PartsCut, shard_rows
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
 from fused_tp.runtime.group import GroupLike
@@ -65,10 +75,11 @@ def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
                     f"{cut[key].dim_of(parameter)}, where it has {f'twice {size}' if cut[key].parts == 2 else size} "
                     f"elements, which {ranks} tensor parallel ranks cannot share evenly."
                 )
+        _check_parts(name, module, spec_of(style), ranks)
         if ranks > 1:
             _check_nothing_lost(name, module, spec_of(style).convert is not None)
         if plan:
-            _check_reads(name, module, plan.modules)
+            _check_reads(name, module, plan)
         if style is not None and spec_of(style).shares_rotary:
             _rotary_width(model, module)
     for dims in dims_of.values():
@@ -78,6 +89,21 @@ def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
                 f"{first!r} and {second!r} share a weight, and the plan gives them the styles "
                 f"{plan.modules.get(first)!r} and {plan.modules.get(second)!r}; tied weights must be cut alike "
                 "('embedding_rowwise' goes with 'colwise_gather_output')."
+            )
+
+
+def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
+    """Refuse a layer of several parts that the ranks cannot share evenly, and one of queries and one head of keys and
+    values that is not that."""
+    if spec.parts > 1 and spec.shard_dim is not None:
+        dim = 1 - spec.shard_dim if is_conv1d(module) else spec.shard_dim
+        check_parts(_path(name, "weight"), module.weight, PartsCut(dim, spec.parts), ranks)
+    if spec.shares_keys:
+        taken, returned = features_of(module)
+        if is_conv1d(module) or returned <= taken:
+            raise ValueError(
+                f"{name!r} returns {returned} features of {taken}; 'multi_query_colwise' needs an nn.Linear that makes "
+                "as many of queries as it is given, and besides these those of one head's keys and values."
             )
 
 
@@ -100,14 +126,14 @@ def _check_nothing_lost(name: str, module: nn.Module, replaced: bool) -> None:
         )
 
 
-def _check_reads(name: str, module: nn.Module, plan: Mapping[str, Style]) -> None:
+def _check_reads(name: str, module: nn.Module, plan: Plan) -> None:
     """Refuse a plan that cuts what code of `module` reads as if it were whole."""
     for parameter in parameters_read(module, by_forward=True):
         owner = _path(name, parameter.rpartition(".")[0])
-        if spec_of(plan.get(owner)).shard_dim is not None:
+        if spec_of(plan.modules.get(owner)).shard_dim is not None and _path(name, parameter) not in plan.unread:
             raise ValueError(
                 f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, and the plan cuts it: {owner!r} has "
-                f"the style {plan[owner]!r}. Leave {owner!r} out of the plan, and what is tied to it."
+                f"the style {plan.modules[owner]!r}. Leave {owner!r} out of the plan, and what is tied to it."
             )
 
 
@@ -143,6 +169,13 @@ def shard_layers(
         scale = embedding_scale(module)
         if scale is not None:
             layer.register_forward_hook(partial(_scale_output, scale))
+        if (
+            plan.flattens
+            and isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+            and not sequence.is_whole(name)
+        ):
+            layer.register_forward_pre_hook(partial(_row_by_row, sequence), with_kwargs=True)
+            layer.register_forward_hook(_in_one_dim)
         if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
             in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
             take_part = partial(_take_part, sequence, name if in_attention else "")
@@ -152,9 +185,35 @@ def shard_layers(
     for name in sorted(name for name in attentions if not sequence.is_whole(name)):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
     _share_gathers(model, plan.modules)
+    for name, arguments in plan.per_head.items():
+        heads = max(head_counts(modules[name]).values())  # of queries
+        order = list(inspect.signature(modules[name].forward).parameters)
+        modules[name].register_forward_pre_hook(partial(_take_heads, mesh, heads, arguments, order), with_kwargs=True)
     for name, attributes in plan.counts.items():
         for attribute in attributes:
             setattr(modules[name], attribute, getattr(modules[name], attribute) // mesh.size())
+
+
+def _take_heads(
+    mesh: DeviceMesh,
+    heads: int,
+    dims: Mapping[str, int],
+    order: list[str],
+    attention: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> HookArguments:
+    """Hand an attention module what is for its own heads, of arguments that hold something for each of `heads`: of
+    [heads, ...] or [batch * heads, ...] along the dim that `dims` names."""
+    start, stop = shard_rows(heads, mesh)
+
+    def own(name: str, t: Any) -> Any:
+        if name not in dims or not isinstance(t, Tensor) or t.shape[dims[name]] == 1:
+            return t
+        dim = dims[name]
+        return t.unflatten(dim, (-1, heads)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+
+    return tuple(map(own, order, args)), {name: own(name, t) for name, t in kwargs.items()}
 
 
 def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -216,6 +275,25 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for key, child in parent._modules.items():
             if child is old:
                 parent._modules[key] = new
+
+
+_FLAT = "_fused_tp_flat"
+
+
+def _row_by_row(
+    sequence: SequenceSharding, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> HookArguments | None:
+    """Give a layer [batch, seq, n] for [batch * seq, n]: it gathers, or scatters, each row's tokens."""
+    state = sequence.state_now()
+    if not state.tp_sharded or args[0].ndim != 2:
+        return None
+    x = args[0].unflatten(0, (state.batch, -1))
+    setattr(x, _FLAT, True)
+    return (x, *args[1:]), kwargs
+
+
+def _in_one_dim(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.flatten(0, 1) if getattr(args[0], _FLAT, False) else output
 
 
 _PART = "_fused_tp_part"
@@ -304,7 +382,7 @@ def replicate_parameters(
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
         over = dealing.parameter_mesh if dealing and name in dealing.names else None
         held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=asks, parameter_mesh=over)
-        if held and isinstance(module, nn.Embedding):
+        if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sequence.is_whole(name)):
             module.register_forward_hook(partial(_own_part, sequence, mesh))
 
 

@@ -30,7 +30,7 @@ from fused_tp.integrations.plan import (
 )
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
-from fused_tp.integrations.whole_blocks import find_whole_blocks, run_whole
+from fused_tp.integrations.whole_blocks import find_whole_blocks, join_behind, run_whole
 from fused_tp.ops.arguments import check_bool
 from fused_tp.runtime.group import check_mesh_order
 
@@ -113,7 +113,8 @@ def parallelize(
             "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only
             this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce". The name of a parameter of one
             dim (attention sinks) takes "colwise"; parameters of experts take "packed_colwise", "colwise", "rowwise"
-            next to "moe_tp_experts" for their module.
+            next to "moe_tp_experts" for their module. Layers of two or three parts one after the other (gate and up; q,
+            k and v) take "packed_colwise" and "packed_colwise_3".
         sequence_parallel: also cut the residual stream and the norms, which saves their memory; any sequence length.
             Blocks that cannot see a part of the sequence, or of which that is not known (routed experts, state spaces,
             latent attention), get the tokens of all TP ranks and give back this rank's.
@@ -185,6 +186,9 @@ def parallelize(
 
     sequence.whole_blocks = whole_blocks
     sequence.prepare(model)
+    if sequence_parallel and resolved.joins:
+        sequence.joins = resolved.joins
+        sequence.behind = resolved.behind
     if tp_mesh is not None:
         warn_of_small_share(model, resolved)
         memo = WeakIdKeyDictionary()
@@ -192,6 +196,8 @@ def parallelize(
         replicate_parameters(model, tp_mesh, resolved, sequence, memo, dealing)
         for name in whole_blocks:
             run_whole(model.get_submodule(name), tp_mesh, sequence)
+        if sequence.joins:
+            join_behind(model.get_submodule(sequence.joins), tp_mesh, sequence)
     elif dealing is not None:
         deal_experts(model, dealing)
     materialize(model, mesh.device_type, hf=hf)
@@ -206,7 +212,8 @@ def parallelize(
     if own_dim and grad_sync:
         model.register_forward_pre_hook(_Watch(GradientSync(own_dim[0], mean=True)))
     for module in model.modules():
-        setattr(module, _DONE, parallelism)
+        if next(module.parameters(), None) is not None:  # others may be shared by models: activations of OpenAI GPT are
+            setattr(module, _DONE, parallelism)
     return model
 
 

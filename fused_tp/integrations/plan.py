@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,8 +19,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.integrations.expert_parallel import check_dealt
 from fused_tp.integrations.experts import takes_routing
-from fused_tp.integrations.families import FAMILIES, Family
+from fused_tp.integrations.families import Family, family_of
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from fused_tp.nn.linear import MultiQueryLinear, features_of, is_conv1d
 
 Style: TypeAlias = "str | ParallelStyle"
 
@@ -34,12 +35,14 @@ class StyleSpec:
         convert: makes the parallel layer that replaces the module, called as convert(module, mesh=, memo=); None for
             modules that stay whole.
         shard_dim: of the weight [out, in]; None: replicated.
+        parts: lie one after the other along it, each of which is cut: 2 of gate and up, 3 n of q, k and v in n blocks.
         gathers_output: every rank gets all output features.
         splits_input: the module is given all input features, and with them the whole sequence.
         sums_gradient: the module sees a part of the heads, so that a rank's gradient is one term of a sum.
         sums_output: the module holds a part of each of its experts and is given what all ranks have; its output is one
             term of a sum, and so are the gradients of what it is given.
         adds_once: what the module returns goes into such a sum as it is: one rank adds it.
+        shares_keys: all ranks compute the keys and values of the one head that the layer makes besides queries.
         shares_rotary: the last qk_rope_head_dim features of the output go to all heads, past the layer that is cut by
             heads: each rank finds the gradient of its own heads, which is summed.
     """
@@ -47,12 +50,18 @@ class StyleSpec:
     needs: type[nn.Module] = nn.Module
     convert: Callable[..., nn.Module] | None = None
     shard_dim: int | None = None
+    parts: int = 1
     gathers_output: bool = False
     splits_input: bool = False
     sums_gradient: bool = False
     sums_output: bool = False
     adds_once: bool = False
+    shares_keys: bool = False
     shares_rotary: bool = False
+
+
+def _packed(layer: type[ColumnParallelLinear | RowParallelLinear], shard_dim: int, parts: int) -> StyleSpec:
+    return StyleSpec(nn.Linear, partial(layer.from_linear, parts=parts), shard_dim, parts)
 
 
 WHOLE = StyleSpec()
@@ -68,6 +77,11 @@ STYLES = {
     "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
     "moe_identity_expert": StyleSpec(adds_once=True),
     "moe_tp_experts": StyleSpec(sums_output=True),  # next to entries for the module's own parameters
+    "multi_query_colwise": StyleSpec(nn.Linear, MultiQueryLinear.from_linear, 0, shares_keys=True),
+    "packed_colwise": _packed(ColumnParallelLinear, 0, 2),
+    "packed_colwise_3": _packed(ColumnParallelLinear, 0, 3),
+    "packed_colwise_12": _packed(ColumnParallelLinear, 0, 12),
+    "packed_rowwise_4": _packed(RowParallelLinear, 1, 4),
     "replicate": WHOLE,
     "replicated_with_grad_allreduce": StyleSpec(sums_gradient=True),
     "rowwise": StyleSpec(nn.Linear, RowParallelLinear.from_linear, 1),
@@ -112,11 +126,23 @@ class Plan:
         modules: styles of modules.
         parameters: styles of parameters, for modules without a layer of ours.
         counts: attributes of modules that count what a rank has its part of (heads), by the module's name.
+        per_head: arguments of modules that hold something for each head, and the dim of heads, by the module's name.
+        unread: names of parameters that no forward reads, though its source does.
+        embeds: names of modules that make something for each token of the whole sequence, whatever they are given.
+        joins: the name of the module whose output is gathered where a rank has a part of the sequence, "" for none.
+        behind: names of modules that then get the whole sequence: the output layer.
+        flattens: layers are given the tokens of all rows in one dim.
     """
 
     modules: dict[str, Style] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
     counts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    per_head: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    unread: set[str] = field(default_factory=set)
+    embeds: set[str] = field(default_factory=set)
+    joins: str = ""
+    behind: tuple[str, ...] = ()
+    flattens: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.modules or self.parameters)
@@ -139,7 +165,7 @@ def spec_of(style: Style | None) -> StyleSpec:
 # What people call the projections whose output is split into heads, and the attributes that say how many heads.
 HEAD_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"),
-    "query_key_value",  # of GPT-NeoX, whose rows lie head by head
+    *("query_key_value", "c_attn", "qkv_proj", "Wqkv"),  # all three in one
 }
 # Norms of what these projections return, of which a rank has its heads.
 HEAD_NORMS = {
@@ -154,26 +180,24 @@ HEAD_COUNTS = (
 
 def _family(model: nn.Module) -> tuple[str, Family]:
     """What the names of modules of a transformers model's base begin with, and what is known of its family."""
-    kind = getattr(getattr(model, "config", None), "model_type", "")
     base = getattr(model, "base_model", model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
-    return prefix, FAMILIES.get(kind, Family())
+    return prefix, family_of(getattr(model, "config", None))
 
 
 def _own_plan(model: Any) -> dict[str, Style]:
-    """The plan of FAMILIES for a transformers model, by the names in `model`."""
+    """transformers' plan for a model, and that of FAMILIES over it, by the names in `model`."""
     prefix, family = _family(model)
-    plan: dict[str, Style] = {prefix + pattern: style for pattern, style in family.plan.items()}
+    # The property is newer than the attribute.
+    plan: dict[str, Style] = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+    for pattern, style in family.plan.items():
+        plan.pop(prefix + pattern, None)
+        if style is not None:
+            plan[prefix + pattern] = style
     if family.cuts_head:
         head = model.get_output_embeddings()
         plan |= {name: "colwise_gather_output" for name, module in model.named_modules() if module is head}
     return plan
-
-
-def _plans_of(model: Any) -> dict[str, Style]:
-    """The tensor parallel plan that a model has of its own, or that is known of its family."""
-    # The property is newer than the attribute.
-    return {**(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}), **_own_plan(model)}
 
 
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
@@ -184,7 +208,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
         ValueError: no plan to be found, a pattern that no module has, an unknown style, or one that does not suit its
             module.
     """
-    own_plan = _plans_of(model)
+    own_plan = _own_plan(model)
     patterns: Mapping[str, Style]
     if isinstance(plan, str):
         if plan != "auto":
@@ -202,7 +226,12 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
 
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    resolved = Plan()
+    prefix, family = _family(model)
+    resolved = Plan(flattens=family.flattens)
+    if family.joins:
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]  # of a transformers model
+        behind = tuple(name for name, module in modules.items() if module is head)
+        resolved = replace(resolved, joins=prefix + family.joins, behind=behind)
     unserved: dict[str, Style] = {}
     for pattern, style in patterns.items():
         names = [name for name in modules if _matches(name, pattern)]
@@ -236,13 +265,17 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
             )
         )
     _cut_tied_embeddings(model, resolved)
-    prefix, family = _family(model)
     for name, module in modules.items():
         specs = (spec_of(resolved.modules.get(f"{name}.{leaf}")) for leaf, _ in module.named_children())
         if any(spec.shard_dim == 0 and not spec.gathers_output for spec in specs):
             for pattern, attributes in family.counts.items():
                 if _matches(name, prefix + pattern):
                     resolved.counts[name] = attributes
+            for pattern, arguments in family.per_head.items():
+                if _matches(name, prefix + pattern):
+                    resolved.per_head[name] = arguments
+    resolved.embeds.update(name for name in modules if any(_matches(name, prefix + one) for one in family.embeds))
+    resolved.unread.update(name for name in parameters if any(_matches(name, prefix + one) for one in family.unread))
     for name, style in resolved.modules.items():
         if spec_of(style).sums_output:
             _check_experts(name, modules[name], resolved)
@@ -267,7 +300,7 @@ def deal_experts_in(
     Raises:
         ValueError: there are no experts, or some that cannot be dealt out.
     """
-    patterns = {**_plans_of(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(asked, str) else asked
+    patterns = {**_own_plan(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(asked, str) else asked
     modules = dict(model.named_modules())
     found = [
         name for name in modules if any(s in EXPERTS and _matches(name, pattern) for pattern, s in patterns.items())
@@ -356,7 +389,9 @@ def warn_of_small_share(model: nn.Module, plan: Plan) -> None:
     sizes = {id(p): p.numel() for p in model.parameters()}
     if any(isinstance(style, ParallelStyle) for style in plan.modules.values()):
         return  # what it cuts is its own affair
-    layers = (model.get_submodule(name) for name, style in plan.modules.items() if spec_of(style).shard_dim is not None)
+    specs = {name: spec_of(style) for name, style in plan.modules.items()}
+    named = (name for name, spec in specs.items() if spec.shard_dim is not None and not spec.shares_keys)
+    layers = map(model.get_submodule, named)
     own = [p for layer in layers for p in layer.parameters(recurse=False)]
     cut = {id(p): p.numel() for p in (*own, *map(model.get_parameter, plan.parameters))}
     share = sum(cut.values()) / max(1, sum(sizes.values()))
@@ -382,6 +417,9 @@ def _check_not_by_head(name: str, module: nn.Module) -> None:
         )
 
 
+SAME_AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)  # but for one rounding more
+
+
 def check_style(name: str, module: nn.Module, style: Style) -> None:
     """Refuse a style that `module` cannot take, with a sentence."""
     if isinstance(style, ParallelStyle):
@@ -393,7 +431,8 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
     kind = f"{type(module).__module__}.{type(module).__name__}"
     wanted = STYLES[style].needs
     # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
-    served = type(module) is wanted or (wanted is nn.Embedding and embedding_scale(module) is not None)
+    alike = {nn.Linear: is_conv1d(module) or kind in SAME_AS_LINEAR, nn.Embedding: embedding_scale(module) is not None}
+    served = type(module) is wanted or alike.get(wanted, False)
     if wanted is not nn.Module and not served:
         raise ValueError(
             f"The plan gives {name!r} the style {style!r}, which needs a plain nn.{wanted.__name__}; it is a {kind}."
@@ -425,9 +464,13 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         if spec.shard_dim != 0 or spec.gathers_output or leaf not in HEAD_PROJECTIONS:
             continue
         parent = model.get_submodule(parent_name)
-        counts = _head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
-        if any(count % world_size for count in counts.values()):
-            sizes = [w for w in range(1, min(counts.values()) + 1) if all(c % w == 0 for c in counts.values())]
+        counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
+        if spec.shares_keys:
+            counts = {key: count for key, count in counts.items() if "kv" not in key and "key_value" not in key}
+        blocks = max(1, spec.parts // 3)  # of q, k and v, each of which is cut
+        if any(count % (blocks * world_size) for count in counts.values()):
+            smallest = min(counts.values())
+            sizes = [w for w in range(1, smallest + 1) if all(c % (blocks * w) == 0 for c in counts.values())]
             heads = " and ".join(f"{key}={count}" for key, count in counts.items())
             raise ValueError(
                 f"{type(model).__name__} has {heads}, which {world_size} tensor-parallel ranks cannot share evenly "
@@ -435,7 +478,8 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
             )
 
 
-def _head_counts(*sources: object) -> dict[str, int]:
+def head_counts(*sources: object) -> dict[str, int]:
+    """How many heads the first of `sources` that says so has, by the name of what says it."""
     counts: dict[str, int] = {}
     for source in sources:
         text = getattr(source, "get_text_config", None)
@@ -461,7 +505,7 @@ def settle_between(model: nn.Module, plan: Plan, *, cuts_logits: bool = False) -
     Raises:
         ValueError: a module whose place cannot be known by its widths, and that the plan says nothing of.
     """
-    settled = Plan(dict(plan.modules), plan.parameters, plan.counts)
+    settled = replace(plan, modules=dict(plan.modules))
     modules = dict(model.named_modules())
     head = _output_layer(model, plan.modules) if cuts_logits else None
     names = [*plan.modules, *plan.parameters]
@@ -517,7 +561,7 @@ def _around_parts(
         scopes = _scopes(name)
         top = scopes[0] if spec.gathers_output else next((scope for scope in scopes if scope in rows), scopes[0])
         ends = [] if spec.gathers_output else rows.get(top, [])
-        widths = {modules[name].in_features, *(modules[end].out_features for end in ends)}
+        widths = {features_of(modules[name])[0], *(features_of(modules[end])[1] for end in ends)}
         for scope in dict.fromkeys(scope for one in (name, *ends) for scope in _scopes(one) if _within(scope, top)):
             column, whole = found.setdefault(scope, ([], set()))
             column.append(name)
@@ -554,9 +598,9 @@ def _sees_all(module: nn.Module, whole: set[int], leaf: str, column: list[str]) 
     if leaf == LATENT or (leaf in HEAD_NORMS and not HEAD_PROJECTIONS.isdisjoint(leaves)):
         return False
     inside = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
-    linears = [m for m in inside if isinstance(m, nn.Linear)]
+    linears = [m for m in inside if isinstance(m, nn.Linear) or is_conv1d(m)]
     if linears:  # what follows them inside is made of what they return
-        return any(m.in_features in whole for m in linears)
+        return any(features_of(m)[0] in whole for m in linears)
     return all(
         isinstance(m, nn.Embedding) or all(p.ndim == 1 and p.numel() in whole for p in m.parameters(recurse=False))
         for m in inside

@@ -95,6 +95,8 @@ class SequenceSharding:
         self._calls = 0  # that backward may follow
         self._layers: list[Any] = []
         self.whole_blocks: list[str] = []  # that run on the whole sequence, see `whole_blocks`
+        self.joins = ""  # the module whose output is gathered, and what gets it: see `Plan`
+        self.behind: tuple[str, ...] = ()
         self._loss: GlobalLoss | None = None
 
     def prepare(self, model: nn.Module) -> None:
@@ -116,8 +118,9 @@ class SequenceSharding:
         model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
 
     def is_whole(self, name: str) -> bool:
-        """Whether the module of that name is, or is in, a block that runs on the whole sequence."""
-        return any(name == block or name.startswith(f"{block}.") for block in self.whole_blocks)
+        """Whether the module of that name is, or is in, one that runs on the whole sequence."""
+        blocks = (*self.whole_blocks, *self.behind)
+        return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
     def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
         """The loss over all ranks in the place of a model's `own`."""
@@ -154,7 +157,12 @@ class SequenceSharding:
     def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
         """Make arguments mean in a forward pass that is too short to be cut what they mean in one that is cut."""
 
-    def default_positions(self, tokens: Tensor) -> Tensor:
+    def is_too_short(self, seq_len: int) -> bool:
+        """Whether a forward pass of so many tokens is not cut."""
+        # With fewer tokens than ranks some rank would have none, which few models' own code survives.
+        return self.parallelism.cp_mesh is not None and seq_len < self.parallelism.cp_mesh.size()
+
+    def default_positions(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The positions of `tokens`, those of the whole sequence, that the model counts where it is given none."""
         return torch.arange(tokens.shape[1], device=tokens.device)
 
@@ -179,8 +187,7 @@ class SequenceSharding:
         self._head_outputs.begin()
         source, tokens = self._tokens(arguments)
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
-        # With fewer tokens than ranks some rank would have none, which few models' own code survives.
-        too_short = cp_mesh is not None and tokens.shape[1] < cp_mesh.size()
+        too_short = self.is_too_short(tokens.shape[1])
         own = self.sync is not None and _come_from_parameters(tokens, source, model)
         cached = self.is_cached(arguments)
         if too_short and not cached:
@@ -198,7 +205,8 @@ class SequenceSharding:
         self._state = UNSHARDED
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
-            self._state = LayerState(self.parallelism.sequence_parallel, shard.local_len, shard.cp, logits_sharded)
+            tp_sharded = self.parallelism.sequence_parallel
+            self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
         self._noted = not torch.compiler.is_compiling()
         if self._noted:
             self._history.note(self._state)
@@ -292,7 +300,7 @@ class SequenceSharding:
         seq_len = tokens.shape[1]
         given = arguments.get(name)
         if given is None:
-            given = self.default_positions(tokens)
+            given = self.default_positions(tokens, arguments)
         if given.shape[-1] != seq_len:
             raise ValueError(f"{name} has shape {tuple(given.shape)}; its last dim must be the {seq_len} tokens.")
         arguments[name] = given if cp is None else cp.shard(given, given.ndim - 1)

@@ -83,6 +83,18 @@ def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) ->
     block.register_forward_hook(partial(_scatter_output, sequence, mesh))
 
 
+def join_behind(module: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
+    """Hook `module`, which sees this rank's tokens, to return those of all ranks to what runs on them."""
+    module.register_forward_hook(partial(_gather_output, sequence, mesh))
+
+
+def _gather_output(
+    sequence: SequenceSharding, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    state = sequence.state_now()
+    return gather(output, 1, group=mesh, gather_size=state.local_len) if state.tp_sharded else output
+
+
 def _gather_input(
     sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

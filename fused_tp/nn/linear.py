@@ -21,7 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from fused_tp.nn.norm import reduce_grad
-from fused_tp.nn.sharding import Memo, check_mesh, copy_full_, empty_parameter, local, shard_parameter
+from fused_tp.nn.sharding import (
+    Memo,
+    PartsCut,
+    check_mesh,
+    copy_full_,
+    empty_parameter,
+    local,
+    shard_parameter,
+    shard_rows,
+)
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.collectives import gather, scatter
@@ -76,6 +85,8 @@ class _ParallelLinear(nn.Module):
         self.out_features = out_features
         self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
+        self._transposed = False  # the weight is stored [in, out]
+        self._parts_dims: dict[str, int] = {}  # see `parts_dims`
         shape = (out_features, in_features)
         self.weight = empty_parameter(shape, mesh, self._weight_placement, device=device, dtype=dtype)
         if bias:
@@ -99,35 +110,62 @@ class _ParallelLinear(nn.Module):
                 copy_full_(parameter, full.uniform_(-bound, bound))
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, mesh: DeviceMesh, memo: Memo | None = None, **keywords: Any) -> Self:
+    def from_linear(
+        cls, linear: nn.Module, *, mesh: DeviceMesh, memo: Memo | None = None, parts: int = 1, **keywords: Any
+    ) -> Self:
         """The same layer over `mesh`, of an nn.Linear that every rank has. Each rank copies its part; nothing is sent.
 
-        A weight on the meta device stays uninitialised (call `reset_parameters` or load a checkpoint).
+        A weight on the meta device stays uninitialised (call `reset_parameters` or load a checkpoint). transformers'
+        `Conv1D` is an nn.Linear whose weight is [in, out], and stays so.
 
         Args:
             memo: pass one to all conversions of a model to keep tied weights tied.
+            parts: of equal length, one after the other among the features that are cut (3 for q, k and v in one layer).
+                Each of them is cut, so a rank has its heads of all three. The parameters get a dim for the parts, as
+                `shard_parameter` says.
             keywords: those of the constructor that an nn.Linear does not answer, such as `sequence_parallel`.
 
         Raises:
             TypeError: `linear` is no nn.Linear or its weight is a DTensor.
+            ValueError: `parts` that the ranks cannot share evenly.
 
         Example:
             >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
             >>> model.down = RowParallelLinear.from_linear(model.down, mesh=mesh["tp"])
         """
-        if not isinstance(linear, nn.Linear):
+        if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
             raise TypeError(f"{cls.__name__}.from_linear takes an nn.Linear, not {type(linear).__name__}.")
-        sizes = linear.in_features, linear.out_features, linear.bias is not None
-        layer = cls(*sizes, mesh=mesh, device="meta", dtype=linear.weight.dtype, **keywords)
-        layer.take(linear, memo)
+        given = cast("nn.Linear", linear)
+        sizes = *features_of(given), given.bias is not None
+        layer = cls(*sizes, mesh=mesh, device="meta", dtype=given.weight.dtype, **keywords)
+        layer.take(given, memo, parts)
         return layer
 
-    def take(self, linear: nn.Linear, memo: Memo | None) -> None:
+    def take(self, linear: nn.Linear, memo: Memo | None, parts: int = 1) -> None:
         """Replaces the parameters by this rank's part of those of `linear`."""
-        self.weight = shard_parameter(linear.weight, self.mesh, self._weight_placement, memo)
-        if linear.bias is not None:
-            self.bias = shard_parameter(linear.bias, self.mesh, self._bias_placement, memo)
+        self._transposed = is_conv1d(linear)
+        for name, placement in (("weight", self._weight_placement), ("bias", self._bias_placement)):
+            whole = linear._parameters[name]
+            if whole is None:
+                continue
+            cut: Shard | Replicate | PartsCut = placement
+            if isinstance(placement, Shard):
+                dim = 1 - placement.dim if self._transposed and name == "weight" else placement.dim
+                cut = PartsCut(dim, parts)
+                check_parts(name, whole, cut, self.mesh.size())
+                if parts > 1:
+                    self._parts_dims[name] = dim
+            setattr(self, name, shard_parameter(whole, self.mesh, cut, memo))
         self.train(linear.training)
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """The weight [out, in] and the bias [out] that this rank multiplies with."""
+        weight, bias = local(self.weight), local(self.bias)
+        if (dim := self._parts_dims.get("weight")) is not None:
+            weight = weight.flatten(dim, dim + 1)
+        if bias is not None and "bias" in self._parts_dims:
+            bias = bias.flatten()
+        return weight.t() if self._transposed else weight, bias
 
     def _check_input(self, x: Tensor, features: int, what: str) -> None:
         check_floating(x)
@@ -192,10 +230,6 @@ class ColumnParallelLinear(_ParallelLinear):
             return group.output_of(index, x, gather_size)
         return column_forward([self], x, gather_size)[0]
 
-    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias that this rank multiplies with."""
-        return local(self.weight), local(self.bias)
-
 
 class RowParallelLinear(_ParallelLinear):
     """nn.Linear whose input features are cut over `mesh`: y = sum over ranks of x_shard @ w_shard^T, + bias once.
@@ -240,14 +274,14 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight, bias = self.local_parameters()
         if self.input_is_parallel:
             self._check_input(x, weight.shape[1], f"this rank's part of the {self.in_features} input features")
         else:
             self._check_input(x, self.in_features, "in_features")
             x = scatter(x, -1, group=self.mesh)
         scatter_dim = self.sequence_dim if self.sequence_parallel else None
-        return row_matmul(x, weight, local(self.bias), self.mesh, scatter_dim)
+        return row_matmul(x, weight, bias, self.mesh, scatter_dim)
 
 
 def column_matmul(
@@ -331,6 +365,27 @@ class RepeatedColumnLinear(ColumnParallelLinear):
         return weight, bias
 
 
+class MultiQueryLinear(ColumnParallelLinear):
+    """A layer that makes queries of many heads, and after them the keys and values of one head that all of them read.
+
+    Of its rows the first `in_features` are the queries', of which each rank computes its heads', and all ranks compute
+    the rest: x as in ColumnParallelLinear -> [..., in_features / W + rest]. The parameters are whole on every rank
+    (Replicate), as in RepeatedColumnLinear: no one placement says "a part of these rows and all of those".
+    """
+
+    _weight_placement = Replicate()
+    _bias_placement = Replicate()
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        start, stop = shard_rows(self.in_features, self.mesh)
+
+        def own(parameter: Tensor) -> Tensor:
+            rows = reduce_grad(parameter, self.mesh)
+            return torch.cat([rows[start:stop], rows[self.in_features :]])
+
+        return own(self.weight), None if self.bias is None else own(self.bias)
+
+
 def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
     """The outputs of projections that read the same x: by one op where all are plain column-parallel layers.
 
@@ -347,6 +402,26 @@ def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | No
     if len(plain) == len(layers):
         return column_forward(cast("list[ColumnParallelLinear]", plain), x, gather_size)
     return [layer(x) if gather_size is None else layer(x, gather_size=gather_size) for layer in layers]
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether `module` is transformers' Conv1D (GPT-2), an nn.Linear whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def features_of(linear: nn.Module) -> tuple[int, int]:
+    """How many features an nn.Linear, or a Conv1D, takes and returns."""
+    weight = cast("nn.Linear", linear).weight
+    return (weight.shape[0], weight.shape[1]) if is_conv1d(linear) else (weight.shape[1], weight.shape[0])
+
+
+def check_parts(name: str, parameter: Tensor, cut: PartsCut, ranks: int) -> None:
+    """Refuse parts that are not of equal length, or that so many ranks cannot share evenly."""
+    if cut.parts > 1 and parameter.shape[cut.dim] % (cut.parts * ranks):
+        raise ValueError(
+            f"{name} {tuple(parameter.shape)} is to be cut along dim {cut.dim} in {cut.parts} parts, each of them over "
+            f"{ranks} ranks; {parameter.shape[cut.dim]} is not a multiple of {cut.parts} x {ranks}."
+        )
 
 
 def check_positive(name: str, value: int) -> None:

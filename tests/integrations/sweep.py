@@ -79,6 +79,7 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # twice the hidden size
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}  # else attention alone
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
+    "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # in four blocks, each of which is cut
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -92,8 +93,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(kind_of_config: Any) -> Any:
-    """A config with few layers, at least one of each kind that it has, and small sizes."""
+def small_config(kind_of_config: Any, **changes: Any) -> Any:
+    """A config with few layers, at least one of each kind that it has, and small sizes; or with other ones."""
     usual = kind_of_config()
     known = {*usual.to_dict(), *getattr(kind_of_config, "attribute_map", {})}
     depth = next((getattr(usual, name) for name in DEPTHS if isinstance(getattr(usual, name, None), int)), 2)
@@ -116,13 +117,13 @@ def small_config(kind_of_config: Any) -> Any:
     for name, kind_of_part in kind_of_config.sub_configs.items():
         if name not in sizes and getattr(usual, name, None) is not None and hasattr(kind_of_part, "model_type"):
             sizes[name] = small_config(kind_of_part)
-    return kind_of_config(**sizes)
+    return kind_of_config(**{**sizes, **changes})
 
 
-def make_model(kind: str) -> Any:
+def make_model(kind: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    config = small_config(CONFIG_MAPPING[kind])
+    config = small_config(CONFIG_MAPPING[kind], **changes)
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:

@@ -310,7 +310,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] 
         "TP sizes that work: 1, 3",
     ),
     ("tp", {"num_key_value_heads": 1}, {}, ValueError, "num_key_value_heads=1.*TP sizes that work: 1"),
-    ("tp", {}, {"plan": {"lm_head": "packed_colwise"}}, ValueError, "'lm_head'.*'packed_colwise'"),
+    ("tp", {}, {"plan": {"lm_head": "grouped_gemm"}}, ValueError, "'lm_head'.*'grouped_gemm'"),
     ("tp", {}, {"plan": {"model.layers.*.mlp.up_proj.weight": "colwise"}}, ValueError, "parameters of one dim"),
     ("tp", {}, {"plan": {"model.norm": "mla_kv_a_proj"}}, ValueError, "plain nn.Linear"),
     ("tp", {}, {"plan": {"model.layers.*.mlp.up_proj": "mla_kv_a_proj"}}, ValueError, "needs qk_rope_head_dim"),

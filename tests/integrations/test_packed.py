@@ -1,0 +1,331 @@
+"""Models whose q, k and v are one layer, whose weights are [in, out], or whose attention has a bias for each head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.state_dict import load_full_state_dict
+from fused_tp.nn import ColumnParallelLinear, gather_state_dict
+from tests.integrations.models import (
+    LAYOUTS,
+    assert_near,
+    assert_same_calls,
+    assert_same_gradients,
+    assert_trains_alike,
+    copy_of,
+    make_tokens,
+    mesh_of,
+    on_layouts,
+)
+from tests.integrations.sweep import make_model
+from tests.reference import refuses
+from tests.workers import on_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "openai-gpt": ("openai-gpt", {}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_bigcode, all heads": ("gpt_bigcode", {"multi_query": False}),
+    "bloom": ("bloom", {}),
+    "falcon": ("falcon", {"bias": True}),
+    "falcon, grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, alibi": ("falcon", {"multi_query": False, "alibi": True, "parallel_attn": False}),
+    "falcon, eager": ("falcon", {"multi_query": False, "alibi": True, "attn_implementation": "eager"}),
+    "falcon, one head, eager": ("falcon", {"attn_implementation": "eager"}),
+    "mpt": ("mpt", {}),
+    "codegen": ("codegen", {}),
+    "gpt_neox_japanese": ("gpt_neox_japanese", {}),
+    "phi3": ("phi3", {}),
+    "glm4": ("glm4", {}),
+    "doge": ("doge", {}),
+    "doge, experts": ("doge", {"is_moe": True, "num_experts": 16}),
+}
+WITH_RING = ["gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "phi3"]
+# Not those whose attention asks whether the config says "sdpa".
+IN_SEQUENCE = [name for name in MODELS if name not in ("falcon", "falcon, grouped", "falcon, alibi")]
+# Not packed; in parts of the sequence their attention, or their layers' shape of hidden states, is their own, too.
+OTHERS = {kind: (kind, {}) for kind in ("gpt_neo", "gptj", "xglm", "opt", "biogpt")}
+
+
+def made(name: str, **changes: Any) -> Any:
+    kind, own = (MODELS | OTHERS)[name]
+    model = make_model(kind, **{**own, **changes})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)  # of small ones keys have no gradients
+    return model
+
+
+def check(whole: Any, parallel: Any) -> None:
+    for length in (9, 8, 2, 1):
+        tokens = make_tokens(2, length)
+        if length > 1:  # of one token there is no loss
+            assert_same_calls(parallel, whole, tokens, tokens)
+        else:
+            compare_weighted(whole, parallel, tokens)
+        whole.zero_grad()
+        parallel.zero_grad()
+
+
+def compare_weighted(whole: Any, parallel: Any, tokens: Tensor) -> None:
+    # Small: of one token the gradients of queries and keys are zero, but for what rounding leaves of these weights.
+    weights = 1e-3 * torch.randn(*tokens.shape, 128, generator=torch.Generator().manual_seed(3))
+    for model in (whole, parallel):
+        model.zero_grad()
+        (model(input_ids=tokens).logits * weights).sum().backward()
+    assert_same_gradients(parallel, whole)
+
+
+@on_layouts("tp2", full=["tp2_lossparallel"])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed(group: dist.ProcessGroup, layout: str, name: str) -> None:
+    whole = made(name)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), **LAYOUTS[layout][2])
+    check(whole, parallel)
+    tokens = make_tokens(2, 9)
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = 0
+    with torch.no_grad():
+        padded = [model(tokens, attention_mask=mask).logits * mask[..., None] for model in (parallel, whole)]
+    assert_near(*padded, "logits of padded rows")
+    if "experts" not in name:  # whose routers read other tokens in a pass with a cache
+        texts = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
+        assert torch.equal(*texts)
+
+
+@on_layouts("tp2_sp", full=["tp2_sp_lossparallel"])
+@pytest.mark.parametrize("name", [*IN_SEQUENCE, *OTHERS])
+def test_packed_in_parts_of_the_sequence(group: dist.ProcessGroup, layout: str, name: str) -> None:
+    check_sequences(group, layout, name)
+
+
+@pytest.mark.full
+@on_layouts("cp2_tp2", "cp2_tp2_sp_lossparallel")
+@pytest.mark.parametrize("name", WITH_RING)
+def test_packed_over_a_ring(group: dist.ProcessGroup, layout: str, name: str) -> None:
+    check_sequences(group, layout, name)
+
+
+def check_sequences(group: dist.ProcessGroup, layout: str, name: str) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    whole = made(name)
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    check(whole, parallel)
+    if cp == 1:
+        tokens = make_tokens(2, 9)
+        mask = torch.ones_like(tokens)
+        mask[1, :3] = 0
+        with torch.no_grad():
+            padded = [model(tokens, attention_mask=mask).logits * mask[..., None] for model in (parallel, whole)]
+        assert_near(*padded, "logits of padded rows")
+    if "experts" in name:  # whose routers read other tokens in a pass with a cache
+        return
+    texts = [model.eval().generate(make_tokens(2, 9), max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
+    assert torch.equal(*texts)
+
+
+@on_ranks(2)
+def test_gpt2_alone(group: dist.ProcessGroup) -> None:
+    """The model that gives hidden states, which its last norm has gathered."""
+    whole = made("gpt2").transformer
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    tokens = make_tokens(2, 9)
+    hidden = [model(tokens).last_hidden_state for model in (whole, parallel)]
+    assert_near(hidden[1], hidden[0], "hidden states")
+    for one in hidden:
+        one.square().sum().backward()
+    assert_same_gradients(parallel, whole)
+
+
+@on_ranks(3)
+def test_three_ranks(group: dist.ProcessGroup) -> None:
+    sizes = {"hidden_size": 48, "num_attention_heads": 6}
+    bloom = {**sizes, "n_head": 6}
+    for name, own, keywords in (
+        ("gpt2", sizes, {}),
+        ("gpt2", sizes, {"sequence_parallel": True}),
+        ("gpt_bigcode", sizes, {"sequence_parallel": True}),
+        ("bloom", bloom, {}),
+        ("falcon", sizes, {}),
+    ):
+        whole = made(name, **own)
+        parallel = parallelize(copy_of(whole), mesh_of(group, 1, 3), **keywords)
+        for length in (1, 2, 7):
+            compare_weighted(whole, parallel, make_tokens(2, length))
+
+
+@on_ranks(3)
+def test_losses_of_passes_that_are_not_cut(group: dist.ProcessGroup) -> None:
+    """A rank would have no tokens, of which the model's own code makes no view."""
+    whole = made("gptj", hidden_size=48, num_attention_heads=6, n_embd=48, n_head=6)
+    keywords = {"sequence_parallel": True, "loss_parallel": True}
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 3), **keywords)
+    for length in (2, 3, 4, 5):
+        tokens = make_tokens(2, length)
+        assert_same_calls(parallel, whole, tokens, tokens)
+        whole.zero_grad()
+        parallel.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["gpt2", "codegen", "gptj", "gpt_neo", "xglm", "opt", "falcon, eager"])
+def test_documents_in_parts_of_the_sequence(group: dist.ProcessGroup, name: str) -> None:
+    whole = made(name)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    assert_same_calls(parallel, whole, make_tokens(2, 9), make_tokens(2, 9), position_ids=positions, use_cache=False)
+
+
+class Gated(nn.Module):
+    """A plain model whose gate and up are one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.gate_up, self.down = nn.Linear(8, 24), nn.Linear(12, 8)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.head(x + self.down(gate.sigmoid() * up))
+
+
+@on_ranks(2)
+def test_a_plain_model(group: dist.ProcessGroup) -> None:
+    plan = {"gate_up": "packed_colwise", "down": "rowwise", "head": "colwise_gather_output"}
+    whole = Gated()
+    for keywords in ({}, {"sequence_parallel": True}):
+        parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), plan=plan, **keywords)
+        for length in (1, 5):
+            tokens = torch.arange(length)[None]
+            whole.zero_grad()
+            parallel.zero_grad()
+            assert_trains_alike(parallel, whole, lambda model, tokens=tokens: model(tokens).square().mean())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode"])
+def test_main_grad(group: dist.ProcessGroup, name: str) -> None:
+    whole, tokens = made(name), make_tokens(2, 9)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
+    for parameter in parallel.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    for model in (whole, parallel):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    for parameter in parallel.parameters():
+        if parameter.grad is None:
+            parameter.grad = parameter.main_grad
+    assert_same_gradients(parallel, whole)
+
+
+@on_ranks(2)
+def test_checkpointed(group: dist.ProcessGroup) -> None:
+    whole = made("gpt2")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    losses = []
+    for model in (whole, parallel):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        parts = [model(input_ids=tokens, labels=tokens).loss for tokens in (make_tokens(2, 9), make_tokens(1, 4))]
+        losses.append(sum(parts))
+        losses[-1].backward()
+    assert_near(losses[1], losses[0], "loss")
+    assert_same_gradients(parallel, whole)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_states(group: dist.ProcessGroup, name: str, tmp_path: Path) -> None:
+    import transformers
+
+    whole, mesh = made(name), mesh_of(group, 1, 2)
+    parallel = parallelize(copy_of(whole), mesh)
+    state = whole.state_dict()
+    assert_equal_states(gather_state_dict(parallel), state)
+    with torch.device("meta"):
+        blank = type(whole)(whole.config)
+    blank = parallelize(blank, mesh)
+    load_full_state_dict(blank, state)
+    assert_equal_states(gather_state_dict(blank), state)
+    tokens = make_tokens(2, 5)
+    with torch.no_grad():
+        assert_near(blank(tokens).logits, whole(tokens).logits, "logits of the loaded model")
+    parallel.save_pretrained(tmp_path)
+    dist.barrier(group)
+    assert_equal_states(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), state)
+
+
+def assert_equal_states(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert list(one) == list(other)
+    for name, t in one.items():
+        assert torch.equal(t, other[name]), name
+
+
+@pytest.mark.full
+@on_ranks(4)
+@pytest.mark.parametrize("along_width", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "mpt", "phi3"])
+def test_fsdp(group: dist.ProcessGroup, name: str, along_width: bool) -> None:
+    def width(parameter: nn.Parameter) -> Shard | None:
+        return Shard(2) if along_width and parameter.ndim == 3 else None  # [parts, out, in]; else along the parts
+
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    whole, batches = made(name), [make_tokens(2, 9), make_tokens(2, 9).flip(1)]
+    parallel = parallelize(copy_of(whole), mesh, sequence_parallel=True)
+    for layers in [module for module in parallel.modules() if isinstance(module, nn.ModuleList)]:
+        for layer in layers:
+            fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=width)
+    fully_shard(parallel, mesh=mesh["dp"], shard_placement_fn=width)
+    mine = batches[mesh["dp"].get_local_rank()]
+    for model, given in ((whole, batches), (parallel, [mine])):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for tokens in given:
+                (model(input_ids=tokens, labels=tokens).loss / len(given)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for key, t in gather_state_dict(parallel).items():
+        assert_near(t, whole.state_dict()[key], key)
+
+
+@on_ranks(2)
+def test_what_is_not_served(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 1, 2)
+
+    def refused(says: str, name: str, keywords: dict[str, Any] | None = None, **changes: Any) -> None:
+        refuses(ValueError, says, parallelize, made(name, **changes), mesh, **(keywords or {}))
+
+    refused("num_attention_heads=3", "gpt2", hidden_size=48, num_attention_heads=3)
+    refused("num_attention_heads=3", "falcon", hidden_size=48, num_attention_heads=3)
+    refused("num_kv_heads=1", "falcon, grouped", num_kv_heads=1)
+    refused(r"cannot share evenly .* work: 1\.", "codegen", num_attention_heads=4, n_head=4)
+    refused("reads 'dense.weight' itself", "bloom", pretraining_tp=2, slow_but_exact=True)
+    refused("or load it with attn_implementation='eager'", "falcon", {"sequence_parallel": True})
+    refuses(ValueError, "in 3 parts", ColumnParallelLinear.from_linear, nn.Linear(8, 9), mesh=mesh, parts=3)
+    odd = {"transformer.h.*.mlp.c_fc": "packed_colwise_3", "transformer.h.*.mlp.c_proj": "rowwise"}
+    refused(r"c_fc.weight \(64, 128\) is to be cut along dim 1 in 3 parts", "gpt2", {"plan": odd})
+    head = {**made("phi3").tp_plan, "lm_head": "packed_colwise"}
+    for asked in ("sequence_parallel", "loss_parallel"):
+        refused("needs the output layer .* cut by columns", "phi3", {"plan": head, asked: True})
+    attention = "transformer.h.*.attn"
+    no_queries = {f"{attention}.c_attn": "colwise", f"{attention}.c_proj": "multi_query_colwise"}
+    refused("'multi_query_colwise' needs", "gpt_bigcode", {"plan": no_queries})
+
+
+@on_ranks(2)
+def test_models_that_share_a_module(group: dist.ProcessGroup) -> None:
+    """All models of OpenAI GPT have one activation; the first says nothing of the second."""
+    for _ in range(2):
+        parallelize(make_model("openai-gpt"), mesh_of(group, 1, 2))
