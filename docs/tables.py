@@ -10,7 +10,8 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -99,6 +100,29 @@ FEATURES = {
 }
 
 
+# What `parallelize` refuses a type of model for, by a part of its sentence.
+REASONS = {
+    "has no tp_plan of its own": "no plan",
+    "does not let its attention be replaced": "attention cannot be replaced",
+    "mix tokens by other means than attention": "tokens meet outside of attention",
+    "adds a mask of its own": "a mask of its own",
+    "neither a causal language model nor": "not a causal language model alone",
+    "is not in the plan, and": "a module between cut layers that no plan tells of",
+    "itself, and the plan cuts it": "reads a weight that the plan cuts",
+    "has parameters and is not in the plan": "a module that may not see a part of the sequence",
+    "which takes whole sequences": "a module that may not see a part of the sequence",
+    "tokens of all rows in one dim": "tokens of all rows in one dim",
+    "styles that fused_tp does not serve": "a style that is not served",
+    "uses attn_implementation=": "attention cannot be replaced",
+    "which needs a plain nn.": "a layer of a kind of its own",
+    "share evenly": "a size that two ranks cannot share",
+    "by other means than self.loss_function": "a loss of its own",
+}
+
+# What the sweep calls the columns of the table.
+MODES = {"tp": "tp", "tp with sequence_parallel": "tp+sp", "cp": "cp"}
+
+
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """A table in Markdown."""
     head = list(head)
@@ -168,6 +192,46 @@ def models() -> str:
     return table(("transformers", "tested with"), rows)
 
 
+def model_types() -> str:
+    """What `model_types_of` has found of transformers' causal language models, types of one result together."""
+    found = json.loads((Path(__file__).parent / "model_types.json").read_text())
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for kind, results in found["types"].items():
+        groups.setdefault(tuple(results), []).append(kind)
+    rows = sorted(groups.items(), key=lambda one: -len(one[1]))
+    counts = (
+        f"{sum(one[i].startswith('yes') for one in found['types'].values())} with {mode}"
+        for i, mode in enumerate(MODES)
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"Of {len(found['types'])} types ({versions}): {', '.join(counts)}.\n\n" + table(
+        ("types", *MODES), ((", ".join(f"`{kind}`" for kind in kinds), *results) for results, kinds in rows)
+    )
+
+
+def model_types_of(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """By type of model "yes", or in short why not, for each of MODES; from what tests.integrations.sweep has found."""
+    return {kind: [_result(modes, mode) for mode in MODES.values()] for kind, modes in sorted(outcomes.items())}
+
+
+def _result(modes: Mapping[str, Sequence[str]], mode: str) -> str:
+    outcome, said = modes[mode]
+    if outcome == "right":
+        return "yes"
+    if mode == "tp" and modes["advised"][0] == "right":
+        return "yes, without what the refusal names"
+    if outcome == "alone":
+        return "not tested: too large" if said.endswith(" parameters") else "not tested: does not run by itself"
+    return next((reason for part, reason in REASONS.items() if part in said), re.split(r"[.;:] ", said)[1][:80])
+
+
+def model_types_file(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
+    """docs/model_types.json: a line for each type."""
+    versions = {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
+    types = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(one)}" for kind, one in model_types_of(outcomes).items())
+    return f'{{\n "versions": {json.dumps(versions)},\n "types": {{\n{types}\n }}\n}}'
+
+
 def tests() -> str:
     """Every test file by the first line of its docstring, with the seconds that `seconds_by_file` has found."""
     root = Path(__file__).resolve().parents[1]
@@ -194,10 +258,14 @@ def seconds_by_file(junit: str) -> dict[str, int]:
 
 def all_tables() -> dict[str, str]:
     made: tuple[Callable[[], str], ...] = (
-        settings, install_settings, schedules, support, defaults, styles, models, tests,
+        settings, install_settings, schedules, support, defaults, styles, models, model_types, tests,
     )  # fmt: skip
     return {make.__name__: make() for make in made}
 
 
-if __name__ == "__main__":  # python -m docs.tables REPORT > docs/test_seconds.json
-    print(json.dumps(seconds_by_file(sys.argv[1]), indent=1))
+if __name__ == "__main__":
+    # python -m docs.tables REPORT > docs/test_seconds.json; python -m docs.tables outcomes.json > docs/model_types.json
+    if sys.argv[1].endswith(".json"):
+        print(model_types_file(json.loads(Path(sys.argv[1]).read_text())))
+    else:
+        print(json.dumps(seconds_by_file(sys.argv[1]), indent=1))

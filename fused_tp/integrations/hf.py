@@ -23,10 +23,9 @@ from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.readers import forward_mentions
-from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
+from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, cut_head
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
-from fused_tp.nn import ColumnParallelLinear
 from fused_tp.runtime.partition import shard_range
 
 if TYPE_CHECKING:
@@ -173,8 +172,7 @@ class TransformersSequence(SequenceSharding):
     def adapt(self, model: PreTrainedModel) -> None:
         """Point the model's attention, masks and loss to ours. Its layers have been replaced."""
         parallelism = self.parallelism
-        head = model.get_output_embeddings()
-        self.head = head if isinstance(head, ColumnParallelLinear) else None
+        self.head = cut_head(model.get_output_embeddings())
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
         save_whole(model)
@@ -196,7 +194,8 @@ class TransformersSequence(SequenceSharding):
         if not self.parallelism.shards_sequence:
             return Rows()
         for name in EXTRA_OUTPUTS:
-            if arguments.get(name) or (name not in arguments and getattr(self.config, name, False)):
+            asked = arguments.get(name)
+            if getattr(self.config, name, False) if asked is None else asked:
                 raise ValueError(
                     f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
                     "rank has only a part. Leave it out."

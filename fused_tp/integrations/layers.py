@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from fused_tp.integrations.expert_parallel import Dealing, ExpertRanks
 from fused_tp.integrations.experts import deal_rows, run_grouped, takes_routing
 from fused_tp.integrations.plan import (
     HEAD_PROJECTIONS,
+    STYLES,
     Plan,
     Style,
     StyleSpec,
@@ -42,6 +44,27 @@ from fused_tp.runtime.group import GroupLike
 HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
 
 GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "wi_1"}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a model is cut into.
+
+    Attributes:
+        plan: with concrete names.
+        mesh: of the tensor parallel ranks.
+        meshes: of all ranks that share the model, see `of_all_ranks`.
+        sequence: what cuts a forward pass.
+        config: the model's, if it has one.
+        dealing: of experts over other ranks.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    meshes: Sequence[DeviceMesh]
+    sequence: SequenceSharding
+    config: Any = None
+    dealing: Dealing | None = None
 
 
 def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
@@ -81,7 +104,7 @@ def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
         if plan:
             _check_reads(name, module, plan)
         if style is not None and spec_of(style).shares_rotary:
-            _rotary_width(model, module)
+            _rotary_width(getattr(model, "config", None), module)
     for dims in dims_of.values():
         if len(set(dims.values())) > 1:
             first, second = list(dims)[:2]
@@ -137,50 +160,31 @@ def _check_reads(name: str, module: nn.Module, plan: Plan) -> None:
             )
 
 
-def _rotary_width(model: Any, layer: nn.Module) -> int:
-    config = getattr(layer, "config", None) or model.config
+def _rotary_width(config: Any, layer: nn.Module) -> int:
+    config = getattr(layer, "config", None) or config
     width = getattr(config.get_text_config(), "qk_rope_head_dim", None)
     if not isinstance(width, int):
         raise ValueError("The style 'mla_kv_a_proj' needs qk_rope_head_dim in the model's config; it has none.")
     return width
 
 
-def shard_layers(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo, dealing: Dealing | None
-) -> None:
-    """Replace every planned linear layer and embedding of `model` by its parallel counterpart on `mesh`."""
+def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
+    """Replace every planned linear layer and embedding of `model` by its parallel counterpart."""
     modules = dict(model.named_modules())
+    plan, mesh, sequence = sharding.plan, sharding.mesh, sharding.sequence
     for name, style in plan.modules.items():
         module: Any = modules[name]  # check_style has seen that it is what its style needs
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
             continue
-        if spec_of(style).shares_rotary:
-            module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(model, module)))
         if spec_of(style).sums_output:
-            cut = style == "moe_tp_experts"
+            cut, dealing = style == "moe_tp_experts", sharding.dealing
             _run_experts(module, dealing.ranks(cut=cut) if dealing and name in dealing.names else ExpertRanks(mesh))
         if spec_of(style).adds_once:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
-        convert = spec_of(style).convert
-        if convert is None:
-            continue
-        layer = convert(module, mesh=mesh, memo=memo)
-        scale = embedding_scale(module)
-        if scale is not None:
-            layer.register_forward_hook(partial(_scale_output, scale))
-        if (
-            plan.flattens
-            and isinstance(layer, ColumnParallelLinear | RowParallelLinear)
-            and not sequence.is_whole(name)
-        ):
-            layer.register_forward_pre_hook(partial(_row_by_row, sequence), with_kwargs=True)
-            layer.register_forward_hook(_in_one_dim)
-        if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
-            in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
-            take_part = partial(_take_part, sequence, name if in_attention else "")
-            layer.register_forward_pre_hook(take_part, with_kwargs=True)
-        _swap(model, module, layer)
+        layer = shard_layer(name, module, style, sharding, memo)
+        if layer is not module:
+            _swap(model, module, layer)
     attentions = {name.rpartition(".")[0] for name in plan.modules if name.rpartition(".")[2] in HEAD_PROJECTIONS}
     for name in sorted(name for name in attentions if not sequence.is_whole(name)):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
@@ -214,6 +218,32 @@ def _take_heads(
         return t.unflatten(dim, (-1, heads)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
 
     return tuple(map(own, order, args)), {name: own(name, t) for name, t in kwargs.items()}
+
+
+def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Memo) -> nn.Module:
+    """What is to stand in the place of `module`, that of `name`: its parallel counterpart, or itself where its style
+    leaves it whole; with hooks for its input and output."""
+    spec, mesh, sequence = STYLES[style], sharding.mesh, sharding.sequence
+    if spec.shares_rotary:
+        module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(sharding.config, module)))
+    if spec.convert is None:
+        return module
+    layer = spec.convert(module, mesh=mesh, memo=memo)
+    scale = embedding_scale(module)
+    if scale is not None:
+        layer.register_forward_hook(partial(_scale_output, scale))
+    if (
+        sharding.plan.flattens
+        and isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        and not sequence.is_whole(name)
+    ):
+        layer.register_forward_pre_hook(partial(_row_by_row, sequence), with_kwargs=True)
+        layer.register_forward_hook(_in_one_dim)
+    if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
+        in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
+        take_part = partial(_take_part, sequence, name if in_attention else "")
+        layer.register_forward_pre_hook(take_part, with_kwargs=True)
+    return layer
 
 
 def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -266,7 +296,7 @@ def _keep_on_one_rank(mesh: DeviceMesh, module: nn.Module, args: Any, output: Te
 
 def holds_sharded_heads(attention: nn.Module) -> bool:
     """Whether the TP ranks hold different heads of that attention module."""
-    return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.children())
+    return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.modules())
 
 
 def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -319,6 +349,12 @@ def _show_whole_length(
     return args, {**kwargs, next(iter(kwargs)): stand_in}
 
 
+def part_of(x: Tensor) -> Tensor:
+    """What `x` stands for: see `_show_whole_length`."""
+    part: Tensor = getattr(x, _PART, x)
+    return part
+
+
 def _take_part(
     sequence: SequenceSharding,
     attention_projection: str,
@@ -357,9 +393,7 @@ def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
             share_gather(layers)
 
 
-def replicate_parameters(
-    model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence: SequenceSharding, memo: Memo, dealing: Dealing | None
-) -> None:
+def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
 
     FSDP2, clip_grad_norm_ and checkpoints want all parameters of a model on the same mesh. The modules' own forward
@@ -367,12 +401,10 @@ def replicate_parameters(
     its heads (style "replicated_with_grad_allreduce") or its part of the sequence, backward sums it over the ranks.
     """
     modules = dict(model.named_modules())
+    plan = sharding.plan
 
     def sums(name: str) -> Callable[[], bool]:
-        # Token ids are whole on every rank: an embedding computes the whole sequence, and the rank takes its part.
-        embeds = isinstance(modules[name], nn.Embedding)
-        whole = embeds or sequence.is_whole(name)
-        return partial(_sums_gradient, sequence, spec_of(plan.modules.get(name)).sums_gradient, whole)
+        return _question(name, modules[name], spec_of(plan.modules.get(name)), sharding.sequence)
 
     for name, module in modules.items():
         own = plan.parameters_of(name, module).items()
@@ -380,10 +412,24 @@ def replicate_parameters(
         read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
         # Not those that are cut: a rank's part would be taken for all of it, where now torch raises.
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
+        dealing = sharding.dealing
         over = dealing.parameter_mesh if dealing and name in dealing.names else None
-        held = replicate_own(module, mesh, memo, sums=sums(name), cut=cut, read=asks, parameter_mesh=over)
-        if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sequence.is_whole(name)):
-            module.register_forward_hook(partial(_own_part, sequence, mesh))
+        held = replicate_own(module, sharding.mesh, memo, sums=sums(name), cut=cut, read=asks, parameter_mesh=over)
+        if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)):
+            module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))
+
+
+def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
+    """The same for the own parameters of one module, that of `name` in the model."""
+    held = replicate_own(module, sharding.mesh, memo, sums=_question(name, module, spec, sharding.sequence))
+    if held and isinstance(module, nn.Embedding):
+        module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))
+
+
+def _question(name: str, module: nn.Module, spec: StyleSpec, sequence: SequenceSharding) -> Callable[[], bool]:
+    # Token ids are whole on every rank: an embedding computes the whole sequence, and the rank takes its part.
+    whole = isinstance(module, nn.Embedding) or sequence.is_whole(name)
+    return partial(_sums_gradient, sequence, spec.sums_gradient, whole)
 
 
 def _sums_gradient(sequence: SequenceSharding, always: bool, whole: bool) -> bool:

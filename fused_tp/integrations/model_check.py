@@ -1,22 +1,56 @@
-"""Whether the ranks that are to share a model have made the same one, asked before it is cut."""
+"""Whether the ranks that are to share a model have made the same one, asked before it is cut; and whether it is still
+the one that was cut."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from fused_tp.integrations.batch_check import of_all_ranks
+from fused_tp.integrations.batch_check import is_due, of_all_ranks
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
 # Numbers of a tensor that are compared: weights that were drawn apart differ in each. Some of every row: rows that were
 # added to a vocabulary are few.
 _SAMPLE, _MOST = 1021, 1 << 20
+
+
+# Attributes of a parallel model: the Parallelism of each of its modules, and its own Sharding, None without TP ranks.
+MARK, SHARDING = "_fused_tp_parallelism", "_fused_tp_sharding"
+
+
+class ModuleCheck:
+    """A forward pre-hook that refuses modules with parameters that were put into a tensor parallel model after it was
+    cut, at its first calls and now and then: what they add is that of a rank's part, and nothing fails.
+
+    Raises:
+        ValueError: there is one.
+    """
+
+    def __init__(self, parallelism: object) -> None:
+        self.parallelism = parallelism
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.calls += 1
+        if not is_due(self.calls):
+            return
+        for name, module in model.named_modules():
+            own = any(parameter is not None for parameter in module._parameters.values())
+            if own and getattr(module, MARK, None) is not self.parallelism:
+                raise ValueError(
+                    f"{name!r} ({type(module).__name__}) was put into the model after parallelize, so it is not "
+                    "parallel. Put it in before; LoRA adapters also after, by "
+                    "fused_tp.integrations.peft.parallel_config."
+                )
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import TypeVar
+from contextlib import nullcontext
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,8 +19,8 @@ from fused_tp.integrations.expert_parallel import Dealing
 from fused_tp.integrations.grad_sync import GradientSync
 from fused_tp.integrations.gradient_check import GradientCheck
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
-from fused_tp.integrations.layers import check_layers, deal_experts, replicate_parameters, shard_layers
-from fused_tp.integrations.model_check import check_equal_models
+from fused_tp.integrations.layers import Sharding, check_layers, deal_experts, replicate_parameters, shard_layers
+from fused_tp.integrations.model_check import MARK, SHARDING, ModuleCheck, check_equal_models
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
     Plan,
@@ -35,8 +39,6 @@ from fused_tp.ops.arguments import check_bool
 from fused_tp.runtime.group import check_mesh_order
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_DONE = "_fused_tp_parallelism"
 
 
 def parallelize(
@@ -100,11 +102,15 @@ def parallelize(
     different lengths before one backward. Modules inside of the model may be called by themselves; under `cp_dim` only
     in torch.no_grad().
 
+    A PeftModel, or a model that PEFT has put LoRA adapters into, keeps them: see `fused_tp.integrations.peft`, also for
+    adapters on a model that is parallel already.
+
     `torch.compile(model)` traces a plain model as one graph, where the model by itself is one. With `cp_dim` and
     `grad_sync` the cutting before it and the joining after it run as they are, outside of the graph.
 
     Args:
-        model: a transformers model or any nn.Module; `fused_tp.integrations.plain` has the contract of the latter.
+        model: a transformers model, a PeftModel of LoRA adapters, or any nn.Module; `fused_tp.integrations.plain` has
+            the contract of the latter.
         mesh: DeviceMesh with named dims, at least one of `tp_dim` and `cp_dim`. Others, such as "dp", are left alone.
         tp_dim, cp_dim: the names of the dims; one that the mesh does not have counts as size 1. A dim of size 1 cuts
             nothing and needs no plan.
@@ -137,6 +143,13 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
     check_bool(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, grad_sync=grad_sync)
+    peft = _peft()
+    if peft and isinstance(model, peft.PeftModel):
+        keywords: dict[str, Any] = {"tp_dim": tp_dim, "cp_dim": cp_dim, "ep_dim": ep_dim, "plan": plan}
+        keywords |= {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "grad_sync": grad_sync}
+        parallelize(peft.base_model(model), mesh, **keywords)
+        model.save_pretrained = partial(peft.save_pretrained, model)
+        return model
     tp_mesh, cp_mesh, ep_mesh = _find_dims(mesh, tp_dim, cp_dim, ep_dim)
     meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
     own_dim = [] if ep_mesh is None or ep_mesh is tp_mesh or ep_mesh is cp_mesh else [ep_mesh]
@@ -151,53 +164,65 @@ def parallelize(
             "model is in a DistributedDataParallel, which holds the parameters that parallelize replaces; parallelize "
             "the model inside, and wrap that."
         )
-    if any(hasattr(module, _DONE) for module in model.modules()):
+    if any(hasattr(module, MARK) for module in model.modules()):
         raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync)
 
+    adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
     # Without TP ranks the model's own plan says where a plain model's attention is, and of a transformers model nothing
     # that is needed.
     has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
-    resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else Plan()
-    dealing = None
-    if ep_mesh is not None:
-        over_tp, over_cp = ep_mesh is tp_mesh, ep_mesh is cp_mesh
-        names = deal_experts_in(model, resolved, plan, ep_mesh.size(), over_tp=over_tp)
-        both = None if over_tp or tp_mesh is None else _mesh_of_both(mesh, str(ep_dim), tp_dim)
-        factor = 1.0 if over_tp or (over_cp and grad_sync) else 1 / ep_mesh.size()
-        dealing = Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
-    elif ep_dim is None or tp_mesh is not None:
-        check_nothing_dealt(resolved, ep_dim)
-    if tp_mesh is not None:
-        resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
-        check_head_counts(model, resolved.modules, tp_mesh.size())
     ranks = 1 if tp_mesh is None else tp_mesh.size()
-    check_layers(model, resolved, ranks)
-    whole_blocks = find_whole_blocks(model, resolved) if sequence_parallel else []
-    check_buffers(model, hf=hf)
     sequence: SequenceSharding
-    if hf:
-        check_transformers_model(model, resolved.modules, parallelism)
-        sequence = TransformersSequence(model, parallelism)
-    else:
-        check_plain_model(model, resolved.modules, parallelism)
-        sequence = PlainSequence(model, parallelism, resolved.modules)
+    with adapters.taken_out() if adapters else nullcontext():
+        resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else Plan()
+        dealing = None
+        if ep_mesh is not None:
+            over_tp, over_cp = ep_mesh is tp_mesh, ep_mesh is cp_mesh
+            names = deal_experts_in(model, resolved, plan, ep_mesh.size(), over_tp=over_tp)
+            both = None if over_tp or tp_mesh is None else _mesh_of_both(mesh, str(ep_dim), tp_dim)
+            factor = 1.0 if over_tp or (over_cp and grad_sync) else 1 / ep_mesh.size()
+            dealing = Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
+        elif ep_dim is None or tp_mesh is not None:
+            check_nothing_dealt(resolved, ep_dim)
+        if tp_mesh is not None:
+            resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
+            check_head_counts(model, resolved.modules, tp_mesh.size())
+        check_layers(model, resolved, ranks)
+        whole_blocks = find_whole_blocks(model, resolved) if sequence_parallel else []
+        check_buffers(model, hf=hf)
+        if hf:
+            check_transformers_model(model, resolved.modules, parallelism)
+            sequence = TransformersSequence(model, parallelism)
+        else:
+            check_plain_model(model, resolved.modules, parallelism)
+            sequence = PlainSequence(model, parallelism, resolved.modules)
+        if adapters:
+            adapters.check(whole_blocks)
+    if adapters:
+        check_layers(model, adapters.plan(resolved), ranks)
 
     sequence.whole_blocks = whole_blocks
     sequence.prepare(model)
     if sequence_parallel and resolved.joins:
         sequence.joins = resolved.joins
         sequence.behind = resolved.behind
+    sharding: Sharding | None = None
     if tp_mesh is not None:
-        warn_of_small_share(model, resolved)
         memo = WeakIdKeyDictionary()
-        shard_layers(model, tp_mesh, resolved, sequence, memo, dealing)
-        replicate_parameters(model, tp_mesh, resolved, sequence, memo, dealing)
-        for name in whole_blocks:
-            run_whole(model.get_submodule(name), tp_mesh, sequence)
-        if sequence.joins:
-            join_behind(model.get_submodule(sequence.joins), tp_mesh, sequence)
+        config = getattr(model, "config", None)
+        sharding = Sharding(resolved, tp_mesh, meshes, sequence, config, dealing)
+        with adapters.taken_out() if adapters else nullcontext():
+            warn_of_small_share(model, resolved)
+            shard_layers(model, sharding, memo)
+            replicate_parameters(model, sharding, memo)
+            for name in whole_blocks:
+                run_whole(model.get_submodule(name), tp_mesh, sequence)
+            if sequence.joins:
+                join_behind(model.get_submodule(sequence.joins), tp_mesh, sequence)
+        if adapters:
+            adapters.shard(sharding, memo)
     elif dealing is not None:
         deal_experts(model, dealing)
     materialize(model, mesh.device_type, hf=hf)
@@ -209,12 +234,23 @@ def parallelize(
         in_one_order(model._forward_pre_hooks)
     if tp_mesh is not None:
         model.register_forward_hook(GradientCheck(tp_mesh))
+        model.register_forward_pre_hook(ModuleCheck(parallelism))
     if own_dim and grad_sync:
         model.register_forward_pre_hook(_Watch(GradientSync(own_dim[0], mean=True)))
     for module in model.modules():
         if next(module.parameters(), None) is not None:  # others may be shared by models: activations of OpenAI GPT are
-            setattr(module, _DONE, parallelism)
+            setattr(module, MARK, parallelism)
+    setattr(model, SHARDING, sharding)
     return model
+
+
+def _peft() -> ModuleType | None:
+    """What knows of PEFT's adapters, where PEFT has been imported: only then can a model have some."""
+    if "peft" not in sys.modules:
+        return None
+    from fused_tp.integrations import peft
+
+    return peft
 
 
 class _Watch:

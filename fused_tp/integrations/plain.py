@@ -40,8 +40,7 @@ from fused_tp.integrations.forward_shard import CpContext, ForwardShard
 from fused_tp.integrations.layers import holds_sharded_heads
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
-from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding
-from fused_tp.nn import ColumnParallelLinear
+from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, cut_head
 
 POSITIONS = ("positions", "position_ids")
 CACHES = ("cache", "kv_cache", "past_key_values")
@@ -104,8 +103,7 @@ class PlainSequence(SequenceSharding):
         """Point the model's attention and loss to ours. Its layers have been replaced."""
         parallelism = self.parallelism
         heads = _heads(self.plan)
-        head = model.get_submodule(heads[0]) if len(heads) == 1 else None
-        self.head = head if isinstance(head, ColumnParallelLinear) else None
+        self.head = cut_head(model.get_submodule(heads[0]) if len(heads) == 1 else None)
         if parallelism.cp_mesh is not None:
             # Not one mode around the whole model: activation checkpointing runs layers again in backward, outside of
             # it.

@@ -285,7 +285,11 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
         found = f"has {len(patterns)} entries ({first}, ...), of which {type(model).__name__} has none"
         raise ValueError(
             f"The plan {found if patterns else 'is empty'}, so nothing would be cut. "
-            + ("Parallelize the model without adapters: see merge_and_unload()." if adapters else "Pass plan=.")
+            + (
+                "Give parallelize the PeftModel, or the model without adapters: see merge_and_unload()."
+                if adapters
+                else "Pass plan=."
+            )
         )
     return resolved
 

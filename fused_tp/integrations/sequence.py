@@ -79,7 +79,7 @@ class SequenceSharding:
 
     def __init__(self, model: nn.Module, parallelism: Parallelism) -> None:
         self.parallelism = parallelism
-        self.head: ColumnParallelLinear | None = None
+        self.head: nn.Module | None = None  # the output layer, where it is cut, with what is in front of it (adapters)
         self._head_outputs = HeadOutputs()
         self._history = StateHistory()
         self._noted = True  # the forward pass that runs, or ran last, is in the history
@@ -94,6 +94,8 @@ class SequenceSharding:
         self._routes = any("expert" in name for name, _ in model.named_modules())
         self._calls = 0  # that backward may follow
         self._layers: list[Any] = []
+        self._head_layers: list[ColumnParallelLinear] = []
+        self._noting: list[Any] = []  # handles of hooks
         self.whole_blocks: list[str] = []  # that run on the whole sequence, see `whole_blocks`
         self.joins = ""  # the module whose output is gathered, and what gets it: see `Plan`
         self.behind: tuple[str, ...] = ()
@@ -104,18 +106,36 @@ class SequenceSharding:
 
     def install(self, model: nn.Module) -> None:
         """Hook `model`, whose layers have been replaced."""
-        found = [(n, m) for n, m in model.named_modules() if hasattr(m, "sequence_parallel") and hasattr(m, "mesh")]
-        self._layers = [layer for name, layer in found if not self.is_whole(name)]
-        for layer in [*self._layers, *self.entrances(model)]:
-            layer.register_forward_pre_hook(self._ask, prepend=True)
-            in_one_order(layer._forward_pre_hooks)
+        for name, module in model.named_modules():
+            self.add_layer(name, module)
+        for module in self.entrances(model):
+            self._have_ask(module)
         if self.head is not None:
-            self.head.register_forward_hook(self._note_head)
+            self.set_head(self.head)
         # Hooks on parameters, for one, cannot be set up by a traced program. These run before the first and after the
         # last of the model's own code, which is traced by itself then.
         traced = self.sync is None
         model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
         model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
+
+    def add_layer(self, name: str, module: Any) -> None:
+        """Tell `module`, that of `name` in the model, of each forward pass, if it is a layer that needs to know."""
+        if hasattr(module, "sequence_parallel") and hasattr(module, "mesh") and not self.is_whole(name):
+            self._layers.append(module)
+            self._have_ask(module)
+
+    def set_head(self, head: nn.Module) -> None:
+        """The output layer is `head`, or the layers of ours in it."""
+        for handle in self._noting:
+            handle.remove()
+        self.head = head
+        self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
+        # Also each of its layers, one of which may stand by itself again (merged adapters).
+        self._noting = [one.register_forward_hook(self._note_head) for one in {head, *self._head_layers}]
+
+    def _have_ask(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._ask, prepend=True)
+        in_one_order(module._forward_pre_hooks)
 
     def is_whole(self, name: str) -> bool:
         """Whether the module of that name is, or is in, one that runs on the whole sequence."""
@@ -375,8 +395,9 @@ class SequenceSharding:
         self._switched_to = state
         for layer in self._layers:
             layer.sequence_parallel = state.tp_sharded
-        if self.parallelism.loss_parallel and self.head is not None:
-            self.head.gather_output = not state.logits_sharded
+        if self.parallelism.loss_parallel:
+            for head in self._head_layers:
+                head.gather_output = not state.logits_sharded
 
     # ---- after forward ----
 
@@ -439,6 +460,12 @@ class SequenceSharding:
         t = shard.cp.unshard(t, 1)
         # Every rank computes the same from the whole output, so its gradient is counted once.
         return t if parallelism.grad_sync else scale_gradient(t, shard.cp.mesh.size())
+
+
+def cut_head(head: nn.Module | None) -> nn.Module | None:
+    """`head`, if it is a layer of ours or has some, as one with an adapter does."""
+    cut = head is not None and any(isinstance(module, ColumnParallelLinear) for module in head.modules())
+    return head if cut else None
 
 
 def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:

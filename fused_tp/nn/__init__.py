@@ -2,7 +2,7 @@
 
 from fused_tp.nn.attention import ParallelAttention, RotaryEmbedding
 from fused_tp.nn.cache import ContextKVCache, KVCache, PagedContextKVCache
-from fused_tp.nn.checkpoint import gather_state_dict
+from fused_tp.nn.checkpoint import gather_state_dict, original_shapes
 from fused_tp.nn.embedding import VocabParallelEmbedding
 from fused_tp.nn.linear import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.mlp import ParallelMLP
@@ -18,4 +18,5 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "gather_state_dict",
+    "original_shapes",
 ]

@@ -1,8 +1,9 @@
-"""State dicts of plain tensors from modules whose parameters are DTensors."""
+"""State dicts of the unsharded module from modules whose parameters are DTensors: of plain tensors, and for
+torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.store import exchange
 
 
-@torch.no_grad()
 def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: str | None = None) -> dict[str, Tensor]:
     """The state dict of the unsharded module: full plain tensors under the same names.
 
@@ -41,11 +41,17 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, not {type(module).__name__}.")
+    return gather_tensors(module.state_dict(keep_vars=True), parts_dims(module), rank0_only=rank0_only, device=device)
+
+
+@torch.no_grad()
+def gather_tensors(
+    tensors: Mapping[str, Any], parts: Mapping[int, int], *, rank0_only: bool, device: str | None
+) -> dict[str, Any]:
+    """The same of some entries of a state dict; `parts` are the module's `parts_dims`."""
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    full: dict[str, Tensor] = {}
+    full: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: state_dict() of tied names gives views of one tensor
-    tensors = module.state_dict(keep_vars=True)
-    parts = parts_dims(module)
     _meet(tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
@@ -72,3 +78,52 @@ def _meet(tensors: Iterable[Any]) -> None:
         for dim, ranks in enumerate(mesh.shape):
             if ranks > 1:
                 exchange(resolve_group(mesh.get_group(dim)), "gather_state_dict")
+
+
+def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """`state_dict` for torch.distributed.checkpoint's `save` and `load`, in the shapes of the unsharded module.
+
+    Packed parameters (gate and up of experts) are DTensors with a dim more than the original's, and so are an
+    optimizer's moments of them. Here these are in the original's shape, so that a checkpoint fits any number of tensor
+    parallel ranks, and a model without them. `load` writes into the tensors of `state_dict`. Of a module without packed
+    parameters nothing changes.
+
+    Args:
+        module: the parallel module.
+        state_dict: of `get_model_state_dict` or `get_optimizer_state_dict`, or dicts of these.
+
+    Returns:
+        The same dicts with other tensors in the place of packed ones, for `save` and `load` only.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+        >>> state = {"model": get_model_state_dict(model)}
+        >>> dcp.save(original_shapes(model, state), checkpoint_id=folder)
+        >>> dcp.load(original_shapes(model, state), checkpoint_id=folder)
+        >>> set_model_state_dict(model, state["model"])
+    """
+    from fused_tp.nn.in_original_shape import InOriginalShape  # which takes a while to import
+
+    parts = parts_dims(module)
+    named = {_without_wrappers(name): p for name, p in module.named_parameters() if id(p) in parts}
+
+    def original(path: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: original(f"{path}{key}.", one) for key, one in value.items()}
+        if isinstance(value, DTensor):
+            for name, parameter in named.items():
+                if value.shape == parameter.shape and f".{name}." in path:
+                    return InOriginalShape(value, parts[id(parameter)])
+        return value
+
+    whole: dict[str, Any] = original(".", state_dict)
+    return whole
+
+
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def _without_wrappers(name: str) -> str:
+    """As torch.distributed.checkpoint calls a parameter."""
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fused_tp.nn.norm import reduce_grad
 from fused_tp.nn.sharding import (
@@ -157,6 +157,17 @@ class _ParallelLinear(nn.Module):
                     self._parts_dims[name] = dim
             setattr(self, name, shard_parameter(whole, self.mesh, cut, memo))
         self.train(linear.training)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes packed parameters in the original's shape, too."""
+        for name, dim in self._parts_dims.items():
+            given, own = state_dict.get(prefix + name), getattr(self, name)
+            if given is not None and given.ndim == own.ndim - 1:
+                whole = given.unflatten(dim, own.shape[dim : dim + 2])
+                # PEFT does it where the shape is the same.
+                cut = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+                state_dict[prefix + name] = cut
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The weight [out, in] and the bias [out] that this rank multiplies with."""

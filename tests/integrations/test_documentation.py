@@ -8,6 +8,7 @@ import io
 import re
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,7 +139,7 @@ class Block(nn.Module):
         self.mlp.act = nn.GELU()
 
 
-def theirs_in_examples(code: str) -> dict[str, Any]:
+def theirs_in_examples(code: str, folder: str) -> dict[str, Any]:
     """The same for docstrings, which share few names: W = 2 ranks, in the mesh dim that the example names."""
     torch.manual_seed(0)
     line = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -155,6 +156,7 @@ def theirs_in_examples(code: str) -> dict[str, Any]:
         "F": nn.functional,
         "attention": attention,
         "block": block,
+        "folder": folder,
         "h": tokens,
         "hidden": tokens,
         "ids": torch.randint(32_000, (2, 6)),
@@ -188,17 +190,17 @@ def theirs_in_examples(code: str) -> dict[str, Any]:
     }
 
 
-def docstrings(group: dist.ProcessGroup, written: list[tuple[str, str]]) -> None:
+def docstrings(group: dist.ProcessGroup, written: list[tuple[str, str]], folder: str) -> None:
     for name, code in written:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                exec(compile(code, name, "exec"), theirs_in_examples(code))
+                exec(compile(code, name, "exec"), theirs_in_examples(code, folder))
         except Exception as error:
             raise AssertionError(f"the example of fused_tp.{name} raised {error!r}:\n{code}") from error
 
 
-def test_examples_of_docstrings() -> None:
+def test_examples_of_docstrings(tmp_path: Path) -> None:
     written = list(examples())
     assert len(written) >= 31
-    for rank in fresh_ranks(2, docstrings, written):
+    for rank in fresh_ranks(2, docstrings, written, str(tmp_path)):
         rank.unwrap()

@@ -13,14 +13,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.state_dict import load_full_state_dict
-from fused_tp.nn import gather_state_dict
+from fused_tp.nn import gather_state_dict, original_shapes
 from tests.integrations.models import (
     assert_near,
     assert_same_calls,
@@ -259,6 +265,65 @@ def test_checkpoints_of_experts(group: dist.ProcessGroup, tmp_path: Path) -> Non
         step(model, optimizer, tokens)
         states.append(gather_state_dict(model))
     assert_equal_states(*states)
+
+
+CHECKPOINTS = [  # how many tensor parallel ranks save, and how many load; of four, FSDP2 cuts over the others
+    (2, 1),
+    (1, 2),
+    *(pytest.param(saves, loads, marks=pytest.mark.full) for saves, loads in ((4, 2), (1, 4), (2, 4), (1, 1))),
+]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("saves", "loads"), CHECKPOINTS)
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.full)])
+def test_checkpoints_of_experts_at_other_sizes(
+    group: dist.ProcessGroup, family: str, saves: int, loads: int, tmp_path: Path
+) -> None:
+    """Of the model and of its optimizer, into a model without tensor parallel ranks and out of it, too."""
+    states = []
+    for ranks, does in ((saves, dcp.save), (loads, dcp.load)):
+        model, mine = at_size(family, ranks), range(4) if ranks > 1 else range(dist.get_rank(), dist.get_rank() + 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        tokens = make_tokens(2, 9)
+        for given in (tokens, tokens.flip(1))[: 1 if does is dcp.save else 2]:  # other weights and moments than saved
+            train(model, optimizer, given)
+        options = StateDictOptions(flatten_optimizer_state_dict=saves == 4)
+        state: dict[str, Any] = {
+            "model": get_model_state_dict(model, options=options),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        }
+        shapes = {name: list(p.shape) for name, p in make(family, num_key_value_heads=4).named_parameters()}
+        seen = original_shapes(model, state)
+        assert all(list(t.shape) == shapes[name] for name, t in seen["model"].items())
+        if len(mine) > 1 or does is dcp.load or dist.get_rank() == 0:
+            does(seen, checkpoint_id=tmp_path, no_dist=len(mine) == 1)
+        dist.barrier(group)
+        set_model_state_dict(model, state["model"], options=options)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        train(model, optimizer, tokens)
+        states.append(gather_state_dict(model))
+    assert states[0].keys() == states[1].keys()
+    for name, t in states[0].items():
+        assert_near(states[1][name], t, name, 1e-3)  # Adam makes more of a last bit
+
+
+def at_size(family: str, ranks: int) -> Any:
+    """A model over so many tensor parallel ranks of four; as it is for one."""
+    model = make(family, attention_dropout=0.0, num_key_value_heads=4)
+    if ranks == 1:
+        return model
+    mesh = DeviceMesh("cpu", torch.arange(4).view(4 // ranks, ranks), mesh_dim_names=("dp", "tp"))
+    model = parallelize(model, mesh)
+    if ranks < 4:
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:

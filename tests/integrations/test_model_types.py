@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
+from docs import tables
 from tests.integrations.sweep import MODES, all_kinds, sweep
 
 RIGHT = [
@@ -86,5 +89,11 @@ def test_every_type_is_right_or_refused() -> None:
     found = [(kind, mode, *outcomes[kind][mode]) for kind in outcomes for mode in MODES]
     bad = [one for one in found if one[2] in ("late", "wrong", "crashed")]
     assert not bad, bad
+    documented = json.loads((Path(tables.__file__).parent / "model_types.json").read_text())["types"]
+    now = tables.model_types_of(outcomes)
+    assert now == documented, (
+        "docs/model_types.json says otherwise; python -m tests.integrations.sweep --out DIR, and then python -m "
+        "docs.tables DIR/outcomes.json > docs/model_types.json"
+    )
     counts = Counter(one[1] for one in found if one[2] == "right")
     assert counts["tp"] >= 120 and counts["tp+sp"] >= 112 and counts["cp"] >= 120, counts

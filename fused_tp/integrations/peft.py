@@ -1,0 +1,396 @@
+"""LoRA adapters of PEFT (arXiv:2106.09685) on the layers of a parallel model.
+
+A LoRA layer adds B(A(x)) to what its base layer gives. One of the two is cut as the base is, so that what travels for
+an adapter is of its rank r:
+
+| base layer    | A [r, in]    | B [out, r]    | travels                              | with sequence parallelism |
+|---------------|--------------|---------------|--------------------------------------|---------------------------|
+| column        | whole        | cut along out | backward: the sum of A(x)'s gradient | A(x), gathered            |
+| row           | cut along in | whole         | the sum of A(x)                      | A(x), reduce-scattered    |
+| whole         | whole        | whole         | nothing                              | nothing                   |
+
+PEFT's own code adds, scales, merges, switches and loads adapters; parameters have the names and shapes they have in a
+model on one rank. LoRA layers, and copies in `modules_to_save`, are out of the model while it is checked and cut, so
+that plans and what reads them see the names of the model alone.
+
+    # before: with adapters from get_peft_model, PeftModel.from_pretrained or model.add_adapter
+    parallelize(peft_model, mesh)
+
+    # after: on a parallel model, which may have come from the meta device
+    peft_model = get_peft_model(model, parallel_config(model, LoraConfig(...)))
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fused_tp.integrations.layers import Sharding, part_of, replicate_module, shard_layer
+from fused_tp.integrations.model_check import MARK, SHARDING, check_equal_models
+from fused_tp.integrations.plan import Plan, Style, spec_of
+from fused_tp.integrations.readers import parameters_read
+from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
+from fused_tp.nn.checkpoint import gather_tensors
+from fused_tp.nn.sharding import parts_dims
+
+if TYPE_CHECKING:
+    from fused_tp.nn.sharding import Memo
+
+Config = TypeVar("Config", bound=LoraConfig)
+
+# What holds the model's own module in a wrapper of PEFT.
+_BASE = {BaseTunerLayer: "base_layer", AuxiliaryTrainingWrapper: "original_module"}
+_WRAPPERS = tuple(_BASE)
+# Fields of a LoraConfig for more than LoRA on linear layers.
+_MORE = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
+
+
+def base_model(model: PeftModel) -> nn.Module:
+    """The model in a PeftModel, which is what `parallelize` takes.
+
+    Raises:
+        ValueError: the PeftModel has more than LoRA adapters, such as a learned prompt.
+    """
+    kinds = {name: str(config.peft_type.value) for name, config in model.peft_config.items()}
+    other = next((name for name, kind in kinds.items() if kind != "LORA"), None)
+    if other is not None:
+        raise ValueError(
+            f"The adapter {other!r} is of the kind {kinds[other]}, of which parallelize does not know what tensor and "
+            "context parallel ranks compute; it serves LoRA. Parallelize the model without it: see unload(), and "
+            "get_base_model() for prompts."
+        )
+    inner: nn.Module = model.get_base_model()
+    return inner
+
+
+class Adapters:
+    """The wrappers of PEFT in a model.
+
+    Raises:
+        ValueError: one that is not served; nothing has been changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.wrappers = {name: module for name, module in model.named_modules() if isinstance(module, _WRAPPERS)}
+        for name, wrapper in self.wrappers.items():
+            _check_wrapper(name, wrapper)
+
+    @contextmanager
+    def taken_out(self) -> Iterator[None]:
+        """Within it the model has its own modules; what is put in the place of these is in the wrappers after it."""
+        places = [
+            (parent, key, child)
+            for parent in self.model.modules()
+            for key, child in parent._modules.items()
+            if isinstance(child, _WRAPPERS)
+        ]
+        for parent, key, wrapper in places:
+            parent._modules[key] = wrapper._modules[_base_key(wrapper)]
+        for _, _, wrapper in places:
+            wrapper._modules[_base_key(wrapper)] = None  # else it would keep a full weight that is replaced
+        try:
+            yield
+        finally:
+            for parent, key, wrapper in places:
+                wrapper._modules[_base_key(wrapper)] = parent._modules[key]
+                parent._modules[key] = wrapper
+
+    def check(self, whole_blocks: Collection[str]) -> None:
+        """Refuse wrappers of what the model's code and ours use otherwise than by a call; called while they are out.
+
+        Raises:
+            ValueError: a module reads the parameters of a wrapped one by itself; a wrapped one is a block that runs on
+                the whole sequence.
+        """
+        for name in self.wrappers:
+            _check_no_block(name, whole_blocks)
+        for name, module in self.model.named_modules() if self.wrappers else ():
+            for parameter in parameters_read(module):
+                owner = f"{name}.{parameter}".lstrip(".").rpartition(".")[0]
+                if owner in self.wrappers:
+                    raise ValueError(
+                        f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, so what PEFT has put around "
+                        f"{owner!r} would not be used. Leave {owner!r} out of the LoraConfig."
+                    )
+
+    def plan(self, plan: Plan) -> Plan:
+        """The styles of what the wrappers add to a model of that plan.
+
+        Raises:
+            ValueError: a wrapped module has a torch ParallelStyle, which says nothing of adapters.
+        """
+        styles: dict[str, Style] = {}
+        for name, wrapper in self.wrappers.items():
+            style = plan.modules.get(name)
+            if isinstance(style, ParallelStyle):
+                raise ValueError(
+                    f"The plan gives {name!r} a ParallelStyle, and PEFT has put an adapter on it: how that is to be "
+                    "cut is not known. Give it the name of a style, such as 'colwise'."
+                )
+            for key, _ in _added(wrapper):
+                own = _style_of(key, style)
+                if own is not None:
+                    styles[f"{name}.{key}"] = own
+        return Plan(styles)
+
+    def shard(self, sharding: Sharding, memo: Memo) -> None:
+        """Cut what the wrappers add; they are in the model again."""
+        for name, wrapper in self.wrappers.items():
+            place = Place(name, sharding)
+            if isinstance(wrapper, Linear):
+                wrapper.__class__ = ParallelLoraLinear
+                wrapper.place = place
+            for key, module in _added(wrapper):
+                wrapper.set_submodule(key, place.shard(key, module, memo))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a wrapper in a parallel model: its name there, and what the model was cut into."""
+
+    name: str
+    sharding: Sharding
+
+    def shard(self, key: str, module: nn.Module, memo: Memo) -> nn.Module:
+        """What is to be at `key` of the wrapper: `module`, cut or replicated."""
+        style = _style_of(key, self.sharding.plan.modules.get(self.name))
+        # A copy of the model's own module is given what that would be given, under its name.
+        name = f"{self.name}.{key}" if key.startswith("lora_") else self.name
+        if isinstance(style, str):
+            module = shard_layer(name, module, style, self.sharding, memo)
+        replicate_module(name, module, spec_of(style), self.sharding, memo)
+        return module
+
+
+class ParallelLoraLinear(Linear):
+    """PEFT's LoRA layer, around a layer that `parallelize` has cut or left whole. (PEFT knows it by "Linear".)"""
+
+    place: Place
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **keywords: Any) -> None:
+        """Add an adapter, as PEFT does, and cut it.
+
+        Raises:
+            ValueError: a config of more than LoRA on linear layers; low_cpu_mem_usage=True.
+            RankMismatchError: the ranks have drawn different numbers for it.
+        """
+        check_config(config)
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **keywords)
+        sharding = self.place.sharding
+        if any(p.is_meta for p in self.lora_A[adapter_name].parameters()):
+            raise ValueError("Adapters cannot be cut on the meta device; leave low_cpu_mem_usage=True out.")
+        made = {key: module for key, module in _added(self) if key.endswith(f".{adapter_name}")}
+        check_equal_models(nn.ModuleList(made.values()), sharding.meshes)
+        memo: Memo = WeakIdKeyDictionary()
+        for key, module in made.items():
+            layer = self.place.shard(key, module, memo)
+            self.set_submodule(key, layer)
+            sharding.sequence.add_layer(f"{self.place.name}.{key}", layer)
+        for module in self.modules():
+            setattr(module, MARK, sharding.sequence.parallelism)
+        if sharding.sequence.head in (self, self.base_layer):
+            sharding.sequence.set_head(self)
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.in_features, module.out_features  # of the whole layer
+
+    def _cast_input_dtype(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        # What attention hands down stands for a part of the sequence, which the base layer finds by itself.
+        cast: Tensor = super()._cast_input_dtype(part_of(x), dtype)
+        return cast
+
+    def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **keywords: Any) -> Tensor:
+        """Each row with its adapter, of which all ranks take one after the other. PEFT takes them as a set has them."""
+        result: Tensor = self.base_layer(x, *args)
+        for name in sorted(set(adapter_names) & self.lora_A.keys()):
+            rows = torch.tensor([i for i, one in enumerate(adapter_names) if one == name], device=x.device)
+            given = self.lora_dropout[name](part_of(x)[rows].to(self.lora_A[name].weight.dtype))
+            added = self.lora_B[name](self.lora_A[name](given)) * self.scaling[name]
+            result = result.index_add(0, rows, added.to(result.dtype))
+        return result
+
+
+def parallel_config(model: nn.Module, config: Config) -> Config:
+    """`config`, by which PEFT puts adapters on the layers of `model`, which `parallelize` returned.
+
+    All ranks add adapters together, with equal random states.
+
+    Raises:
+        TypeError: `model` is not parallel.
+        ValueError: a config of more than LoRA on linear layers.
+
+    Example:
+        >>> parallelize(model, mesh)
+        >>> peft_model = get_peft_model(model, parallel_config(model, LoraConfig(target_modules="all-linear")))
+        >>> config = parallel_config(model, LoraConfig.from_pretrained(folder))     # or one that was saved
+        >>> peft_model = PeftModel.from_pretrained(model, folder, config=config)
+    """
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not hasattr(inner, SHARDING):
+        raise TypeError("model has not been parallelized, so PEFT's own get_peft_model(model, config) is right for it.")
+    check_config(config)
+    sharding: Sharding | None = getattr(inner, SHARDING)
+    if sharding is not None:
+        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+            config.target_modules = _linear_layers(inner)
+        config._register_custom_module({nn.Module: _Maker(sharding)})
+    return config
+
+
+def _linear_layers(model: Any) -> set[str]:
+    """All but the output layer, as PEFT has them, which does not know those that have been cut."""
+    kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear, Linear)
+    wrappers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _WRAPPERS))
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and not name.startswith(wrappers)]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {name for name, module in named if module is not head}
+
+
+class _Maker:
+    """Makes LoRA layers of a parallel model, as PEFT asks for them."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+
+    def __call__(self, base: nn.Module, adapter_name: str, config: LoraConfig, **keywords: Any) -> ParallelLoraLinear:
+        name: str = keywords["target_name"]
+        whole = isinstance(base, nn.Linear) and type(base).__name__ == "Linear"
+        if not (whole or type(base) in (ColumnParallelLinear, RowParallelLinear)):
+            raise ValueError(f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Leave it out of target_modules.")
+        _check_no_block(name, self.sharding.sequence.whole_blocks)
+        layer = ParallelLoraLinear.__new__(ParallelLoraLinear)
+        layer.place = Place(name, self.sharding)  # which `update_layer`, called in __init__, asks for
+        Linear.__init__(layer, base, adapter_name, config, **keywords)
+        return layer
+
+
+def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keywords: Any) -> None:
+    """`model.save_pretrained(...)` of a PeftModel on a parallel model: the files that one on one rank writes.
+
+    All ranks call it; global rank 0 gathers the adapters on the CPU, and writes. A PeftModel that was given to
+    `parallelize` has this one for its method.
+    """
+    call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
+    given = call.arguments.setdefault("kwargs", {})
+    writes = call.arguments.get("is_main_process", True)
+    inner: Any = model.get_base_model()
+    known = hasattr(inner, "get_output_embeddings")  # of transformers' models, of which PEFT may write the embeddings
+    layers = [inner.get_input_embeddings(), inner.get_output_embeddings()] if known else [None]
+    if given.get("state_dict") is None:
+        embeddings = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
+        wanted = {
+            name: t
+            for name, t in model.state_dict(keep_vars=True).items()
+            if "lora_" in name or "modules_to_save." in name or name.endswith("bias") or id(t) in embeddings
+        }
+        given["state_dict"] = gather_tensors(wanted, parts_dims(model), rank0_only=True, device="cpu")
+        writes = writes and dist.get_rank() == 0
+    if writes:
+        with _as_linear(layers[-1]):
+            type(model).save_pretrained(*call.args, **call.kwargs)
+
+
+@contextmanager
+def _as_linear(head: Any) -> Iterator[None]:
+    """Within it the layer in an adapter of the output layer is an nn.Linear, without values: PEFT writes the weights of
+    such a layer, given by name, into the file of its adapter."""
+    if not (isinstance(head, ParallelLoraLinear) and isinstance(head.base_layer, ColumnParallelLinear)):
+        yield
+        return
+    layer = head.base_layer
+    head.base_layer = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    try:
+        yield
+    finally:
+        head.base_layer = layer
+
+
+# ---- what is not served ---------------------------------------------------------------------------------------------
+
+_ONLY_LINEAR = "a parallel model serves LoRA on nn.Linear only."
+
+
+def check_config(config: LoraConfig) -> None:
+    """Refuse a config that asks for more than LoRA on the linear layers of a parallel model.
+
+    Raises:
+        TypeError: it is none of LoRA.
+        ValueError: names what it asks for.
+    """
+    if type(config) is not LoraConfig:
+        raise TypeError(f"config is a {type(config).__name__}; a parallel model serves LoraConfig only.")
+    variants = [one.name for one in fields(config) if one.metadata.get("is_lora_variant")]
+    asked = next((name for name in (*variants, *_MORE) if getattr(config, name, None)), None)
+    if asked is not None:
+        before = " Or give modules_to_save to PEFT before parallelize." if asked == "modules_to_save" else ""
+        raise ValueError(
+            f"The LoraConfig has {asked}={getattr(config, asked)!r}, which is not served on a model that has been "
+            f"parallelized. Leave it out.{before}"
+        )
+    how = config.init_lora_weights
+    if not (isinstance(how, bool) or how == "gaussian"):
+        raise ValueError(
+            f"The LoraConfig has init_lora_weights={how!r}, which looks at weights that have been cut. Give "
+            "adapters to the model before parallelize, or pass init_lora_weights=True."
+        )
+
+
+def _check_wrapper(name: str, wrapper: Any) -> None:
+    kind = f"{type(wrapper).__module__}.{type(wrapper).__name__}"
+    if isinstance(wrapper, BaseTunerLayer):
+        variants = [type(one).__name__ for one in getattr(wrapper, "lora_variant", {}).values()]
+        if type(wrapper) is not Linear or variants:
+            what = f"{kind} ({variants[0]})" if variants else kind
+            raise ValueError(
+                f"PEFT has made a {what} of {name!r}; {_ONLY_LINEAR} Leave {name!r} and its like out of the config, or "
+                "bring the adapters into the weights: see merge_and_unload()."
+            )
+    elif type(wrapper) is not ModulesToSaveWrapper or next(wrapper.original_module.children(), None) is not None:
+        raise ValueError(
+            f"PEFT has made a {kind} of {name!r} ({type(wrapper._modules[_base_key(wrapper)]).__name__}); a parallel "
+            "model serves modules_to_save that have no modules inside, such as 'lm_head', and no trainable tokens. "
+            "Name the modules inside of it."
+        )
+
+
+def _check_no_block(name: str, whole_blocks: Collection[str]) -> None:
+    # Hooks would have to be on the wrapper, which merging takes away, and not on the layer.
+    if name in whole_blocks:
+        raise ValueError(
+            f"sequence_parallel=True: {name!r} runs on the whole sequence, and an adapter on it would be given a part. "
+            f"Leave {name!r} out of the LoraConfig, or pass sequence_parallel=False."
+        )
+
+
+def _base_key(wrapper: nn.Module) -> str:
+    return next(key for kind, key in _BASE.items() if isinstance(wrapper, kind))
+
+
+def _added(wrapper: Any) -> list[tuple[str, nn.Module]]:
+    """What a wrapper adds to the module that it holds, by its place in the wrapper."""
+    kinds = ("lora_A", "lora_B") if isinstance(wrapper, Linear) else ("modules_to_save",)
+    return [(f"{kind}.{name}", module) for kind in kinds for name, module in getattr(wrapper, kind).items()]
+
+
+def _style_of(key: str, base: Style | None) -> Style | None:
+    """The style of what a wrapper adds at `key` to a module of the style `base`."""
+    spec = spec_of(base)
+    if key.startswith("lora_A") and (spec.shard_dim == 0 or spec.shares_rotary):
+        return None
+    if key.startswith("lora_B") and spec.shard_dim == 1:
+        return None
+    return base
