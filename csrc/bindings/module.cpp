@@ -1,4 +1,5 @@
 // fused_tp._core: shared memory and attention on CPUs; gpu.cpp has the rest.
+#include <algorithm>
 #include <array>
 #include <memory>
 #include <optional>
@@ -14,6 +15,7 @@
 #include "shm/collectives.h"
 #include "shm/group.h"
 #include "shm/kernels.h"
+#include "threads/thread_pool.h"
 
 namespace fused_tp::bindings {
 
@@ -228,6 +230,25 @@ void bind_collectives(py::module_& m) {
         shm::kernels().sum(pointer<>(out), arrays.data(), static_cast<int>(arrays.size()), count, to_dtype(dtype));
       },
       "out"_a, "sources"_a, "count"_a, "dtype"_a, NoGil(), "out[i] = sum over s of sources[s][i], in this order.");
+  m.def(
+      "sum_rows",
+      [](int dtype, Address y, Address rows, Address starts, Address scale, Address out, int64_t tokens,
+         int64_t columns, int threads) {
+        const DType kind = to_dtype(dtype);
+        require(kind == DType::kF32 || kind == DType::kBF16 || kind == DType::kF16,
+                "rows of this dtype are not summed");
+        const shm::RowSums sums{
+            pointer<>(y),   pointer<const int64_t>(rows), pointer<const int64_t>(starts), pointer<const float>(scale),
+            pointer<>(out), static_cast<size_t>(columns)};
+        constexpr int64_t kEach = 64;  // tokens
+        parallel_for((tokens + kEach - 1) / kEach, threads, [&](int64_t task, int) {
+          const auto begin = static_cast<size_t>(task * kEach),
+                     end = static_cast<size_t>(std::min(tokens, (task + 1) * kEach));
+          shm::kernels().sum_rows(sums, begin, end, kind);
+        });
+      },
+      "dtype"_a, "y"_a, "rows"_a, "starts"_a, "scale"_a, "out"_a, "tokens"_a, "columns"_a, "threads"_a, NoGil(),
+      "out[t] = sum over starts[t] <= i < starts[t + 1] of scale[i] * y[rows[i]], in fp32, rounded once.");
 }
 
 void bind_matmul(py::module_& m) {

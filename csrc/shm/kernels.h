@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "dtype.h"
 
@@ -25,12 +26,25 @@ struct RmsNormRow {
   double eps;  // of the arithmetic's precision: float64 rows need all of it
 };
 
+// Rows [tokens, columns] of sums of other rows: out[t] = sum over i in starts[t] <= i < starts[t + 1] of
+// scale[i] * y[rows[i]], in fp32 and rounded once; zeros where there are none.
+struct RowSums {
+  const void* y;
+  const int64_t* rows;
+  const int64_t* starts;  // one more than tokens
+  const float* scale;     // may be null: ones
+  void* out;
+  size_t columns;
+};
+
 struct Kernels {
   const char* isa;
   // destination[i] = sum over s of sources[s][i]. `destination` may be one of the sources.
   void (*sum)(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype);
   // new_residual = residual + sum(partials), rounded to dtype; normed = new_residual / rms(new_residual) * weight.
   void (*rms_norm_row)(const RmsNormRow& row, DType dtype);
+  // Tokens from `begin` to before `end`; of floating types of up to 32 bits.
+  void (*sum_rows)(const RowSums& sums, size_t begin, size_t end, DType dtype);
 };
 
 // The best table this CPU can run; FUSED_TP_ISA asks for a lesser one (see isa.h).

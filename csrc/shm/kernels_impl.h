@@ -144,9 +144,42 @@ void rms_norm_row(const RmsNormRow& row, DType dtype) {
   }
 }
 
+template <typename Lanes, DType kDType>
+void sum_rows_lanes(const RowSums& sums, size_t begin, size_t end) {
+  constexpr size_t kWidth = Lanes::kWidth;
+  constexpr size_t kSize = element_size(kDType);
+  for (size_t t = begin; t < end; ++t) {
+    char* out = static_cast<char*>(sums.out) + t * sums.columns * kSize;
+    for (size_t c = 0; c < sums.columns; c += kWidth) {
+      const size_t n = std::min(kWidth, sums.columns - c);
+      typename Lanes::Vector total{};
+      for (int64_t i = sums.starts[t]; i < sums.starts[t + 1]; ++i) {
+        const size_t at = (static_cast<size_t>(sums.rows[i]) * sums.columns + c) * kSize;
+        const auto value = Lanes::template load<kDType>(static_cast<const char*>(sums.y) + at, n);
+        total = sums.scale == nullptr ? total + value : Lanes::fma(value, Lanes::broadcast(sums.scale[i]), total);
+      }
+      Lanes::template store<kDType>(out + c * kSize, total, n);
+    }
+  }
+}
+
+template <typename Lanes>
+void sum_rows(const RowSums& sums, size_t begin, size_t end, DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return sum_rows_lanes<Lanes, DType::kF32>(sums, begin, end);
+    case DType::kBF16:
+      return sum_rows_lanes<Lanes, DType::kBF16>(sums, begin, end);
+    case DType::kF16:
+      return sum_rows_lanes<Lanes, DType::kF16>(sums, begin, end);
+    default:
+      return;  // refused before
+  }
+}
+
 template <typename Lanes>
 constexpr Kernels make_kernels(const char* isa) {
-  return Kernels{isa, sum<Lanes>, rms_norm_row<Lanes>};
+  return Kernels{isa, sum<Lanes>, rms_norm_row<Lanes>, sum_rows<Lanes>};
 }
 
 }  // namespace

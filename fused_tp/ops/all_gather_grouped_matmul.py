@@ -97,7 +97,7 @@ def _forward(schedule: Schedule, a: _Args) -> Tensor:
     a.routing.check(prod(_shape(a)[:-1]))
 
     def multiply(x: Tensor) -> Tensor:
-        return grouped_linear(a.routing.rows_of(x), a.weight, a.routing)
+        return grouped_linear(x, a.weight, a.routing, by_token=True)
 
     return schedule.gathered("all_gather_grouped_matmul", a.x_shard, a.gather_dim, a.gather_size, multiply)
 

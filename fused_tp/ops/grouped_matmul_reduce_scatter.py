@@ -131,7 +131,7 @@ def _gather_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
     size = g.shape[g.scatter_dim]
 
     def multiply(d_output: Tensor) -> tuple[Tensor, Tensor]:
-        d_rows = grouped_linear(g.routing.rows_of(d_output), g.weight.transpose(1, 2), g.routing)
+        d_rows = grouped_linear(d_output, g.weight.transpose(1, 2), g.routing, by_token=True)
         return d_rows, d_output.clone() if g.needs_d_output else d_output.new_empty(0)
 
     if g.needs_rows:

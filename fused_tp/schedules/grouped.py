@@ -10,15 +10,22 @@ torch's grouped_mm, which does not need to know on the host where the rows of an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
-from fused_tp.schedules.gemm import sum_of_products
+from fused_tp.schedules.gemm import as_rows, sum_of_products
 
+try:
+    import fused_tp._core as _core
+
+    _BUILT = True
+except ImportError:  # a pure Python install
+    _BUILT = False
+
+_NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/dtype.h
 _ALIGNMENT = 16  # bytes, of rows and addresses that grouped_mm takes
 
 
@@ -59,7 +66,7 @@ class Routing(NamedTuple):
 
     def rows_of(self, x: Tensor) -> Tensor:
         """[S, n]: of `x` [..., n] the row of each row's token."""
-        return x.reshape(prod(x.shape[:-1]), x.shape[-1]).index_select(0, self.tokens)
+        return as_rows(x).index_select(0, self.tokens)
 
 
 class GroupedProduct(NamedTuple):
@@ -89,27 +96,58 @@ class GroupedProduct(NamedTuple):
         """The same with the tokens in another order: `places` [num_tokens] says where each goes."""
         return self._replace(routing=self.routing._replace(tokens=places[self.routing.tokens]))
 
-    def sum(self) -> Tensor:
-        """Added in float32 (float64 for float64) in the order of the rows, and rounded once."""
-        y = grouped_linear(self.x, self.weight, self.routing)
+    def sum(self, out: Tensor | None = None, *, rows: Tensor | None = None) -> Tensor:
+        """Added in float32 (float64 for float64) in the order of the rows, and rounded once; into `out` where given.
+
+        `rows`: memory [S, N] that may be used. (That of large tensors costs as much as adding them up where it is new.)
+        """
+        y = grouped_linear(self.x, self.weight, self.routing, out=rows)
         order = self.routing.tokens.argsort(stable=True)
         numbers = torch.arange(self.num_tokens + 1, device=order.device)
         starts = torch.searchsorted(self.routing.tokens[order], numbers)
         scale = None if self.scale is None else self.scale[order]
+        if _BUILT and y.is_cpu and y.dtype in _NATIVE_DTYPES and y.is_contiguous():
+            return _sum_rows(y, order, starts, scale, y.new_empty(self.shape) if out is None else out)
         if scale is not None and scale.dtype != y.dtype:  # routing weights are often more precise than activations
             dtype = torch.promote_types(scale.dtype, y.dtype)
             y, scale = y.to(dtype), scale.to(dtype)
-        out = embedding_bag(order, y, starts, mode="sum", include_last_offset=True, per_sample_weights=scale)
-        return out.to(self.x.dtype)
+        total = embedding_bag(order, y, starts, mode="sum", include_last_offset=True, per_sample_weights=scale)
+        return total.to(self.x.dtype) if out is None else out.copy_(total)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
-    """[S, N]: each row of `x` [S, K] times the weight of its expert, of `weight` [experts, N, K]."""
+def _sum_rows(y: Tensor, order: Tensor, starts: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
+    """By the native core, which takes factors in float32 next to rows of any dtype: torch would convert the rows."""
+    scale = None if scale is None else scale.float()
+    _core.sum_rows(
+        _NATIVE_DTYPES[y.dtype],
+        y.data_ptr(),
+        order.data_ptr(),
+        starts.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        out.data_ptr(),
+        len(out),
+        out.shape[1],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, routing: Routing, *, by_token: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """[S, N]: each row of `x` [S, K] times its expert's weight, of `weight` [experts, N, K]; into `out` where given.
+
+    `by_token`: `x` [..., K] has a row for each token instead, which is taken for each of the token's rows.
+    """
     if _takes_grouped_mm(x, weight):
-        return grouped_mm(x, weight.transpose(1, 2), offs=routing.offsets)
-    out = x.new_empty((len(x), weight.shape[1]))
+        rows = routing.rows_of(x) if by_token else x
+        return grouped_mm(rows, weight.transpose(1, 2), offs=routing.offsets)
+    x = as_rows(x)
+    out = x.new_empty((len(routing.tokens), weight.shape[1])) if out is None else out
     for expert, start, stop in routing.experts():
-        sum_of_products([(x[start:stop], weight[expert])], out=out[start:stop])
+        # Taken expert by expert, the rows are in the cache when they are multiplied, and no copy of all is made.
+        rows = x.index_select(0, routing.tokens[start:stop]) if by_token else x[start:stop]
+        sum_of_products([(rows, weight[expert])], out=out[start:stop])
     return out
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from math import prod
 from typing import Any
 from weakref import WeakSet
@@ -144,8 +145,8 @@ class SharedMemory(RowSchedule):
         cut = Cut.of((*shape, product.shape[1]), scatter_dim, self.world_size)
         if not cut.in_order:
             product = product.in_order(cut.places(product.x.device))
-        op, dtype = "grouped_matmul_reduce_scatter", product.x.dtype
-        out = self._scatter_written(op, lambda partial: partial.copy_(product.sum()), cut, dtype, meanwhile)
+        op, dtype, rows = "grouped_matmul_reduce_scatter", product.x.dtype, self._rows_for(product)
+        out = self._scatter_written(op, partial(product.sum, rows=rows), cut, dtype, meanwhile)
         return out.view(cut.shard_shape(self.rank))
 
     def _scatter_written(
@@ -166,10 +167,15 @@ class SharedMemory(RowSchedule):
                 _core.sum_arrays(out.data_ptr(), sources, out.numel(), dtype_number(dtype))
         return out
 
+    def _rows_for(self, product: GroupedProduct) -> Tensor:
+        """Memory of the pool, which has its pages, for what the experts make of each row."""
+        return self.transport.empty((len(product.x), product.shape[1]), product.x.dtype)
+
     def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
         op, shape = "grouped_matmul_all_reduce", product.shape
         if prod(shape) * product.x.dtype.itemsize >= _DIRECT_BYTES:
-            return self.transport.all_reduce_of(op, shape, product.x.dtype, lambda y: y.copy_(product.sum()), meanwhile)
+            write = partial(product.sum, rows=self._rows_for(product))
+            return self.transport.all_reduce_of(op, shape, product.x.dtype, write, meanwhile)
         y = product.sum()
         if meanwhile is not None:
             meanwhile()
