@@ -114,6 +114,9 @@ def parallelize(
         mesh: DeviceMesh with named dims, at least one of `tp_dim` and `cp_dim`. Others, such as "dp", are left alone.
         tp_dim, cp_dim: the names of the dims; one that the mesh does not have counts as size 1. A dim of size 1 cuts
             nothing and needs no plan.
+        ep_dim: the dim over whose ranks whole experts are dealt out: `tp_dim`, `cp_dim`, or one of its own, along which
+            each rank has a batch of its own, such as data parallel ranks. None: tensor parallel ranks have a part of
+            each expert.
         plan: "auto" reads the model's `tp_plan`; else {module name, `*` for one part of it: style}, a style being one
             of transformers' words ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise",
             "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only

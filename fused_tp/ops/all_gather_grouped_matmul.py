@@ -48,9 +48,9 @@ def all_gather_grouped_matmul(
         CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
 
     Example:
-        chosen, order = experts.view(-1).sort(stable=True)  # experts [tokens, top_k] of each token
+        chosen, order = experts.view(-1).sort(stable=True)  # experts [tokens, 2]: those of each token
         offsets = torch.bincount(chosen, minlength=8).cumsum(0).int()
-        hidden = all_gather_grouped_matmul(x_shard, w_up, order // top_k, offsets, group=mesh["tp"])
+        rows = all_gather_grouped_matmul(x_shard, w_gate_up, order // 2, offsets, group=mesh["tp"])
 
     Source: the gather side of Zhang et al., "Comet: Fine-grained Computation-communication Overlapping for
     Mixture-of-Experts", MLSys 2025; grouped matmuls of Gale et al., "MegaBlocks", MLSys 2023.

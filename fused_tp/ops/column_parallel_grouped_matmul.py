@@ -36,7 +36,7 @@ def column_parallel_grouped_matmul(
         CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along (in backward).
 
     Example:
-        hidden = column_parallel_grouped_matmul(x, w_up, tokens, offsets, group=mesh["tp"])
+        rows = column_parallel_grouped_matmul(x, w_gate_up, tokens, offsets, group=mesh["tp"])
 
     Source: as `all_gather_grouped_matmul`.
     """

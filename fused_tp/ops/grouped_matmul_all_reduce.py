@@ -56,7 +56,7 @@ def grouped_matmul_all_reduce(
         CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
 
     Example:
-        y = grouped_matmul_all_reduce(hidden, w_down, tokens, offsets, scale, shape=x.shape[:-1], group=mesh["tp"])
+        y = grouped_matmul_all_reduce(rows, w_out, tokens, offsets, shape=x.shape[:-1], group=mesh["tp"])
 
     Source: as `all_gather_grouped_matmul`.
     """

@@ -58,7 +58,7 @@ def grouped_matmul_reduce_scatter(
         CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
 
     Example:
-        y_shard = grouped_matmul_reduce_scatter(hidden, w_down, tokens, offsets, shape=(8, 4096), group=mesh["tp"])
+        y_shard = grouped_matmul_reduce_scatter(rows, w_out, tokens, offsets, shape=x.shape[:-1], group=mesh["tp"])
 
     Source: as `all_gather_grouped_matmul`.
     """
