@@ -29,6 +29,10 @@ OPS = {
     "matmul_reduce_scatter": "matmul_reduce_scatter",
     "matmul_all_reduce": "matmul_all_reduce",
     "column_parallel_matmul": "matmul_all_reduce",
+    "all_gather_grouped_matmul": "all_gather_grouped_matmul",
+    "grouped_matmul_reduce_scatter": "grouped_matmul_reduce_scatter",
+    "grouped_matmul_all_reduce": "grouped_matmul_all_reduce",
+    "column_parallel_grouped_matmul": "grouped_matmul_all_reduce",
     "all_reduce_rms_norm": "all_reduce_rms_norm",
     "matmul_all_reduce_rms_norm": "matmul_all_reduce_rms_norm",
     "ring_attention": "ring_attention",
@@ -76,6 +80,7 @@ STYLES = {
     "local_params": "whole on every rank, but for its own parameters that the plan names (`colwise`: attention sinks)",
     "mla_kv_a_proj": "whole on every rank; the part of its output that all heads share gets the sum of their gradients",
     "moe_identity_expert": "an expert that returns what it is given; one rank adds it",
+    "ep_dispatch_experts": "experts, whole ones dealt out over the ranks of `ep_dim`",
     "moe_tp_experts": "experts, of each of which a rank has a part: those of its own parameters that the plan names",
     "multi_query_colwise": "cut along the outputs that are queries; the others, one head's keys and values, all ranks "
     "have",

@@ -47,7 +47,7 @@ def grouped_matmul_all_reduce(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:
-        [*shape, N]; each rank's rows are added up in float32 (float64 for float64) and rounded, and so are the ranks'
+        `[*shape, N]`; each rank's rows are added up in float32 (float64 for float64) and rounded, and so are the ranks'
         terms, in rank order. Zeros for a token without rows.
 
     Raises:

@@ -50,7 +50,7 @@ def grouped_matmul_reduce_scatter(
         scatter_dim: a dim of `shape`; may be negative. Cut as torch.chunk does: the last ranks may get less.
 
     Returns:
-        [*shape, N] with this rank's part of `scatter_dim`; added up as by `grouped_matmul_all_reduce`.
+        `[*shape, N]` with this rank's part of `scatter_dim`; added up as by `grouped_matmul_all_reduce`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and

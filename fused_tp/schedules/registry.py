@@ -446,7 +446,11 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ScheduleSpec(
             "copy_engine",
             # Sums, and no matmul to hide them behind.
-            _lacks("copy engines have nothing for {op}", "all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),
+            _lacks(
+                "copy engines have nothing for {op}",
+                *("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),
+                *("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "grouped_matmul_all_reduce"),
+            ),
             _in_symmetric_memory("copy engines", copy_engine_available),
             _copy_engine,
             **_SYMMETRIC,
@@ -461,7 +465,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ),
         ScheduleSpec(
             "hierarchical",
-            _lacks("it has no {op}", RING, ALL_TO_ALL),
+            _lacks("it has no {op}", RING, ALL_TO_ALL),  # movements around grouped matmuls take two levels, too
             _two_levels_available,
             _hierarchical,
             _TWO_LEVELS,
