@@ -423,6 +423,7 @@ def test_adapters_on_a_model_from_the_meta_device(group: dist.ProcessGroup, tmp_
     assert_trains_alike(parallel, whole, make_tokens(2, 9))
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_plain_models_and_compiled_ones(group: dist.ProcessGroup, tmp_path: Path) -> None:
     torch._dynamo.reset()
