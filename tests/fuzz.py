@@ -142,6 +142,56 @@ def row(s: Source, scattered: bool) -> Problem:
     return Problem(given, dense, ("bias",))
 
 
+def routed(s: Source, tokens: int, experts: int) -> Given:
+    """Rows of experts, some without any; the last token has one, so that no smaller number of tokens will do."""
+    ends = sorted(s.randint(0, 12) for _ in range(experts))
+    ends[-1] = max(1, ends[-1])
+    rows = [s.randrange(tokens) for _ in range(ends[-1])]
+    rows[s.randrange(len(rows))] = tokens - 1
+    return {"tokens": torch.tensor(rows), "offsets": torch.tensor(ends, dtype=torch.int32)}
+
+
+def expert_of(one: Given) -> Tensor:
+    """[rows]"""
+    return torch.searchsorted(one["offsets"].long(), torch.arange(len(one["tokens"])), right=True)
+
+
+def grouped_column(s: Source, gathered: bool) -> Problem:
+    length, k, dtype, experts = s.choice((7, 9, 12)), s.features(), s.choice(FLOATS), s.choice((1, 2, 5))
+    whole = s.tensor(length, k, dtype=dtype)
+    given: list[Given] = []
+    for shard in whole.split(shard_sizes(length, s.ranks)):
+        one = {"weight": s.tensor(experts, s.size(0, 1, 5), k, dtype=dtype), **routed(s, length, experts)}
+        own: Given = {"x_shard": shard.clone(), "gather_size": length} if gathered else {"x": whole}
+        given.append(own | one)
+
+    def dense(g: list[Given]) -> list[Any]:
+        x = torch.cat([one["x_shard"] for one in g]) if gathered else g[0]["x"]
+        return [torch.einsum("sk,snk->sn", x[one["tokens"]], one["weight"][expert_of(one)]) for one in g]
+
+    return Problem(given, dense, () if gathered else ("x",))
+
+
+def grouped_row(s: Source, scattered: bool) -> Problem:
+    length, n, dtype, experts = s.choice((7, 9, 12)), s.features(), s.choice(FLOATS), s.choice((1, 2, 5))
+    given: list[Given] = []
+    has_scale = s.random() < 0.5
+    for k in shard_sizes(s.size(0, 1, 5, 8), s.ranks):
+        one = routed(s, length, experts)
+        rows = len(one["tokens"])
+        one |= {"x": s.tensor(rows, k, dtype=dtype), "weight": s.tensor(experts, n, k, dtype=dtype), "shape": (length,)}
+        given.append(one | {"scale": s.tensor(rows, dtype=dtype) if has_scale else None})
+
+    def dense(g: list[Given]) -> list[Any]:
+        y = torch.zeros(length, n, dtype=torch.float64)
+        for one in g:
+            terms = torch.einsum("sk,snk->sn", one["x"], one["weight"][expert_of(one)])
+            y.index_add_(0, one["tokens"], terms if one["scale"] is None else terms * one["scale"][:, None])
+        return list(y.split(shard_sizes(length, s.ranks))) if scattered else [y] * s.ranks
+
+    return Problem(given, dense, huge=False)
+
+
 def normed(s: Source, multiplied: bool) -> Problem:
     n, k, dtype, rows = s.features(), s.features(), s.choice(FLOATS), s.choice(((), (0,), (3,), (2, 3)))
     both: Given = {"residual": s.tensor(*rows, n, dtype=dtype) + 50, "eps": s.choice((1e-5, 1.0))}  # nothing cancels
@@ -269,6 +319,10 @@ PROBLEMS: dict[str, Callable[[Source], Problem]] = {
     "column_parallel_matmul": partial(column, gathered=False),
     "matmul_reduce_scatter": partial(row, scattered=True),
     "matmul_all_reduce": partial(row, scattered=False),
+    "all_gather_grouped_matmul": partial(grouped_column, gathered=True),
+    "column_parallel_grouped_matmul": partial(grouped_column, gathered=False),
+    "grouped_matmul_reduce_scatter": partial(grouped_row, scattered=True),
+    "grouped_matmul_all_reduce": partial(grouped_row, scattered=False),
     "all_reduce_rms_norm": partial(normed, multiplied=False),
     "matmul_all_reduce_rms_norm": partial(normed, multiplied=True),
     "vocab_parallel_cross_entropy": entropy,
@@ -473,7 +527,7 @@ def make_odd(s: Source, problem: Problem) -> None:
     """Gives some arguments other memory or odd numbers, where all ranks have the same: the same tensor."""
     special = s.random() < 0.2
     for name, value in list(problem.given[0].items()):
-        if not isinstance(value, Tensor) or value.dtype in OTHERS[:3] or s.random() < 0.5:
+        if not isinstance(value, Tensor) or value.dtype in (*OTHERS[:3], torch.int32) or s.random() < 0.5:
             continue
         how = s.choice([make for make in ODD if make is not nn.Parameter or value.is_floating_point()])
         numbers = special and value.is_floating_point() and s.random() < 0.5
