@@ -77,10 +77,10 @@ class Dealing:
         return ExpertRanks(parts, self.mesh, self.grad_factor)
 
     @cached_property
-    def _one_rank(self) -> dist.ProcessGroup:
-        """A group of this rank alone."""
-        group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return group
+    def _one_rank(self) -> DeviceMesh:
+        """Of this rank alone; a mesh, which can be copied with the model."""
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return DeviceMesh.from_group(group, self.mesh.device_type, mesh_dim_names=("experts",))
 
 
 class Exchange:
@@ -140,8 +140,8 @@ def check_dealt(name: str, experts: nn.Module, ranks: int, served: bool) -> None
             else f"its parameters have first dims of {of_each}, not one for each expert"
         )
         raise ValueError(
-            f"{name!r} ({kind}) cannot be dealt out over expert parallel ranks: {why}. Leave ep_dim out; tensor "
-            "parallel ranks hold a part of each expert."
+            f"{name!r} ({kind}) cannot be dealt out over expert parallel ranks: {why}. Leave ep_dim out; where the "
+            "mesh has a tensor parallel dim, each of its ranks holds a part of each expert."
         )
     count = next(iter(of_each.values()))
     if count % ranks:

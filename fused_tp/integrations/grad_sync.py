@@ -69,14 +69,13 @@ class GradientSync:
         return partial(GradientSync, mean=self.mean), (self.mesh,)
 
     def watch(self, model: nn.Module) -> None:
-        """Hook every trainable parameter of `model` that has not been, but for those that are cut over `mesh`: experts
-        that are dealt out have the gradient of all ranks' tokens.
+        """Hook every trainable parameter of `model` that has not been.
 
         Raises:
             ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them. Or
                 gradients go to `main_grad`, or on to what a parameter was computed from.
         """
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not self._is_dealt(p)]
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         of_its_own = [name for name, p in named if getattr(p, "main_grad", None) is not None]
         if of_its_own:
             raise ValueError(
@@ -96,19 +95,28 @@ class GradientSync:
         if missing and any(isinstance(module, FSDPModule) for module in model.modules()):
             raise ValueError(
                 "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
-                "parallelize and a mesh that includes the context parallel ranks to fully_shard: it then reduces the "
-                "gradients."
+                f"parallelize and a mesh that includes {', '.join(self.mesh.mesh_dim_names or ())!r} to fully_shard, "
+                "which then reduces the gradients. (Experts that are dealt out over that dim are sharded by themselves "
+                "before, over the other dims, or are given in ignored_params.)"
             )
         for name, parameter in missing:
             hooks = parameter._backward_hooks
             if hooks is not None:
                 # module.to() may have put another tensor in its place, which does not call its hooks.
-                for key in [k for k, hook in hooks.items() if getattr(hook, "func", None) == self._sum]:
+                for key in [
+                    k for k, hook in hooks.items() if getattr(hook, "func", None) in (self._sum, self._take_shares)
+                ]:
                     del hooks[key]
                 parameter._backward_hooks = hooks
             # By id: module.to() swaps no tensor that has weak references.
-            parameter.register_hook(partial(self._sum, name, id(parameter)))
+            hook = self._take_shares if self._is_dealt(parameter) else self._sum
+            parameter.register_hook(partial(hook, name, id(parameter)))
             setattr(parameter, _HOOKED, id(parameter))
+
+    def _take_shares(self, name: str, key: int, grad: Tensor) -> Tensor:
+        """Of experts that are dealt out over the ranks: what all tokens add is divided by their number when it comes
+        here, as if each rank had its share of it. (So has each of what a caller adds to the loss.)"""
+        return grad if self.mean else grad * self.mesh.size()
 
     def _is_dealt(self, parameter: nn.Parameter) -> bool:
         names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
@@ -118,7 +126,7 @@ class GradientSync:
         """Copies and pickles carry a parameter's attributes and not its hooks, and may have the id that it had; what
         module.to() has put in its place lists its hooks and does not call them."""
         hooks = (parameter._backward_hooks or {}).values()
-        ours = any(getattr(hook, "func", None) == self._sum for hook in hooks)
+        ours = any(getattr(hook, "func", None) in (self._sum, self._take_shares) for hook in hooks)
         return ours and getattr(parameter, _HOOKED, None) == id(parameter)
 
     @property

@@ -25,6 +25,7 @@ from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
     Plan,
     Style,
+    check_experts,
     check_head_counts,
     check_nothing_dealt,
     deal_experts_in,
@@ -182,16 +183,17 @@ def parallelize(
         resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else Plan()
         dealing = None
         if ep_mesh is not None:
-            over_tp, over_cp = ep_mesh is tp_mesh, ep_mesh is cp_mesh
+            over_tp = ep_mesh is tp_mesh
             names = deal_experts_in(model, resolved, plan, ep_mesh.size(), over_tp=over_tp)
             both = None if over_tp or tp_mesh is None else _mesh_of_both(mesh, str(ep_dim), tp_dim)
-            factor = 1.0 if over_tp or (over_cp and grad_sync) else 1 / ep_mesh.size()
+            factor = 1.0 if over_tp else 1 / ep_mesh.size()
             dealing = Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
         elif ep_dim is None or tp_mesh is not None:
             check_nothing_dealt(resolved, ep_dim)
         if tp_mesh is not None:
             resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
             check_head_counts(model, resolved.modules, tp_mesh.size())
+            check_experts(model, resolved)
         check_layers(model, resolved, ranks)
         whole_blocks = find_whole_blocks(model, resolved) if sequence_parallel else []
         check_buffers(model, hf=hf)
@@ -293,7 +295,7 @@ def _find_dims(
     dims = dict.fromkeys(dim for dim in (ep_dim, cp_dim, tp_dim) if dim in names)
     check_mesh_order(mesh, tuple(names.index(dim) for dim in dims if dim is not None))
     meshes = {dim: mesh[dim] for dim in dims if dim is not None and mesh[dim].size() > 1}
-    if ep_dim in meshes and ep_dim != cp_dim and cp_dim in meshes:
+    if ep_dim in meshes and ep_dim not in (cp_dim, tp_dim) and cp_dim in meshes:
         raise ValueError(
             f"ep_dim={ep_dim!r} next to context parallel ranks is not served; deal experts out over these, "
             f"ep_dim={cp_dim!r}, or over the tensor parallel ones."

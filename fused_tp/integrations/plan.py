@@ -276,9 +276,6 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
                     resolved.per_head[name] = arguments
     resolved.embeds.update(name for name in modules if any(_matches(name, prefix + one) for one in family.embeds))
     resolved.unread.update(name for name in parameters if any(_matches(name, prefix + one) for one in family.unread))
-    for name, style in resolved.modules.items():
-        if spec_of(style).sums_output:
-            _check_experts(name, modules[name], resolved)
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
         first = ", ".join(list(patterns)[:2])
@@ -362,6 +359,13 @@ def _is_served(style: Style, parameter: Tensor, own: set[Style]) -> bool:
     if parameter.ndim == 1:
         return style == "colwise"
     return style in PARAMETER_STYLES and not own.isdisjoint(EXPERTS)
+
+
+def check_experts(model: nn.Module, plan: Plan) -> None:
+    """Refuse experts of which a tensor parallel rank would compute more than its part."""
+    for name, style in plan.modules.items():
+        if style == "moe_tp_experts":
+            _check_experts(name, model.get_submodule(name), plan)
 
 
 def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -122,6 +123,49 @@ def test_expert_parallel_ranks_of_other_batches(group: dist.ProcessGroup, layout
     own = batches[group.rank() * 2 // group.size()]
     parallel(input_ids=own, labels=own).loss.backward()
     assert_same_gradients(parallel, whole)
+
+
+@on_dealt("cp", full=["ep", "cp_tp"])
+def test_what_is_added_to_the_loss_of_dealt_out_experts(group: dist.ProcessGroup, layout: str) -> None:
+    """A penalty on parameters counts once for experts, too: divided by the CP size, as for all parameters."""
+    whole, parallel = dealt(group, layout, "mixtral")
+    tokens = make_tokens(2, 9)
+
+    def penalty(model: nn.Module) -> Tensor:
+        whole_ones = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+        return 0.05 * sum((p.square().sum() for p in whole_ones), torch.zeros(()))
+
+    (whole(input_ids=tokens, labels=tokens).loss + penalty(whole)).backward()
+    share = 1 if layout == "ep" else 2
+    (parallel(input_ids=tokens, labels=tokens).loss + penalty(parallel) / share).backward()
+    assert_same_gradients(parallel, whole)
+
+
+@on_dealt("ep", "ep_tp", full=["cp"])
+def test_copies_and_steps_of_dealt_out_experts(group: dist.ProcessGroup, layout: str) -> None:
+    whole, parallel = dealt(group, layout, "mixtral")
+    parallel = copy.deepcopy(parallel)
+    tokens = make_tokens(2, 9)
+    for model in (whole, parallel):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+        for _ in range(2):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_near(parallel(input_ids=tokens).logits, whole(input_ids=tokens).logits, "logits")
+
+
+@on_ranks(2)
+def test_plans_that_deal_experts_out(group: dist.ProcessGroup) -> None:
+    """In transformers' words, of one's own."""
+    tokens = make_tokens(2, 9)
+    for name in ("ep", "tp"):
+        whole = make("qwen3_moe")
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+        experts = dict(whole.ep_plan)
+        parallel = parallelize(copy_of(whole), mesh, ep_dim=name, plan=experts)
+        assert_same_calls(parallel, whole, tokens, tokens)
+        refuses(ValueError, "pass ep_dim=", parallelize, copy_of(whole), mesh_of(group, 1, 2), plan=experts)
 
 
 @on_layouts("tp2_lossparallel", full=["tp2"])
