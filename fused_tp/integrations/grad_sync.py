@@ -119,8 +119,10 @@ class GradientSync:
         return grad if self.mean else grad * self.mesh.size()
 
     def _is_dealt(self, parameter: nn.Parameter) -> bool:
-        names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
-        return bool(names) and set(self.mesh.mesh_dim_names or ()) <= set(names or ())
+        if not isinstance(parameter, DTensor):
+            return False
+        placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+        return any(name in (self.mesh.mesh_dim_names or ()) and cut.is_shard() for name, cut in placed)
 
     def _has_hook(self, parameter: nn.Parameter) -> bool:
         """Copies and pickles carry a parameter's attributes and not its hooks, and may have the id that it had; what

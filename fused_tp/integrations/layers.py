@@ -256,12 +256,9 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
 
 
 def deal_experts(model: nn.Module, dealing: Dealing) -> None:
-    """Deal out the experts of a model without tensor parallel ranks, whose other parameters stay as they are."""
+    """Deal out the experts of a model without tensor parallel ranks."""
     for name in sorted(dealing.names):
-        experts = model.get_submodule(name)
-        _run_experts(experts, dealing.ranks(cut=False))
-        cut = {key: PartsCut(0) for key in experts._parameters}
-        replicate_own(experts, dealing.mesh, None, sums=bool, cut=cut)
+        _run_experts(model.get_submodule(name), dealing.ranks(cut=False))
 
 
 def _run_experts(experts: Any, ranks: ExpertRanks) -> None:

@@ -184,7 +184,7 @@ def parallelize(
         dealing = None
         if ep_mesh is not None:
             over_tp = ep_mesh is tp_mesh
-            names = deal_experts_in(model, resolved, plan, ep_mesh.size(), over_tp=over_tp)
+            names = deal_experts_in(model, resolved, plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
             both = None if over_tp or tp_mesh is None else _mesh_of_both(mesh, str(ep_dim), tp_dim)
             factor = 1.0 if over_tp else 1 / ep_mesh.size()
             dealing = Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
@@ -230,6 +230,12 @@ def parallelize(
             adapters.shard(sharding, memo)
     elif dealing is not None:
         deal_experts(model, dealing)
+        # All parameters are DTensors on one mesh then: clipping and optimizers take no two kinds at once. FSDP2, which
+        # comes with grad_sync=False, shards the others over these ranks itself, and wants them as they are.
+        each = [model] if grad_sync else [model.get_submodule(name) for name in sorted(dealing.names)]
+        for part in each:
+            own = resolved if grad_sync else Plan(parameters=dict.fromkeys(part._parameters, "grouped_gemm"))
+            replicate_parameters(part, Sharding(own, dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
     materialize(model, mesh.device_type, hf=hf)
     sequence.adapt(model)
     if parallelism.shards_sequence or parallelism.computes_loss:

@@ -292,11 +292,11 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
 
 
 def deal_experts_in(
-    model: nn.Module, plan: Plan, asked: str | Mapping[str, Style], ep_ranks: int, *, over_tp: bool
+    model: nn.Module, plan: Plan, asked: str | Mapping[str, Style], ep_ranks: int, *, whole: bool
 ) -> list[str]:
     """Names of the modules of experts to be dealt out over `ep_ranks` ranks; entries of `plan` are made to fit.
 
-    `over_tp`: the ranks are the tensor parallel ones, which then hold whole experts.
+    `whole`: no tensor parallel ranks but these cut experts.
 
     Raises:
         ValueError: there are no experts, or some that cannot be dealt out.
@@ -315,7 +315,7 @@ def deal_experts_in(
     for name in found:
         check_dealt(name, modules[name], ep_ranks, served=takes_routing(modules[name]) or rows)
         keys = [f"{name}.{key}" for key in modules[name]._parameters]
-        if over_tp:
+        if whole:
             plan.modules[name] = "ep_dispatch_experts"
             plan.parameters.update(dict.fromkeys(keys, "grouped_gemm"))
         else:

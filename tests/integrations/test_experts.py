@@ -147,12 +147,30 @@ def test_copies_and_steps_of_dealt_out_experts(group: dist.ProcessGroup, layout:
     parallel = copy.deepcopy(parallel)
     tokens = make_tokens(2, 9)
     for model in (whole, parallel):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=not layout.endswith("tp"))
         for _ in range(2):
             model(input_ids=tokens, labels=tokens).loss.backward()
+            if not layout.endswith("tp"):  # there experts are on a mesh of two dims, the others on one
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
     assert_near(parallel(input_ids=tokens).logits, whole(input_ids=tokens).logits, "logits")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ep", "cp"])
+@on_ranks(4)
+def test_fsdp_over_dealt_out_experts(group: dist.ProcessGroup, name: str) -> None:
+    """Experts over the other ranks, all else over all of them."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", name))
+    whole = make("mixtral")
+    parallel = parallelize(copy_of(whole), mesh, ep_dim=name, grad_sync=False)
+    for layer in parallel.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+    fully_shard(parallel, mesh=mesh["dp", name])
+    tokens = make_tokens(2, 9)
+    assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens).loss)
+    torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
 
 
 @on_ranks(2)
