@@ -6,7 +6,8 @@ A family needs an entry here only where its configuration class has no `base_mod
    an entry of transformers' plan out.
 2. `counts`: attributes of attention modules by which their forward shapes what the projections return, such as
    `view(batch, seq, self.num_heads, self.head_dim)`. On a rank they count its own heads.
-3. Its model type in RIGHT of tests/integrations/test_model_types.py, which compares every gradient.
+3. `python -m tests.integrations.sweep --out DIR my_model_type` compares every gradient; docs/reference/models.md says
+   how the table of model types is made of that.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class ContextLayer:
 
     def reset(self) -> None:
         self.cache.reset()
-        self.columns = 0
+        self.columns, self._newest = 0, ()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -tokens_to_remove tokens, as rejected drafts are; before transformers 5, a positive number is

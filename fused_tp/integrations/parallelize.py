@@ -112,7 +112,8 @@ def parallelize(
     Args:
         model: a transformers model, a PeftModel of LoRA adapters, or any nn.Module; `fused_tp.integrations.plain` has
             the contract of the latter.
-        mesh: DeviceMesh with named dims, at least one of `tp_dim` and `cp_dim`. Others, such as "dp", are left alone.
+        mesh: DeviceMesh with named dims, at least one of `tp_dim`, `cp_dim` and `ep_dim`. Others, such as "dp", are
+            left alone.
         tp_dim, cp_dim: the names of the dims; one that the mesh does not have counts as size 1. A dim of size 1 cuts
             nothing and needs no plan.
         ep_dim: the dim over whose ranks whole experts are dealt out: `tp_dim`, `cp_dim`, or one of its own, along which
@@ -232,10 +233,13 @@ def parallelize(
         deal_experts(model, dealing)
         # All parameters are DTensors on one mesh then: clipping and optimizers take no two kinds at once. FSDP2, which
         # comes with grad_sync=False, shards the others over these ranks itself, and wants them as they are.
-        each = [model] if grad_sync else [model.get_submodule(name) for name in sorted(dealing.names)]
-        for part in each:
-            own = resolved if grad_sync else Plan(parameters=dict.fromkeys(part._parameters, "grouped_gemm"))
-            replicate_parameters(part, Sharding(own, dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
+        # What a plan says of other modules is for tensor parallel ranks.
+        for name in dealing.names:
+            experts = model.get_submodule(name)
+            whole = Plan(parameters=dict.fromkeys(experts._parameters, "grouped_gemm"))
+            replicate_parameters(experts, Sharding(whole, dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
+        if grad_sync:
+            replicate_parameters(model, Sharding(Plan(), dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
     materialize(model, mesh.device_type, hf=hf)
     sequence.adapt(model)
     if parallelism.shards_sequence or parallelism.computes_loss:

@@ -56,7 +56,7 @@ FUSED = "mamba2_split_conv1d_scan_combined"
 
 # By model type: the class of its layers that carry a state, and which of these functions it calls beside CONVOLUTION.
 # All other layers attend, or compute token by token. To add one, compare its forward with those of the others, and add
-# it to RIGHT of tests/integrations/test_model_types.py.
+# it to docs/model_types.json (see docs/reference/models.md).
 STATE_LAYERS = {
     "bailing_hybrid": ("BailingHybridDeltaAttention", {DELTA_RULE_BY_CHANNEL}),
     "bamba": ("BambaMixer", {STATE_SPACE, FUSED}),

@@ -140,8 +140,9 @@ def grouped_linear(
     `by_token`: `x` [..., K] has a row for each token instead, which is taken for each of the token's rows.
     """
     if _takes_grouped_mm(x, weight):
-        rows = routing.rows_of(x) if by_token else x
-        return grouped_mm(rows, weight.transpose(1, 2), offs=routing.offsets)
+        rows = routing.rows_of(x) if by_token else x.contiguous()  # it takes no expanded gradients
+        found = grouped_mm(rows, weight.transpose(1, 2), offs=routing.offsets)
+        return found if out is None else out.copy_(found)
     x = as_rows(x)
     out = x.new_empty((len(routing.tokens), weight.shape[1])) if out is None else out
     for expert, start, stop in routing.experts():
@@ -154,7 +155,7 @@ def grouped_linear(
 def grouped_weight_grad(d_output: Tensor, x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
     """dW like `weight` [experts, N, K]: dY^T @ X over the rows of each expert; zeros for one without rows."""
     if _takes_grouped_mm(x, weight) and _takes_grouped_mm(d_output, weight):
-        return grouped_mm(d_output.t(), x, offs=routing.offsets)
+        return grouped_mm(d_output.contiguous().t(), x.contiguous(), offs=routing.offsets)
     # In memory as the weight lies: a transposed one has a transposed gradient, which accumulates without a copy.
     d_weight = torch.empty_like(weight)
     unused = set(range(len(weight)))

@@ -86,6 +86,7 @@ def grouped_case(group: Any, dtype_name: str, transposed: bool) -> None:
             assert s_own.grad is not None
             total = s_own.grad.double()
             dist.all_reduce(total, group=group)  # each rank has its term
+            # Each rank rounds its term to the dtype, once as a gradient of a row and once as their sum.
             bound = 8 * torch.finfo(dtype).eps * dist.get_world_size(group) * (1 + dscale.abs().max())
             torch.testing.assert_close(total, dscale, atol=float(bound), rtol=0)
 
@@ -126,6 +127,7 @@ def test_ranks_of_different_rows(group: dist.ProcessGroup) -> None:
     wanted = torch.zeros(6, 5, dtype=torch.float64)
     for tokens, _, scale, up in every:
         wanted.index_add_(0, tokens, up.double() * scale.double()[:, None])
+    # Of numbers up to 8 in bfloat16: each rank rounds its term, and their sum is rounded once more, by 2^-9 of it.
     torch.testing.assert_close(y.double(), wanted, atol=0.05, rtol=0)
     assert not y[3].any() and x.grad is not None and not x.grad[3].any()
 

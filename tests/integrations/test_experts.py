@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.plan import _own_plan
 from fused_tp.integrations.state_dict import load_full_state_dict
 from fused_tp.nn import gather_state_dict, original_shapes
 from tests.integrations.models import (
@@ -184,6 +185,12 @@ def test_plans_that_deal_experts_out(group: dist.ProcessGroup) -> None:
         parallel = parallelize(copy_of(whole), mesh, ep_dim=name, plan=experts)
         assert_same_calls(parallel, whole, tokens, tokens)
         refuses(ValueError, "pass ep_dim=", parallelize, copy_of(whole), mesh_of(group, 1, 2), plan=experts)
+    # What a plan says of other modules (norms of heads, sinks) is for tensor parallel ranks.
+    for family in ("qwen3_moe", "gpt_oss"):
+        whole = make(family)
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
+        parallel = parallelize(copy_of(whole), mesh, ep_dim="ep", plan=dict(_own_plan(whole)))
+        assert_same_calls(parallel, whole, tokens, tokens)
 
 
 @on_layouts("tp2_lossparallel", full=["tp2"])
