@@ -233,6 +233,26 @@ def assert_trains_alike(parallel: nn.Module, whole: nn.Module, loss_of: Callable
     assert_same_gradients(parallel, whole)
 
 
+def assert_equal_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """The same names in one order, and the same bits."""
+    assert list(one) == list(other)
+    for name, t in one.items():
+        assert torch.equal(t, other[name]), name
+
+
+def assert_trains_checkpointed(parallel: Any, whole: Any) -> None:
+    """Backward runs layers of transformers models again, after a forward pass of another length."""
+    losses = []
+    for model in (whole, parallel):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        parts = [model(input_ids=tokens, labels=tokens).loss for tokens in (make_tokens(2, 9), make_tokens(1, 4))]
+        losses.append(sum(parts))
+        losses[-1].backward()
+    assert_near(losses[1], losses[0], "loss")
+    assert_same_gradients(parallel, whole)
+
+
 def assert_same_calls(parallel: nn.Module, whole: nn.Module, tokens: Tensor, labels: Tensor, **more: Any) -> None:
     """Logits, loss and every gradient of the same call."""
     with torch.no_grad():

@@ -30,10 +30,12 @@ from fused_tp.integrations.plan import _own_plan
 from fused_tp.integrations.state_dict import load_full_state_dict
 from fused_tp.nn import gather_state_dict, original_shapes
 from tests.integrations.models import (
+    assert_equal_states,
     assert_near,
     assert_same_calls,
     assert_same_gradients,
     assert_trains_alike,
+    assert_trains_checkpointed,
     copy_of,
     make,
     make_tokens,
@@ -277,15 +279,7 @@ def test_blocks_on_whole_sequences_checkpointed(group: dist.ProcessGroup) -> Non
     """Backward runs them again, after a forward pass of another length."""
     whole = make("mixtral")
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
-    losses = []
-    for model in (whole, parallel):
-        model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        parts = [model(input_ids=tokens, labels=tokens).loss for tokens in (make_tokens(2, 9), make_tokens(1, 4))]
-        losses.append(sum(parts))
-        losses[-1].backward()
-    assert_near(losses[1], losses[0], "loss")
-    assert_same_gradients(parallel, whole)
+    assert_trains_checkpointed(parallel, whole)
 
 
 @on_ranks(2)
@@ -310,12 +304,6 @@ def test_states_of_experts(group: dist.ProcessGroup, family: str, tmp_path: Path
     parallel.save_pretrained(tmp_path)
     dist.barrier(group)
     assert_equal_states(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), state)
-
-
-def assert_equal_states(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert list(one) == list(other)
-    for name, t in one.items():
-        assert torch.equal(t, other[name]), name
 
 
 @on_ranks(2)

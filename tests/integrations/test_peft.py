@@ -22,6 +22,7 @@ from fused_tp.nn.sharding import parts_dims
 from fused_tp.runtime.errors import RankMismatchError
 from tests.integrations.models import (
     LAYOUTS,
+    assert_equal_states,
     assert_near,
     full,
     make,
@@ -197,12 +198,6 @@ def assert_same_files(one: Path, other: Path) -> None:
     assert (one / "adapter_model.safetensors").read_bytes() == (other / "adapter_model.safetensors").read_bytes()
     configs = [peft.LoraConfig.from_pretrained(folder).to_dict() for folder in (one, other)]
     assert configs[0] == configs[1]  # a set of target_modules is written in any order
-
-
-def assert_equal_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert list(one) == list(other)
-    for name, t in one.items():
-        assert torch.equal(t, other[name]), name
 
 
 @on_layouts("tp2_sp", full=["tp2", "cp2_tp2"])
