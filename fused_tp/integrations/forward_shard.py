@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
+from fused_tp.ops.ulysses_attention import attention_of_heads_over
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class CpContext:
         padded: the caller's mask had padding (on the right). Only causal attention may do without the mask then.
         documents: where the packed documents of each row begin, and the end: (0, ..., seq_len); () for one document.
         tp_rank: of this rank among those that share the heads.
+        ulysses: the ranks of `mesh` that share heads out among them, and those that then pass keys on; None for a ring
+            of all.
     """
 
     mesh: DeviceMesh
@@ -30,6 +33,7 @@ class CpContext:
     padded: bool = False
     documents: tuple[int, ...] = ()
     tp_rank: int = 0
+    ulysses: tuple[DeviceMesh, DeviceMesh | None] | None = None
 
     @property
     def layout(self) -> str:
@@ -65,17 +69,12 @@ class CpContext:
         where all hold all heads.
         """
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = attention_over(
-            q,
-            k,
-            v,
-            self.mesh,
-            layout=self.layout,
-            cu_seqlens=self.cu_seqlens,
-            seq_len=self.seq_len,
-            first_head=self.tp_rank * q.shape[2] if heads_sharded else 0,
-            **keywords,
-        )
+        keywords |= {"layout": self.layout, "cu_seqlens": self.cu_seqlens, "seq_len": self.seq_len}
+        keywords["first_head"] = self.tp_rank * q.shape[2] if heads_sharded else 0
+        if self.ulysses is None:
+            out = attention_over(q, k, v, self.mesh, **keywords)
+        else:
+            out = attention_of_heads_over(q, k, v, *self.ulysses, **keywords)
         return out.transpose(1, 2)
 
 

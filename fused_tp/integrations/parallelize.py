@@ -29,6 +29,8 @@ from fused_tp.integrations.plan import (
     check_head_counts,
     check_nothing_dealt,
     deal_experts_in,
+    head_counts,
+    is_of_keys,
     resolve_plan,
     settle_between,
     warn_of_small_share,
@@ -36,8 +38,10 @@ from fused_tp.integrations.plan import (
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
 from fused_tp.integrations.whole_blocks import find_whole_blocks, join_behind, run_whole
-from fused_tp.ops.arguments import check_bool
-from fused_tp.runtime.group import check_mesh_order
+from fused_tp.ops.arguments import check_bool, check_int
+from fused_tp.runtime.availability import Availability
+from fused_tp.runtime.group import check_mesh_order, resolve_group
+from fused_tp.transport.two_level import split
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -49,6 +53,7 @@ def parallelize(
     tp_dim: str = "tp",
     cp_dim: str = "cp",
     ep_dim: str | None = None,
+    ulysses_size: int = 1,
     plan: str | Mapping[str, Style] = "auto",
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
@@ -119,6 +124,9 @@ def parallelize(
         ep_dim: the dim over whose ranks whole experts are dealt out: `tp_dim`, `cp_dim`, or one of its own, along which
             each rank has a batch of its own, such as data parallel ranks. None: tensor parallel ranks have a part of
             each expert.
+        ulysses_size: how many context parallel ranks, one behind the other in `cp_dim`, share out among them the heads
+            that a TP rank has (DeepSpeed Ulysses, arXiv:2309.14509). Such groups form a ring. All ranks of `cp_dim`: no
+            ring; 1: a ring of all ranks.
         plan: "auto" reads the model's `tp_plan`; else {module name, `*` for one part of it: style}, a style being one
             of transformers' words ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise",
             "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only
@@ -151,6 +159,7 @@ def parallelize(
     peft = _peft()
     if peft and isinstance(model, peft.PeftModel):
         keywords: dict[str, Any] = {"tp_dim": tp_dim, "cp_dim": cp_dim, "ep_dim": ep_dim, "plan": plan}
+        keywords["ulysses_size"] = ulysses_size
         keywords |= {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "grad_sync": grad_sync}
         parallelize(peft.base_model(model), mesh, **keywords)
         model.save_pretrained = partial(peft.save_pretrained, model)
@@ -171,7 +180,11 @@ def parallelize(
         )
     if any(hasattr(module, MARK) for module in model.modules()):
         raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
-    parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync)
+    _check_ulysses(
+        model, ulysses_size, 1 if cp_mesh is None else cp_mesh.size(), 1 if tp_mesh is None else tp_mesh.size()
+    )
+    ulysses = None if cp_mesh is None or ulysses_size == 1 else _split(cp_mesh, ulysses_size)
+    parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync, ulysses)
 
     adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
@@ -311,6 +324,42 @@ def _find_dims(
             f"ep_dim={cp_dim!r}, or over the tensor parallel ones."
         )
     return meshes.get(tp_dim), meshes.get(cp_dim), None if ep_dim is None else meshes.get(ep_dim)
+
+
+def _check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> None:
+    check_int("ulysses_size", size, 1)
+    if cp_size % size:
+        sizes = [n for n in range(1, cp_size + 1) if cp_size % n == 0]
+        raise ValueError(
+            f"ulysses_size is {size}, which does not divide the {cp_size} context parallel ranks. Sizes that work: "
+            f"{', '.join(map(str, sizes))}."
+        )
+    for name, heads in head_counts(getattr(model, "config", None)).items():
+        if not is_of_keys(name) and heads % (size * tp_size):
+            sizes = [n for n in range(1, cp_size + 1) if cp_size % n == 0 and heads % (n * tp_size) == 0]
+            raise ValueError(
+                f"{type(model).__name__} has {name}={heads}, which {tp_size} tensor parallel ranks times ulysses_size="
+                f"{size} cannot share evenly. Values of ulysses_size that work: {', '.join(map(str, sizes)) or 'none'}."
+            )
+
+
+def _split(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """This rank's neighbours of a 1-D mesh, so many with itself, and those at its place among theirs; None for no more
+    than itself. Meshes, which can be copied with the model."""
+    if ulysses_size == mesh.size():
+        return mesh, None
+    groups = split(resolve_group(mesh), ulysses_size)
+    if isinstance(groups, Availability):
+        raise ValueError(
+            f"ulysses_size={ulysses_size} needs parts of the group of {mesh.size()} context parallel ranks, and "
+            f"{groups.reason}. Pass ulysses_size={mesh.size()} or 1."
+        )
+    inner, ring = (
+        DeviceMesh.from_group(group.process_group, mesh.device_type, mesh_dim_names=(name,))
+        for name, group in zip(("ulysses", "ring"), groups, strict=True)
+        if group.process_group is not None
+    )
+    return inner, ring
 
 
 def _mesh_of_both(mesh: DeviceMesh, ep_dim: str, tp_dim: str) -> DeviceMesh:

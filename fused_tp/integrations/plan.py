@@ -474,7 +474,7 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         parent = model.get_submodule(parent_name)
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if spec.shares_keys:
-            counts = {key: count for key, count in counts.items() if "kv" not in key and "key_value" not in key}
+            counts = {key: count for key, count in counts.items() if not is_of_keys(key)}
         blocks = max(1, spec.parts // 3)  # of q, k and v, each of which is cut
         if any(count % (blocks * world_size) for count in counts.values()):
             smallest = min(counts.values())
@@ -484,6 +484,11 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
                 f"{type(model).__name__} has {heads}, which {world_size} tensor-parallel ranks cannot share evenly "
                 f"({name!r}). TP sizes that work: {', '.join(map(str, sizes))}."
             )
+
+
+def is_of_keys(count: str) -> bool:
+    """Whether that name in HEAD_COUNTS counts heads of keys and values."""
+    return "kv" in count or "key_value" in count
 
 
 def head_counts(*sources: object) -> dict[str, int]:

@@ -34,13 +34,18 @@ from fused_tp.ops.collectives import gather, scatter
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What `parallelize` was asked for. Meshes are 1-D; None where the dim is missing, or for `cp_mesh` of size 1."""
+    """What `parallelize` was asked for. Meshes are 1-D; None where the dim is missing, or for `cp_mesh` of size 1.
+
+    Attributes:
+        ulysses: see `CpContext`.
+    """
 
     tp_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None
     sequence_parallel: bool
     loss_parallel: bool
     grad_sync: bool
+    ulysses: tuple[DeviceMesh, DeviceMesh | None] | None = None
 
     @property
     def shards_sequence(self) -> bool:
@@ -296,7 +301,7 @@ class SequenceSharding:
         if cp_mesh is None:
             return None
         tp_rank = 0 if tp_mesh is None else tp_mesh.get_local_rank()
-        return CpContext(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank)
+        return CpContext(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank, self.parallelism.ulysses)
 
     def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
         """Shifted labels of the whole sequence where we compute the loss."""

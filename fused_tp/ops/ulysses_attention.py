@@ -7,10 +7,11 @@ the same work whatever the mask; but there can be no more ranks than heads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.attention.spec import AttentionArguments
 from fused_tp.ops.all_to_all import (
@@ -99,6 +100,17 @@ def ulysses_attention(
     return attention_by_heads(q, k, v, arguments, group_identity(group), ALONE, return_lse=return_lse)
 
 
+def attention_of_heads_over(
+    q: Tensor, k: Tensor, v: Tensor, inner: GroupLike, ring: DeviceMesh | None, first_head: int, **keywords: Any
+) -> Tensor:
+    """out of `context_parallel_attention`, whose q begins with that head of the whole; no ring of one rank."""
+    arguments = arguments_of(OP, keywords, first_head=first_head)
+    outer = ALONE if ring is None else group_identity(ring)
+    out = attention_by_heads(q, k, v, arguments, group_identity(inner), outer, return_lse=False)
+    assert isinstance(out, Tensor)
+    return out
+
+
 def attention_by_heads(
     q: Tensor,
     k: Tensor,
@@ -131,7 +143,8 @@ def attention_by_heads(
     k, v = (_one_for_equally_many(x, heads, inner.rank) for x in (k, v))
     own = heads.of("q", inner.rank)
     alibi_slopes, sinks = (None if x is None else x[own.start : own.stop] for x in arguments[:2])
-    arguments = arguments._replace(alibi_slopes=alibi_slopes, sinks=sinks, first_head=own.start)
+    first_head = arguments.first_head + own.start
+    arguments = arguments._replace(alibi_slopes=alibi_slopes, sinks=sinks, first_head=first_head)
     if ring.size > 1:
         arguments = arguments._replace(joined=inner.size, strided=strided)
     else:

@@ -76,13 +76,22 @@ def hosts_of(group: Group) -> Hosts | Availability:
 
 
 def _find(group: Group) -> Hosts | Availability:
+    if not (possible := _sorted(group)):
+        return possible
+    names = exchange(group, "hosts", own_host())
+    per_host = ranks_per_host(names)
+    if isinstance(per_host, Availability):
+        return per_host
+    levels = split(group, per_host)
+    return levels if isinstance(levels, Availability) else Hosts(*levels)
+
+
+def _sorted(group: Group) -> Availability:
     if list(group.ranks) != sorted(group.ranks):
         return unavailable(
             f"its ranks {list(group.ranks)} do not ascend, and torch sorts the ranks of the parts it would need"
         )
-    names = exchange(group, "hosts", own_host())
-    per_host = ranks_per_host(names)
-    return per_host if isinstance(per_host, Availability) else _make(group, per_host)
+    return AVAILABLE
 
 
 def ranks_per_host(names: list[str]) -> int | Availability:
@@ -106,15 +115,23 @@ def ranks_per_host(names: list[str]) -> int | Availability:
     return per_host
 
 
-def _make(group: Group, per_host: int) -> Hosts | Availability:
-    count = group.size // per_host
-    host, place = divmod(group.rank, per_host)
-    inside = [group.ranks[host * per_host : (host + 1) * per_host] for host in range(count)]
-    across = [group.ranks[place::per_host] for place in range(per_host)]
+def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
+    """(This rank's part of `group`, `size` ranks next to each other, and the ranks of its place in all such parts); or
+    why torch cannot make them. All ranks must ask together.
+
+    Raises:
+        CollectiveTimeoutError: some rank was not there when the parts of the group were made.
+    """
+    if not (possible := _sorted(group)):
+        return possible
+    count = group.size // size
+    part, place = divmod(group.rank, size)
+    inside = [group.ranks[i * size : (i + 1) * size] for i in range(count)]
+    across = [group.ranks[i::size] for i in range(size)]
     whole_world = group.size == dist.get_world_size()
     made: list[Group] = []
-    counted = _world.group_count + count + per_host
-    for parts, own in ((inside, inside[host]), (across, across[place])):
+    counted = _world.group_count + count + size
+    for parts, own in ((inside, inside[part]), (across, across[place])):
         # Only members make a part of a part of the world.
         if not whole_world and not (possible := _parts_possible(group, own)):
             return possible
@@ -130,7 +147,7 @@ def _make(group: Group, per_host: int) -> Hosts | Availability:
             if ranks == own:
                 group.owned.append(process_group)
                 made.append(resolve_group(process_group))
-    return Hosts(*made)
+    return made[0], made[1]
 
 
 def _parts_possible(group: Group, ranks: tuple[int, ...]) -> Availability:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import (
+    LAYOUTS,
     assert_near,
     assert_same_calls,
     assert_trains_alike,
@@ -47,10 +48,17 @@ WITH_TP = "cp2_tp2_sp_lossparallel"
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [*(("cp2", family) for family in FAMILIES), (WITH_TP, "gemma2"), (WITH_TP, "llama"), ("tp2_sp", "gemma2")],
+    [
+        *(("cp2", family) for family in FAMILIES),
+        *((WITH_TP, "gemma2"), (WITH_TP, "llama"), ("tp2_sp", "gemma2")),
+        *(("ulysses2", "gpt_oss"), ("ring2_ulysses2", "gemma2")),
+        *(pytest.param("ulysses2", family, marks=pytest.mark.full) for family in [*FAMILIES[:3], "deepseek_v3"]),
+        *(pytest.param("ring2_ulysses2", family, marks=pytest.mark.full) for family in ("gpt_oss", "deepseek_v3")),
+        *(pytest.param("ulysses2_tp2", family, marks=pytest.mark.full) for family in ("gpt_oss", "gemma2")),
+    ],
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@on_ranks(lambda layout: 2 if layout in ("cp2", "tp2_sp") else 4)
+@on_ranks(lambda layout: LAYOUTS[layout][0] * LAYOUTS[layout][1])
 def test_windows_caps_and_sinks(group: dist.ProcessGroup, layout: str, family: str, packed: bool) -> None:
     whole, parallel = pair(group, layout, family, **WINDOWS.get(family, {}))
     if packed:
@@ -186,7 +194,7 @@ def _alone(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **keywords: 
     return attention_over(q, k, v, None, alone=True, **how), None
 
 
-@on_layouts("cp2", full=["cp2_tp2"])
+@on_layouts("cp2", "ulysses2", full=["cp2_tp2", "ring2_ulysses2", "ulysses2_tp2"])
 def test_attention_dropout_is_the_same_on_any_number_of_ranks(group: dist.ProcessGroup, layout: str) -> None:
     from transformers import AttentionInterface
 
@@ -201,3 +209,13 @@ def test_attention_dropout_is_the_same_on_any_number_of_ranks(group: dist.Proces
 
     assert_trains_alike(parallel, whole, loss_of)
     assert abs(loss_of(whole, 6).item() - loss_of(whole).item()) > 1e-4
+
+
+@on_ranks(2)
+def test_ulysses_sizes_that_are_refused(group: dist.ProcessGroup) -> None:
+    model, mesh = make("llama"), mesh_of(group, 2, 1)
+    refuses(ValueError, r"does not divide the 2 .* work: 1, 2\.", parallelize, model, mesh, ulysses_size=3)
+    refuses(TypeError, "ulysses_size must be an int", parallelize, model, mesh, ulysses_size=True)
+    odd = make("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
+    refuses(ValueError, r"num_attention_heads=3, .* work: 1\.", parallelize, odd, mesh, ulysses_size=2)
+    parallelize(odd, mesh)  # as it was

@@ -65,7 +65,7 @@ def assert_same(parallel: Any, whole: Any, *lengths: int) -> None:
         assert_trains_alike(parallel, whole, lambda model, x=tokens, w=weights: (model(x).logits.square() * w).mean())
 
 
-@on_layouts("cp2", full=["cp2_tp2", "cp2_tp2_sp", "cp2_tp2_sp_lossparallel"])
+@on_layouts("cp2", full=["ring2_ulysses2", "cp2_tp2", "cp2_tp2_sp", "cp2_tp2_sp_lossparallel"])
 @pytest.mark.parametrize("family", [*FAMILIES, pytest.param("kimi_linear", marks=FULL)])
 def test_hybrids(group: dist.ProcessGroup, layout: str, family: str) -> None:
     whole, parallel = pair(group, layout, family)

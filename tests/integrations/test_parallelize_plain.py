@@ -35,7 +35,7 @@ from tests.reference import refuses
 from tests.workers import on_ranks
 
 
-@on_layouts("tp2", "cp2_tp2_sp_lossparallel", full=["tp2_sp", "cp2", "cp2_tp2"])
+@on_layouts("tp2", "cp2_tp2_sp_lossparallel", full=["tp2_sp", "cp2", "cp2_tp2", "ring2_ulysses2"])
 def test_example_llama(group: dist.ProcessGroup, layout: str) -> None:
     whole, parallel = pair(group, layout, "plain", tied=True)
     assert parallel.lm_head.weight is parallel.model.embed_tokens.weight
