@@ -16,7 +16,9 @@ export FUSED_TP_REQUIRE_NATIVE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
-# --no-compile: Python compiles what is imported when it is imported, which is a small part of what is installed.
+# --no-compile: Python compiles what is imported when it is imported, which is a small part of what is installed. It
+# must then keep what it has compiled, or each process compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
