@@ -170,10 +170,11 @@ def _rotary_width(config: Any, layer: nn.Module) -> int:
 
 def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart."""
-    modules = dict(model.named_modules())
     plan, mesh, sequence = sharding.plan, sharding.mesh, sharding.sequence
     for name, style in plan.modules.items():
-        module: Any = modules[name]  # check_style has seen that it is what its style needs
+        # check_style has seen that it is what its style needs. Nothing must keep it: whole weights of all layers next
+        # to the parts would be half as much memory again.
+        module: Any = model.get_submodule(name)
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
             continue
@@ -190,12 +191,14 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
     _share_gathers(model, plan.modules)
     for name, arguments in plan.per_head.items():
-        heads = max(head_counts(modules[name]).values())  # of queries
-        order = list(inspect.signature(modules[name].forward).parameters)
-        modules[name].register_forward_pre_hook(partial(_take_heads, mesh, heads, arguments, order), with_kwargs=True)
+        attention: Any = model.get_submodule(name)
+        heads = max(head_counts(attention).values())  # of queries
+        order = list(inspect.signature(attention.forward).parameters)
+        attention.register_forward_pre_hook(partial(_take_heads, mesh, heads, arguments, order), with_kwargs=True)
     for name, attributes in plan.counts.items():
+        attention = model.get_submodule(name)
         for attribute in attributes:
-            setattr(modules[name], attribute, getattr(modules[name], attribute) // mesh.size())
+            setattr(attention, attribute, getattr(attention, attribute) // mesh.size())
 
 
 def _take_heads(

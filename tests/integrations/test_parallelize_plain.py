@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 from examples.llama import Llama
+from fused_tp.integrations import layers
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import (
     assert_near,
@@ -56,6 +59,22 @@ def test_copies_of_a_parallel_model_are_parallel(group: dist.ProcessGroup) -> No
     norm = parallel.model.norm
     norm.compile()  # a copy must not run what was compiled for the original
     assert copy.deepcopy(norm)._compiled_call_impl is None
+
+
+@on_ranks(2)
+def test_whole_weights_are_given_up_layer_by_layer(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    whole = [weakref.ref(layer.weight) for layer in model]
+    alive, shard_layer = [], layers.shard_layer
+
+    def counted(*args: Any) -> nn.Module:
+        alive.append(sum(weight() is not None for weight in whole))
+        return shard_layer(*args)
+
+    with mock.patch.object(layers, "shard_layer", counted):
+        parallelize(model, mesh_of(group, 1, 2), plan={str(i): "colwise_gather_output" for i in range(6)})
+    assert alive == [6, 5, 4, 3, 2, 1]
 
 
 def tripled(norm: nn.Module, x: Tensor) -> Tensor:
