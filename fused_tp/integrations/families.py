@@ -6,7 +6,8 @@ A family needs an entry here only where its configuration class has no `base_mod
    an entry of transformers' plan out.
 2. `counts`: attributes of attention modules by which their forward shapes what the projections return, such as
    `view(batch, seq, self.num_heads, self.head_dim)`. On a rank they count its own heads.
-3. `python -m tests.integrations.sweep --out DIR my_model_type` compares every gradient; docs/reference/models.md says
+3. `attention`: where its modules attend by code of their own, what takes its place over context parallel ranks.
+4. `python -m tests.integrations.sweep --out DIR my_model_type` compares every gradient; docs/reference/models.md says
    how the table of model types is made of that.
 """
 
@@ -15,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from fused_tp.integrations import own_attention
+from fused_tp.integrations.own_attention import OwnAttention
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,13 @@ class Family:
         flattens: it gives layers [batch * seq, hidden] instead of [batch, seq, hidden].
         eager_sequences: it computes attention by itself and not by the function that its config names. Its eager one
             is known to see the whole sequence where projections and transformers' masks do (sequence_parallel).
+        attention: that it computes by itself, as far as other code can take its place (context parallel ranks).
+        names_attention: it computes attention by the function that its config names, though transformers does not say
+            so of it (`_supports_attention_backend`).
         positions_of_mask: it counts the tokens that the attention mask shows, and gives padding the position -1.
         length_of_mask: it reads the length of the sequence off the attention mask, or else off the embeddings.
         shares_cache: in generation each context parallel rank can hold a part of the key/value cache. Not where
-            attention is given other keys than the cache has, or runs by code that transformers does not look up.
+            attention is given other keys than the cache has, or runs by code whose place none of ours takes.
         expert_rows: its experts are given a row of each token for each of them, expert after expert.
     """
 
@@ -51,6 +58,8 @@ class Family:
     cuts_head: bool = False
     flattens: bool = False
     eager_sequences: bool = False
+    attention: OwnAttention | None = None
+    names_attention: bool = False
     length_of_mask: bool = False
     positions_of_mask: bool = False
     shares_cache: bool = True
@@ -81,6 +90,7 @@ _BLOOM_MLP = _pair("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
 
 def _bloom(config: Any) -> Family:
     reads_weights = config.pretraining_tp > 1 and config.slow_but_exact
+    attention = OwnAttention("BloomAttention", own_attention.bloom, dropout="attention_dropout")
     return Family(
         _pair("h.*.self_attention", "query_key_value", "dense") | _BLOOM_MLP,
         {"h.*.self_attention": ("num_heads",)},
@@ -88,6 +98,7 @@ def _bloom(config: Any) -> Family:
         unread=() if reads_weights else ("h.*.self_attention.dense.weight", "h.*.mlp.dense_4h_to_h.weight"),
         cuts_head=True,
         eager_sequences=True,
+        attention=None if reads_weights else attention,
         length_of_mask=True,
     )
 
@@ -102,6 +113,7 @@ def _falcon(config: Any) -> Family:
         per_head={"h.*.self_attention": {"alibi": 1, "attention_mask": 1}},
         cuts_head=True,
         eager_sequences=True,
+        attention=None if config.alibi else OwnAttention("FalconAttention", own_attention.falcon),
         length_of_mask=True,
     )
 
@@ -124,11 +136,13 @@ def _openai_gpt(config: Any) -> Family:
         joins=f"h.{config.num_hidden_layers - 1}.ln_2",
         cuts_head=True,
         eager_sequences=True,
+        attention=OwnAttention("Attention", own_attention.openai_gpt, "_attn", "attn_dropout"),
+        shares_cache=False,  # it takes none
     )
 
 
 FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
-    "biogpt": Family(_FC, cuts_head=True),
+    "biogpt": Family(_FC, cuts_head=True, names_attention=True),
     "bloom": _bloom,
     "codegen": Family(
         # Rows of q, k and v lie in four blocks, each with all three of some heads.
@@ -138,6 +152,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"h.*.attn": ("num_attention_heads",)},
         cuts_head=True,
         eager_sequences=True,
+        attention=OwnAttention("CodeGenAttention", own_attention.of_heads, "_attn", "attn_dropout"),
     ),
     # Its attention pairs heads of the first half with heads of the second, which a rank's part would tear apart.
     "diffllama": Family(_GATED_MLP, shares_cache=False),
@@ -157,6 +172,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"h.*.attn.attention": ("num_heads",)},
         cuts_head=True,
         eager_sequences=True,
+        attention=OwnAttention("GPTNeoSelfAttention", own_attention.gpt_neo, "_attn", "attn_dropout"),
     ),
     "gpt_neox_japanese": Family(
         _pair("layers.*.attention", "query_key_value", "dense")
@@ -165,6 +181,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"layers.*.attention": ("num_attention_heads",)},
         cuts_head=True,
         eager_sequences=True,
+        attention=OwnAttention("GPTNeoXJapaneseAttention", own_attention.of_heads, "_attn", "attention_dropout"),
     ),
     "gpt_oss": Family(
         {
@@ -182,6 +199,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"h.*.attn": ("num_attention_heads",)},
         cuts_head=True,
         eager_sequences=True,
+        attention=OwnAttention("GPTJAttention", own_attention.of_heads, "_attn", "attn_dropout"),
     ),
     "hunyuan_v1_dense": Family(
         _LLAMA | _each("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
@@ -197,6 +215,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         per_head={"blocks.*.attn": {"position_bias": 0}},
         cuts_head=True,
         eager_sequences=True,
+        attention=OwnAttention("MptAttention", own_attention.mpt, dropout="attn_dropout_p"),
     ),
     "nemotron_h": Family(cuts_head=True),
     "openai-gpt": _openai_gpt,
@@ -216,13 +235,19 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"layers.*.self_attn": ("num_heads",)},
         cuts_head=True,
     ),
-    "stablelm": Family(_LLAMA, {"layers.*.self_attn": ("num_heads", "num_key_value_heads")}, cuts_head=True),
+    "stablelm": Family(
+        _LLAMA,
+        {"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
+        cuts_head=True,
+        names_attention=True,
+    ),
     "xglm": Family(
         _FC,
         {"layers.*.self_attn": ("num_heads", "embed_dim")},
         embeds=("embed_positions",),
         cuts_head=True,
         eager_sequences=True,
+        attention=OwnAttention("XGLMAttention", own_attention.xglm, dropout="dropout"),
     ),
 }
 

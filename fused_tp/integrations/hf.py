@@ -1,7 +1,7 @@
 """transformers models: what of them can be cut, the names of their arguments, their padding and documents, their loss.
 
-A model's attention is switched by its config, not patched: see `hf_attention`. The CpContext travels to the attention
-function as a keyword argument, which transformers' models hand down unread.
+A model's attention is switched by its config, not patched: see `hf_attention`. That of a few families, which compute it
+by code of their own, is patched over context parallel ranks: see `own_attention`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import copy
 import inspect
 import itertools
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from fused_tp.attention.spec import read_bounds
 from fused_tp.integrations.families import family_of
 from fused_tp.integrations.forward_shard import ForwardShard
-from fused_tp.integrations.hf_attention import has_eager, register_attention
+from fused_tp.integrations.hf_attention import has_eager, register_attention, replace_own_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
@@ -64,7 +65,8 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
     if parallelism.shards_sequence:
         _check_token_mixing(model, parallelism, asked)
-        if parallelism.cp_mesh is not None and any(
+        makes_masks = parallelism.cp_mesh is not None and not _own_attention(model)
+        if makes_masks and any(
             forward_mentions(m, OWN_MASK, unknown=False) for m in model.modules() if is_transformers_model(m)
         ):
             raise ValueError(f"{kind} adds a mask of its own to attention, which context parallel ranks do not serve.")
@@ -100,6 +102,7 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind, over_cp = type(model).__name__, parallelism.cp_mesh is not None
+    family, own = family_of(model.config), over_cp and bool(_own_attention(model))
     states = over_cp and bool(find_state_layers(model))
     others = _other_layers(model)
     if over_cp and others and not states:
@@ -111,16 +114,22 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
     if states and not has_eager(model):
         return  # no attention at all
     implementation = model.config._attn_implementation
-    is_eager, by_itself = implementation == "eager", not over_cp and family_of(model.config).eager_sequences
+    is_eager, by_itself = implementation == "eager", own or (not over_cp and family.eager_sequences)
     # transformers says False of all models with a state, whatever their attention does.
     kinds = (one for one in type(model).__mro__ if one.__module__ != "transformers.modeling_utils")  # which has all
     files = (sys.modules.get(one.__module__) for one in kinds)
     replaceable = model._supports_attention_backend or states
-    replaceable = replaceable or (not over_cp and any(hasattr(file, INTERFACE) for file in files))
+    named = not over_cp or family.names_attention  # a file may look up the attention of some of its modules only
+    replaceable = replaceable or own or (named and any(hasattr(file, INTERFACE) for file in files))
     if not (replaceable or (by_itself and is_eager)):
+        found = ((name, type(m).__name__) for name, m in model.named_modules() if "Attention" in type(m).__name__)
+        name, attention = next(found, ("", kind))
+        eager = not is_eager and (family.attention is not None if over_cp else by_itself)
         raise ValueError(
-            f"{kind} does not let its attention be replaced (AttentionInterface), which {asked} needs"
-            + ("; or load it with attn_implementation='eager'." if by_itself else ".")
+            f"{kind} does not let its attention be replaced: {name!r} ({attention}) is not known to take it from "
+            f"transformers' AttentionInterface, which {asked} needs. "
+            + ("Use no cp_dim" if over_cp else "Pass sequence_parallel=False")
+            + (", or load it with attn_implementation='eager'." if eager else ".")
         )
     known = by_itself or has_eager(model) if is_eager else implementation in ALL_ATTENTION_FUNCTIONS
     if not known:
@@ -128,6 +137,13 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
             f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
             f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
         )
+
+
+def _own_attention(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that attend by code of their own, where other code can do so over context parallel ranks."""
+    own = family_of(model.config).attention
+    causal = getattr(model.config, "is_causal", True)  # which transformers' masks ask, and ours has none
+    return [] if own is None or not causal else own.modules_of(model)
 
 
 def _other_layers(model: PreTrainedModel) -> list[str]:
@@ -160,6 +176,7 @@ class TransformersSequence(SequenceSharding):
         self.config = model.config
         self.family = family_of(model.config)
         self.other_layers = _other_layers(model)
+        self.own_attention = _own_attention(model) if parallelism.cp_mesh is not None else []
         # RoBERTa's family counts positions from behind that of the padding.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
@@ -178,7 +195,11 @@ class TransformersSequence(SequenceSharding):
         save_whole(model)
         if parallelism.shards_sequence:
             _own_config(model)
+            if self.family.attention is not None:
+                replace_own_attention(self.own_attention, self.family.attention)
             model.config._attn_implementation = register_attention(model, self)
+        for name in self.family.embeds if parallelism.cp_mesh is not None else ():
+            model.base_model.get_submodule(name).register_forward_pre_hook(partial(_count_all_tokens, self))
         if parallelism.computes_loss and not self.is_base:
             model.loss_function = self.global_loss(model.loss_function)
 
@@ -261,9 +282,12 @@ class TransformersSequence(SequenceSharding):
     def is_too_short(self, seq_len: int) -> bool:
         mesh = self.parallelism.tp_mesh
         if mesh is not None and self.parallelism.sequence_parallel and self.family.eager_sequences:
-            start, stop = shard_range(seq_len, mesh.size(), mesh.size() - 1)
-            if start == stop:  # a view [-1, 0, hidden] is what their own code makes of no tokens
-                return True
+            cp_ranks = 1 if self.parallelism.cp_mesh is None else self.parallelism.cp_mesh.size()
+            # The tokens of some context parallel ranks, and of the others.
+            for tokens in (seq_len // cp_ranks, -(-seq_len // cp_ranks)):
+                start, stop = shard_range(tokens, mesh.size(), mesh.size() - 1)
+                if start == stop:  # a view [-1, 0, hidden] is what their own code makes of no tokens
+                    return True
         return super().is_too_short(seq_len)
 
     def entrances(self, model: nn.Module) -> list[nn.Module]:
@@ -367,6 +391,12 @@ class TransformersSequence(SequenceSharding):
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
         return t
+
+
+def _count_all_tokens(sequence: SequenceSharding, positions: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """XGLM's arguments for its table of positions, which grows with how many tokens there are: with all ranks'."""
+    cp, (own, *_) = sequence.state_now().cp, args
+    return args if cp is None else (own, cp.seq_len - own.shape[1])
 
 
 def _own_config(model: PreTrainedModel) -> None:

@@ -6,8 +6,9 @@ is none: what it would have said is said in `Window`, which models hand on to at
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 from fused_tp.integrations.forward_shard import CpContext, running_forward
 from fused_tp.integrations.layers import holds_sharded_heads
+from fused_tp.integrations.own_attention import OwnAttention
 from fused_tp.integrations.sequence import SequenceSharding
+from fused_tp.nn.sharding import shard_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,11 +93,24 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
-    kind = type(module).__name__
     sequence: SequenceSharding | None = getattr(module, SEQUENCE, None)  # none in another model of the same config
     over = None if sequence is None else _attends_over(sequence)
     if over is None:
         return own(module, query, key, value, attention_mask, **kwargs)
+    return _attention_over(over, module, query, key, value, attention_mask, **kwargs), None
+
+
+def _attention_over(
+    over: CpContext | CachedPass,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Window | None,
+    **kwargs: Any,
+) -> Tensor:
+    """[batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim], with keywords of transformers' functions."""
+    kind = type(module).__name__
     for name in UNSERVED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{kind} asks for {name}, which attention over context parallel ranks does not do.")
@@ -111,9 +127,10 @@ def _attention(
         "window": _window(attention_mask, kwargs.get("sliding_window"), causal),
         "softcap": kwargs.get("softcap") or 0.0,
         "sinks": kwargs.get("s_aux"),
+        "alibi_slopes": kwargs.get("alibi_slopes"),
     }
     if not isinstance(over, CpContext):
-        return over.attention(module, query, key, value, **how).contiguous(), None
+        return over.attention(module, query, key, value, **how).contiguous()
     if over.padded and not causal:
         raise ValueError(
             f"{kind} is not causal, so its tokens would attend to the padding in attention_mask, which context "
@@ -122,7 +139,33 @@ def _attention(
     query = _scaled_by_position(module, query, over)
     dropout = kwargs.get("dropout", 0.0)
     out = over.attention(query, key, value, dropout_p=dropout, heads_sharded=holds_sharded_heads(module), **how)
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
+
+
+def replace_own_attention(modules: Sequence[nn.Module], own: OwnAttention) -> None:
+    """Have `modules`, which attend by code of their own, attend over ranks where the others' attention does."""
+    for module in modules:
+        if hasattr(module, "config"):
+            # Its own code, which runs where nothing is cut, asks for the name that the model was loaded with.
+            module.config = copy.copy(module.config)
+        setattr(module, own.method, partial(_by_ours, own, module, getattr(module, own.method)))
+
+
+def _by_ours(own: OwnAttention, module: nn.Module, theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    sequence: SequenceSharding = getattr(module, SEQUENCE)
+    over, mesh = _attends_over(sequence), sequence.parallelism.tp_mesh
+    if over is None:
+        return theirs(*args, **kwargs)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, alibi_slopes: Tensor | None = None, **how: Any) -> Tensor:
+        query, key = query.to(value.dtype), key.to(value.dtype)  # CodeGen rotates in fp32
+        if alibi_slopes is not None and mesh is not None and holds_sharded_heads(module):
+            start, stop = shard_rows(len(alibi_slopes), mesh)
+            alibi_slopes = alibi_slopes[start:stop]
+        how |= {"alibi_slopes": alibi_slopes, "dropout": own.dropped(module)}
+        return _attention_over(over, module, query, key, value, None, **how)
+
+    return own.ours(module, attend, *args, **kwargs)
 
 
 def _attends_over(sequence: SequenceSharding) -> CpContext | CachedPass | None:
@@ -168,6 +211,8 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shard, cache = (None, None) if frame is None else (frame.shard, cast("CachedPass | None", frame.cache))
     # Where attention is ours: over tokens, or over a cache, of which each rank has a part.
     ours = cache if cache is not None else None if shard is None else shard.cp
+    if frame is not None and ours is not None and getattr(frame.owner, "own_attention", None):
+        return torch.zeros((1, 1, 1, 1))  # which nothing reads, though MPT converts it
     if ours is not None:
         # Of a plain mask, causal or bidirectional, transformers says that attention may do without it.
         if kwargs.get("use_vmap") or not (

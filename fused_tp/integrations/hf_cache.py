@@ -143,7 +143,7 @@ class CachedPass:
 
     def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
         """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim]; the keywords of context_parallel_decode."""
-        layer = self.layers[module.layer_idx]
+        layer = self.layers[module.layer_id if hasattr(module, "layer_id") else module.layer_idx]  # GPT-Neo's name
         layer.check_keys(module, k, v)
         out: Tensor = layer.cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
         return out

@@ -1,8 +1,10 @@
-"""transformers models over context parallel ranks: windows, soft caps, sinks, packed documents, dropout."""
+"""transformers models over context parallel ranks: windows, soft caps, sinks, packed documents, dropout; and models
+whose attention runs by code of their own."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from tests.integrations.models import (
     assert_near,
     assert_same_calls,
     assert_trains_alike,
+    assert_trains_checkpointed,
     copy_of,
     make,
     make_tokens,
@@ -22,6 +25,7 @@ from tests.integrations.models import (
     on_layouts,
     pair,
 )
+from tests.integrations.sweep import make_model
 from tests.reference import refuses
 from tests.workers import on_ranks
 
@@ -219,3 +223,100 @@ def test_ulysses_sizes_that_are_refused(group: dist.ProcessGroup) -> None:
     odd = make("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     refuses(ValueError, r"num_attention_heads=3, .* work: 1\.", parallelize, odd, mesh, ulysses_size=2)
     parallelize(odd, mesh)  # as it was
+
+
+# Whose attention runs by code of their own.
+LOCAL: dict[str, Any] = {"window_size": 4, "attention_types": [[["global", "local"], 1]]}
+OWN: list[tuple[str, str, dict[str, Any]]] = [
+    ("cp2", "gpt_neo", LOCAL),
+    ("cp2", "xglm", {"max_position_embeddings": 8}),  # a table of positions that grows
+    ("cp2_tp2", "bloom", {"n_head": 6, "hidden_size": 48}),  # ALiBi of so many heads has another rule
+    (WITH_TP, "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    (WITH_TP, "mpt", {"n_heads": 6, "d_model": 48}),
+]
+FULL = [
+    (WITH_TP, "gpt_neo", LOCAL),
+    *(("ulysses2_tp2", "bloom", {}), ("ring2_ulysses2", "bloom", {"n_head": 6, "hidden_size": 48})),
+    ("cp2_tp2", "falcon", {"multi_query": True}),
+    ("cp2_tp2", "codegen", {}),
+    (WITH_TP, "gptj", {}),
+    (WITH_TP, "openai-gpt", {}),
+    (WITH_TP, "gpt_neox_japanese", {}),
+    (WITH_TP, "xglm", {}),
+    (WITH_TP, "stablelm", {}),
+    (WITH_TP, "biogpt", {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "changes"), [*OWN, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
+)
+@on_ranks(lambda layout: LAYOUTS[layout][0] * LAYOUTS[layout][1])
+def test_attention_by_code_of_their_own(
+    group: dist.ProcessGroup, layout: str, kind: str, changes: dict[str, Any]
+) -> None:
+    cp, tp, keywords = LAYOUTS[layout]
+    whole = make_model(kind, **changes)
+    parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
+    tokens = make_tokens(2, 21)
+    assert_same_calls(parallel, whole, tokens, tokens)
+    for few in (make_tokens(2, 1), make_tokens(2, 3)):  # not cut at all, or too few for all tensor parallel ranks
+        same_logits(whole, parallel, few)
+    mask = torch.ones_like(tokens)
+    mask[1, 15:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    for model in (whole, parallel):
+        model.zero_grad()
+    assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=labels, attention_mask=mask).loss)
+    # Their own code runs where each rank computes all of it.
+    same_logits(whole, parallel, tokens, attention_mask=mask.flip(1), use_cache=True)
+
+
+@on_ranks(2)
+def test_attention_by_code_of_their_own_that_runs_again_and_on_documents(group: dist.ProcessGroup) -> None:
+    whole = make_model("gpt_neo", **LOCAL)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
+    tokens = make_tokens(1, sum(DOCUMENTS))
+    labels, positions = packed_labels(tokens, DOCUMENTS), packed_positions(DOCUMENTS)
+    assert_same_calls(parallel, whole, tokens, labels, position_ids=positions, use_cache=False)
+    for model in (whole, parallel):
+        model.zero_grad()
+    assert_trains_checkpointed(parallel, whole)
+    again = copy_of(parallel)
+    same_logits(whole, again, tokens)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("gptj", {"attn_pdrop": 0.3}), ("xglm", {"attention_dropout": 0.3})])
+@on_ranks(2)
+def test_dropout_of_attention_by_code_of_their_own(
+    group: dist.ProcessGroup, kind: str, changes: dict[str, float]
+) -> None:
+    parallel = parallelize(make_model(kind, **changes), mesh_of(group, 2, 1))
+    tokens = make_tokens(2, 17)
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return float(parallel(tokens, labels=tokens).loss.detach())
+
+    assert loss(5) == loss(5) != loss(6)
+    parallel.eval()
+    assert loss(5) == loss(6)
+
+
+@on_ranks(2)
+def test_other_code_of_their_own_is_refused(group: dist.ProcessGroup) -> None:
+    from transformers.models.gptj.modeling_gptj import GPTJAttention
+
+    mesh = mesh_of(group, 2, 1)
+    said = r"'transformer.h.0.self_attention' \(FalconAttention\) is not known .*Use no cp_dim\.$"
+    refuses(ValueError, said, parallelize, make_model("falcon", alibi=True), mesh)
+    model = make_model("bloom", pretraining_tp=2, slow_but_exact=True)  # leaves a bias out
+    refuses(ValueError, r"\(BloomAttention\) is not known", parallelize, model, mesh)
+    model = make_model("gptj")
+    model.config.is_causal = False
+    refuses(ValueError, r"\(GPTJAttention\) is not known", parallelize, model, mesh)
+
+    def other(self: Any, query: Tensor, key: Tensor, mask: Tensor) -> None: ...
+
+    with mock.patch.object(GPTJAttention, "_attn", other):  # of another version of transformers
+        refuses(ValueError, r"\(GPTJAttention\) is not known", parallelize, make_model("gptj"), mesh)

@@ -15,6 +15,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.integrations.families import FAMILIES, Family
 from fused_tp.integrations.parallelize import parallelize
+from tests.integrations.models import FAMILIES as MADE
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
 from tests.integrations.sweep import make_model
 from tests.reference import refuses
@@ -47,11 +48,24 @@ def held(cache: Any) -> list[list[int]]:
     return [[layer.cache._layout.count(n) for n in layer.cache.lengths] for layer in cache.layers]
 
 
-@pytest.mark.parametrize(("family", "tp"), [("llama", 1), ("mistral", 1), ("gemma2", 1), ("gpt_oss", 1), ("gemma2", 2)])
+WINDOWS: dict[str, Any] = {
+    "mistral": {"sliding_window": 4},
+    "gpt_neo": {"window_size": 4, "attention_types": [[["global", "local"], 1]]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        *(("llama", 1), ("mistral", 1), ("gemma2", 1), ("gpt_oss", 1), ("gemma2", 2)),
+        *(("gpt_neo", 1), ("bloom", 2)),  # attention by code of their own
+        *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in ("codegen", "falcon", "mpt", "xglm")),
+    ],
+)
 @on_ranks(lambda tp: 2 * tp)
 def test_same_tokens(group: dist.ProcessGroup, family: str, tp: int) -> None:
-    changes: dict[str, Any] = {"sliding_window": 4} if family == "mistral" else {}
-    whole = make(family, **changes).eval()
+    changes = WINDOWS.get(family, {})
+    whole = (make(family, **changes) if family in MADE else make_model(family, use_cache=True, **changes)).eval()
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, tp)).eval()
     tokens, mask = make_tokens(3, PROMPT), torch.ones(3, PROMPT, dtype=torch.long)
     mask[1, :5] = 0

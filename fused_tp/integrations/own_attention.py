@@ -1,0 +1,150 @@
+"""Attention that families of transformers models compute by code of their own, and what takes its place.
+
+Most models hand queries, keys and values to a function that transformers looks up (see `hf_attention`). Of those here a
+method attends, which builds scores seq x seq: in forward passes whose tokens, or cache, lie on several ranks a function
+of this file is called instead. It makes of the method's arguments what the method does, but for the attention itself:
+`attend(query, key, value, scaling=None, sliding_window=None, alibi_slopes=None)`, of [batch, heads, seq, head_dim],
+gives [batch, seq, heads, head_dim], causal and with the module's dropout. No mask is needed.
+
+ALiBi adds slope * position to scores, of which softmax sees differences only: slopes are all that attention over ranks
+needs. It adds them in fp32, where transformers rounds the biases of Bloom to the dtype of the model. Those of Falcon it
+rounds to bfloat16 always, which nothing but the biases themselves could repeat: Falcon with ALiBi is not here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Attend: TypeAlias = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class OwnAttention:
+    """Of one family.
+
+    Attributes:
+        kind: the class of the modules that attend.
+        ours: called as ours(module, attend, ...) with the method's arguments, for what the method returns.
+        method: its name.
+        dropout: the attribute of the module, a number or nn.Dropout, that says how much of the weights is dropped; ""
+            where none is.
+    """
+
+    kind: str
+    ours: Callable[..., Any]
+    method: str = "forward"
+    dropout: str = ""
+
+    def modules_of(self, model: nn.Module) -> list[nn.Module]:
+        """The modules of `model` whose method is the one that `ours` was written for: all of them or none."""
+        found = [module for module in model.modules() if type(module).__name__ == self.kind]
+        return found if all(map(self._is_known, found)) else []
+
+    def _is_known(self, module: nn.Module) -> bool:
+        """Whether the method has the arguments that `ours` reads, and attends: in other versions of transformers a
+        class may have another."""
+        theirs, forward = getattr(type(module), self.method, None), inspect.unwrap(type(module).forward)
+        if theirs is None or {self.method, "forward"} & vars(module).keys():
+            return False
+        _, _, *read = inspect.signature(self.ours).parameters.values()
+        names = {p.name for p in read if p.kind is p.POSITIONAL_OR_KEYWORD}
+        called = self.method == "forward" or self.method in forward.__code__.co_names
+        return called and names <= {*inspect.signature(theirs).parameters}
+
+    def dropped(self, module: nn.Module) -> float:
+        """The probability that `module` drops a weight now."""
+        p: Any = getattr(module, self.dropout) if self.dropout and module.training else 0.0
+        return float(p.p if isinstance(p, nn.Dropout) else p)
+
+
+# ---- methods of queries, keys and values: (output [batch, heads, seq, head_dim], weights) ---------------------------
+
+
+def of_heads(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Any]:
+    return [attend(query, key, value).transpose(1, 2), None]
+
+
+def openai_gpt(module: Any, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> list[Any]:
+    out = attend(q, k.transpose(2, 3), v, scaling=None if module.scale else 1.0)  # keys: [batch, heads, head_dim, seq]
+    return [out.transpose(1, 2), None]
+
+
+def gpt_neo(module: Any, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> list[Any]:
+    window = module.config.window_size if module.attention_type == "local" else None
+    return [attend(query, key, value, scaling=1.0, sliding_window=window).transpose(1, 2), None]
+
+
+# ---- forwards: (output [batch, seq, hidden], weights) ---------------------------------------------------------------
+
+
+def _by_head(module: Any, features: Tensor) -> Tensor:
+    return features.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+
+
+def _cached(module: Any, cache: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return (key, value) if cache is None else cache.update(key, value, module.layer_idx)
+
+
+def _in_file_of(module: nn.Module, name: str) -> Any:
+    return getattr(sys.modules[type(module).__module__], name)
+
+
+def _heads_of_all_ranks(module: Any) -> int:
+    heads: int = module.hidden_size // module.head_dim  # num_heads counts a tensor parallel rank's own
+    return heads
+
+
+def xglm(
+    module: Any, attend: Attend, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    made = (layer(hidden_states) for layer in (module.q_proj, module.k_proj, module.v_proj))
+    query, key, value = (_by_head(module, features) for features in made)
+    out = attend(query, *_cached(module, past_key_values, key, value), scaling=module.scaling)
+    return module.out_proj(out.flatten(2)), None
+
+
+def falcon(
+    module: Any,
+    attend: Attend,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    layer_past: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    heads = module._split_heads(module.query_key_value(hidden_states))
+    query, key, value = (x.transpose(1, 2) for x in heads)
+    query, key = _in_file_of(module, "apply_rotary_pos_emb")(query, key, *position_embeddings)
+    out = attend(query, *_cached(module, layer_past, key, value))
+    return module.dense(out.flatten(2)), None
+
+
+def bloom(
+    module: Any, attend: Attend, hidden_states: Tensor, residual: Tensor, layer_past: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    query, key, value = module._reshape(module.query_key_value(hidden_states))
+    two = torch.ones(1, 2, device=value.device)  # tokens, of which the second has the slopes for its biases
+    biases = _in_file_of(module, "build_alibi_tensor")(two, _heads_of_all_ranks(module), torch.float32)
+    out = attend(query, *_cached(module, layer_past, key, value), alibi_slopes=biases[:, 0, 1])
+    add = _in_file_of(module, "dropout_add")
+    return add(module.dense(out.flatten(2)), residual, module.hidden_dropout, module.training), None
+
+
+def mpt(
+    module: Any, attend: Attend, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    mixed = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    query, key, value = (_by_head(module, features) for features in mixed.chunk(3, dim=2))
+    build = _in_file_of(module, "build_mpt_alibi_tensor")
+    biases = build(_heads_of_all_ranks(module), 2, device=value.device)  # -slope and 0
+    key, value = _cached(module, past_key_values, key, value)
+    out = attend(query, key, value, scaling=module.softmax_scale, alibi_slopes=-biases[:, 0, 0])
+    return module.out_proj(out.flatten(2)), None
