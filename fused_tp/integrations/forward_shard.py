@@ -26,6 +26,7 @@ class CpContext:
         tp_rank: of this rank among those that share the heads.
         ulysses: the ranks of `mesh` that share heads out among them, and those that then pass keys on; None for a ring
             of all.
+        last_position: the greatest of the whole sequence, where the model asks for it.
     """
 
     mesh: DeviceMesh
@@ -34,6 +35,7 @@ class CpContext:
     documents: tuple[int, ...] = ()
     tp_rank: int = 0
     ulysses: tuple[DeviceMesh, DeviceMesh | None] | None = None
+    last_position: int | None = None
 
     @property
     def layout(self) -> str:

@@ -200,6 +200,11 @@ class TransformersSequence(SequenceSharding):
             model.config._attn_implementation = register_attention(model, self)
         for name in self.family.embeds if parallelism.cp_mesh is not None else ():
             model.base_model.get_submodule(name).register_forward_pre_hook(partial(_count_all_tokens, self))
+        if parallelism.cp_mesh is not None:
+            for rotary in filter(_depends_on_length, model.modules()):
+                self.asks_last_position = True
+                rotary.register_forward_pre_hook(partial(_add_last_position, self), with_kwargs=True)
+                rotary.register_forward_hook(partial(_drop_last_position, self))
         if parallelism.computes_loss and not self.is_base:
             model.loss_function = self.global_loss(model.loss_function)
 
@@ -391,6 +396,37 @@ class TransformersSequence(SequenceSharding):
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
         return t
+
+
+def _depends_on_length(module: nn.Module) -> bool:
+    """Whether a rotary embedding has frequencies that depend on the greatest position that it is given."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def _add_last_position(
+    sequence: SequenceSharding, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Behind the positions of a rank's tokens that of the last of all: ranks then have the same frequencies."""
+    cp = sequence.state_now().cp
+    last = None if cp is None else cp.last_position
+    if last is None:
+        return None
+
+    def with_last(positions: Tensor) -> Tensor:
+        return torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), last)], -1)
+
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": with_last(kwargs["position_ids"])}
+    x, positions, *rest = args
+    return (x, with_last(positions), *rest), kwargs
+
+
+def _drop_last_position(sequence: SequenceSharding, rotary: nn.Module, args: Any, output: Any) -> Any:
+    """What is left for a rank's tokens, of [..., seq, width]."""
+    cp = sequence.state_now().cp
+    return output if cp is None or cp.last_position is None else map_tensors(lambda t: t[..., :-1, :], output)
 
 
 def _count_all_tokens(sequence: SequenceSharding, positions: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class SequenceSharding:
     tokens: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
     positions: str | None  # [seq] or [batch, seq]
     labels: str | None  # [batch, seq], not shifted
+    asks_last_position = False  # whether something in the model depends on the length of the whole sequence
     caches: tuple[str, ...]
     known: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})  # tensors that may stay as they are
 
@@ -264,7 +265,9 @@ class SequenceSharding:
         rows = self.check(arguments, seq_len, targets)
         cp = self._ring(seq_len, rows)
         if self.parallelism.shards_sequence and self.positions is not None:
-            self._set_positions(arguments, tokens, self.positions, cp)
+            positions = self._set_positions(arguments, tokens, self.positions, cp)
+            if cp is not None and self.asks_last_position:
+                cp = replace(cp, last_position=int(positions.max()))
         count = None
         if targets is not None:
             count = arguments.get("num_items_in_batch")
@@ -320,8 +323,9 @@ class SequenceSharding:
             )
         return targets
 
-    def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str, cp: CpContext | None) -> None:
-        """Positions of the tokens on this CP rank. The default of a model would count its own part from 0."""
+    def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str, cp: CpContext | None) -> Tensor:
+        """Give forward those of the tokens on this CP rank, and return all. A model's default would count its own part
+        from 0."""
         seq_len = tokens.shape[1]
         given = arguments.get(name)
         if given is None:
@@ -329,6 +333,7 @@ class SequenceSharding:
         if given.shape[-1] != seq_len:
             raise ValueError(f"{name} has shape {tuple(given.shape)}; its last dim must be the {seq_len} tokens.")
         arguments[name] = given if cp is None else cp.shard(given, given.ndim - 1)
+        return given
 
     def _shard_tokens(self, tokens: Tensor, cp: CpContext, own: bool) -> Tensor:
         if own:

@@ -225,6 +225,26 @@ def test_ulysses_sizes_that_are_refused(group: dist.ProcessGroup) -> None:
     parallelize(odd, mesh)  # as it was
 
 
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 22, "rope_theta": 1e4}
+LENGTHS: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "longrope": {"rope_parameters": {**LONG, "long_factor": [4.0] * 4, "short_factor": [1.0] * 4}},
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+@on_ranks(2)
+def test_rotary_frequencies_that_depend_on_the_length(group: dist.ProcessGroup, kind: str) -> None:
+    """Some rank does not have the last token, nor one that is long enough."""
+    whole, parallel = pair(group, "cp2", "llama", max_position_embeddings=16, **LENGTHS[kind])
+    for length in (24, 40, 12, 23):  # the frequencies are kept from call to call
+        assert_same_calls(parallel, whole, *[make_tokens(2, length)] * 2)
+        for model in (whole, parallel):
+            model.zero_grad()
+    tokens = make_tokens(1, sum(DOCUMENTS))
+    same_logits(whole, parallel, tokens, position_ids=packed_positions(DOCUMENTS) + 9, use_cache=False)
+
+
 # Whose attention runs by code of their own.
 LOCAL: dict[str, Any] = {"window_size": 4, "attention_types": [[["global", "local"], 1]]}
 OWN: list[tuple[str, str, dict[str, Any]]] = [
