@@ -1,4 +1,5 @@
-"""A block of experts (Mixtral's, of transformers) under tensor parallelism: router, experts, and the sum over ranks."""
+"""A block of experts (Mixtral's, of transformers) under tensor parallelism: router, experts, and the sum over ranks;
+and under sequence parallelism, where each rank has a part of the tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from .ranks import RankContext
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 1024, 2048, 2048, 8, 2
 ALONE = "its matmuls alone"
+PLAN = {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
 # transformers multiplies by torch's grouped_mm, fused_tp in fp32 by another library (see fused_tp.schedules.gemm). What
 # it gains by that it does not gain, nor lose, around its matmuls.
 OUR_ALONE = "fused_tp's matmuls alone"
 GLOO = "transformers' + gloo"
 WHOLE = "transformers' on one rank"
+SEQUENCE = "on the whole sequence"  # all tokens gathered before the block, and the sum of its outputs on all ranks
 
 
 def cases() -> list[Case]:
@@ -46,25 +49,22 @@ def cases() -> list[Case]:
         )
         for dtype in ("bf16", "fp32")
         for backward in (False, True)
+    ] + [
+        Case(
+            f"experts/{dtype}/sequence parallel",
+            experts_of_parts,
+            {"dtype": dtype},
+            {SEQUENCE: Rival(TIME_RATIO)},
+            seconds=30.0,
+        )
+        for dtype in ("bf16", "fp32")
     ]
 
 
 def experts_block(context: RankContext, dtype: str, backward: bool) -> Makers:
     """x [1, tokens, hidden], the same on all ranks; gradients of x and of all weights, the router's included."""
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    config = MixtralConfig(
-        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
-    )
-    config._experts_implementation = "grouped_mm"
-    whole: Any = MixtralSparseMoeBlock(config)
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in whole.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=random) / math.sqrt(parameter.shape[-1]))
-    whole.to(DTYPES[dtype])
-    x, d = (torch.randn(1, TOKENS, HIDDEN, generator=random).to(DTYPES[dtype]) for _ in range(2))
+    whole = mixtral_block(dtype)
+    x, d = activations(dtype)
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
 
     def step(block: nn.Module) -> list[Tensor]:
@@ -89,12 +89,7 @@ def experts_block(context: RankContext, dtype: str, backward: bool) -> Makers:
         return Contestant(lambda: step(block), check)
 
     def ours() -> Contestant:
-        plan = {
-            "experts": "moe_tp_experts",
-            "experts.gate_up_proj": "packed_colwise",
-            "experts.down_proj": "rowwise",
-        }
-        return contestant(parallelize(copy.deepcopy(whole), mesh, plan=plan))
+        return contestant(parallelize(copy.deepcopy(whole), mesh, plan=PLAN))
 
     def gloo() -> Contestant:
         block = copy.deepcopy(whole)
@@ -137,6 +132,78 @@ def experts_block(context: RankContext, dtype: str, backward: bool) -> Makers:
         GLOO: gloo,
         WHOLE: lambda: contestant(whole),
     }
+
+
+class OneLayer(nn.Module):
+    """A model of the block, whose tokens sequence parallel ranks cut, and of an output layer, which gathers them."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"mlp": block})])
+        self.head = nn.Linear(HIDDEN, 8, bias=False, dtype=next(block.parameters()).dtype)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        hidden = self.layers[0]["mlp"](tokens)  # type: ignore[index]
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def experts_of_parts(context: RankContext, dtype: str) -> Makers:
+    """Forward and backward; each rank has a part of the tokens before the block and after it."""
+    torch.manual_seed(0)
+    whole = OneLayer(mixtral_block(dtype))
+    x, d = activations(dtype)
+    d = d[..., : whole.head.out_features]
+    mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
+    plan = {f"layers.*.mlp.{name}": style for name, style in PLAN.items()} | {"head": "colwise_gather_output"}
+
+    def step(model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        leaf = x.detach().requires_grad_()
+        y = model(leaf)
+        y.backward(d)
+        assert leaf.grad is not None
+        router: Any = model.get_parameter("layers.0.mlp.gate.weight").grad
+        return [y.detach(), leaf.grad, router.to_local() if hasattr(router, "to_local") else router]
+
+    expected = step(whole)
+
+    def contestant(*, hooked: bool) -> Contestant:
+        model = copy.deepcopy(whole)
+        if hooked:  # which may look at all tokens
+            model.get_submodule("layers.0.mlp").register_forward_hook(lambda module, args, output: None)
+        model = parallelize(model, mesh, plan=plan, sequence_parallel=True)
+
+        def check() -> None:
+            for actual, wanted in zip(step(model), expected, strict=True):
+                assert_close(actual, wanted)
+
+        return Contestant(lambda: step(model), check)
+
+    return {OURS: lambda: contestant(hooked=False), SEQUENCE: lambda: contestant(hooked=True)}
+
+
+def mixtral_block(dtype: str) -> Any:
+    """With random weights, the same on all ranks."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
+    )
+    config._experts_implementation = "grouped_mm"
+    block: Any = MixtralSparseMoeBlock(config)
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) / math.sqrt(parameter.shape[-1]))
+    return block.to(DTYPES[dtype])
+
+
+def activations(dtype: str) -> list[Tensor]:
+    """What goes into the block, and the gradient of what comes out."""
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(1, TOKENS, HIDDEN, generator=random).to(DTYPES[dtype]) for _ in range(2)]
 
 
 def cut(experts: Any, context: RankContext) -> None:

@@ -11,6 +11,17 @@ that it is routed to, are sorted by expert. Of ranks that hold parts of the same
 | routing weights         | factors of the rows                   | sum over ranks                          |
 | bias of down_proj       | routing weights @ bias, after the sum | local                                   |
 
+With sequence parallelism the block around the experts, with its router, runs on this rank's part of each sequence,
+where `whole_blocks` knows that it can:
+
+| step                    | forward                               | backward                                |
+|-------------------------|---------------------------------------|-----------------------------------------|
+| routing                 | gathered                              | of weights: reduce-scatter              |
+| gate_up_proj, columns   | x is gathered                         | reduce-scatter of the gradient of x     |
+| gate                    | of this rank's gates and ups          | local                                   |
+| down_proj, rows         | added up by token; reduce-scatter     | gathered                                |
+| bias of down_proj       | own routing weights @ bias            | sum over ranks                          |
+
 Where experts are dealt out over ranks of other tokens, rows travel before the first of these steps and after the last;
 routing weights stay at home. See `expert_parallel`.
 """
@@ -18,19 +29,26 @@ routing weights stay at home. See `expert_parallel`.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fused_tp.integrations.expert_parallel import Exchange, ExpertRanks, offsets_to_counts
-from fused_tp.ops.collectives import copy_to_group, gather, scatter
+from fused_tp.integrations.forward_shard import LayerState
+from fused_tp.ops.all_gather_grouped_matmul import all_gather_grouped_matmul
+from fused_tp.ops.collectives import all_gather, copy_to_group, gather, scatter
 from fused_tp.ops.column_parallel_grouped_matmul import column_parallel_grouped_matmul
 from fused_tp.ops.grouped_matmul_all_reduce import grouped_matmul_all_reduce
+from fused_tp.ops.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
+from fused_tp.runtime.group import GroupLike
 from fused_tp.schedules.grouped import Routing
 
 NAME = "fused_tp"
 _RANKS = "_fused_tp_ranks"
+_STATE_NOW = "_fused_tp_state_now"
 
 
 def takes_routing(experts: Any) -> bool:
@@ -38,30 +56,45 @@ def takes_routing(experts: Any) -> bool:
     return hasattr(experts, "is_transposed") and hasattr(experts, "_apply_gate")
 
 
-def run_grouped(experts: Any, ranks: ExpertRanks) -> None:
-    """Have experts that take routing run over `ranks`, of which each has its part."""
+def run_grouped(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
+    """Have experts that take routing run over `ranks`, of which each has its part, on the tokens that `state_now` says
+    a rank has."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     setattr(experts, _RANKS, ranks)
+    setattr(experts, _STATE_NOW, state_now)
     experts.config = copy.copy(experts.config)  # which layers share that run as they did
     experts.config._experts_implementation = NAME
 
 
 def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The output [tokens, hidden] for `hidden_states` [tokens, hidden], routed by `top_k_index` and `top_k_weights`
-    [tokens, top_k]; these are the same on ranks that hold parts of the same experts."""
+    [tokens, top_k]; these are the same on ranks that hold parts of the same experts, or this rank's part of them."""
     ranks: ExpertRanks = getattr(experts, _RANKS)
     cast = not torch.is_autocast_enabled(hidden_states.device.type)
     x = hidden_states.to(experts.down_proj.dtype) if cast else hidden_states
-    run = _by_exchange if ranks.exchange else _with_same_tokens
+    run = _by_exchange if ranks.exchange else _by_sum
     y: Tensor = run(experts, ranks, x, top_k_index, top_k_weights)
     return y.to(hidden_states.dtype)
 
 
-def _with_same_tokens(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
-    scale = copy_to_group(weights, group=ranks.parts).reshape(-1)
-    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+def _by_sum(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+    state: LayerState = getattr(experts, _STATE_NOW)()
+    group, length = ranks.parts, state.local_len
+    up: Callable[..., Tensor]
+    down: Callable[..., Tensor]
+    if state.tp_sharded and length is not None:
+        shape = (state.batch, length)
+        index, scale = _routing_of_all(top_k_index, weights, shape, group)
+        x = x.unflatten(0, (state.batch, -1))
+        up = partial(all_gather_grouped_matmul, group=group, gather_dim=1, gather_size=length)
+        down = partial(grouped_matmul_reduce_scatter, shape=shape, group=group, scatter_dim=1)
+    else:
+        index, scale = top_k_index, copy_to_group(weights, group=group)
+        up = partial(column_parallel_grouped_matmul, group=group)
+        down = partial(grouped_matmul_all_reduce, shape=x.shape[:1], group=group)
+    chosen, order = index.reshape(-1).sort(stable=True)
     held = len(experts.down_proj)
     if ranks.dealt is not None:
         own = ranks.own(held * ranks.dealt.size())
@@ -69,15 +102,26 @@ def _with_same_tokens(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: 
         start, stop = torch.searchsorted(chosen, ends).tolist()
         chosen, order = chosen[start:stop] - own.start, order[start:stop]
     routing = route(chosen, order // weights.shape[-1], held)
-    h = _gated(experts, ranks, x, routing, chosen)
-    y = grouped_matmul_all_reduce(h, _down(experts), *routing, scale[order], shape=x.shape[:1], group=ranks.parts)
+    h = _gated(experts, up, x, routing, chosen)
+    y = down(h, _down(experts), *routing, scale.reshape(-1)[order]).flatten(0, -2)
     if experts.has_bias:
         bias = experts.down_proj_bias
         if ranks.dealt is not None:
-            bias = gather(bias, 0, group=ranks.dealt)
-        by_expert = weights.new_zeros(len(x), len(bias)).scatter_add(1, top_k_index, weights)
+            bias = (all_gather if state.tp_sharded else gather)(bias, 0, group=ranks.dealt)
+        by_expert = weights.new_zeros(len(weights), len(bias)).scatter_add(1, top_k_index, weights)
         y = y + by_expert.to(y.dtype) @ bias.to(y.dtype)
     return y
+
+
+def _routing_of_all(
+    top_k_index: Tensor, weights: Tensor, shape: tuple[int, int], group: GroupLike
+) -> tuple[Tensor, Tensor]:
+    """The experts and weights of the tokens [batch, length] of all ranks, by one message: numbers of experts are exact
+    in float32. Backward sums the gradients of the weights over the ranks, each of which has that of its part."""
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    own = torch.cat([top_k_index.to(dtype), weights.to(dtype)], 1).unflatten(0, (shape[0], -1))
+    index, scale = all_gather(own, 1, group=group, gather_size=shape[1]).flatten(0, 1).chunk(2, 1)
+    return index.long(), scale.to(weights.dtype)
 
 
 def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
@@ -88,7 +132,8 @@ def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tenso
     rows = exchange.bring(all_rows.rows_of(x))
     each = torch.arange(len(rows), device=rows.device)  # of these rows each is a token of its own
     routing = route(exchange.chosen, each, len(experts.down_proj))
-    h = _gated(experts, ranks, rows, routing, exchange.chosen)
+    up = partial(column_parallel_grouped_matmul, group=ranks.parts)
+    h = _gated(experts, up, rows, routing, exchange.chosen)
     y = grouped_matmul_all_reduce(h, _down(experts), *routing, shape=rows.shape[:1], group=ranks.parts)
     if experts.has_bias:
         y = y + experts.down_proj_bias[exchange.chosen]
@@ -96,12 +141,13 @@ def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tenso
     return (made * weights.unsqueeze(-1)).sum(1)
 
 
-def _gated(experts: Any, ranks: ExpertRanks, x: Tensor, routing: Routing, chosen: Tensor) -> Tensor:
-    """What goes into down_proj, a row for each row of `routing`, whose experts are `chosen`."""
+def _gated(experts: Any, multiply: Callable[..., Tensor], x: Tensor, routing: Routing, chosen: Tensor) -> Tensor:
+    """What goes into down_proj, a row for each row of `routing`, whose experts are `chosen`; `multiply` is the op of
+    gate_up_proj."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     up = getattr(experts, name)
     up = up.transpose(1, 2) if experts.is_transposed else up
-    h = column_parallel_grouped_matmul(x, up, *routing, group=ranks.parts)
+    h = multiply(x, up, *routing)
     if experts.has_bias:
         h = h + getattr(experts, f"{name}_bias")[chosen]
     gated: Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)

@@ -137,6 +137,13 @@ class LayerState:
 
 
 UNSHARDED = LayerState()
+
+
+def unsharded() -> LayerState:
+    """The state of what no forward pass cuts."""
+    return UNSHARDED
+
+
 _MOST_REMEMBERED = 4096  # changes of state; a graph lives through a few of them at most
 
 

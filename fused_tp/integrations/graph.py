@@ -40,7 +40,7 @@ class HeadOutputs:
 
     Attributes:
         known: False where the graph does not tell: of a traced program, or of a head inside of a reentrant checkpoint.
-        nodes: those of its outputs.
+        nodes: those of its outputs, and of what else is whole.
     """
 
     def __init__(self) -> None:
@@ -63,6 +63,11 @@ class HeadOutputs:
             self.nodes.append(output.grad_fn)
         if self._last is None:
             self._last = torch.autograd._get_sequence_nr()
+
+    def note_whole(self, tensors: Iterable[Tensor]) -> None:
+        """`tensors`, other than what made them, are the same on every rank, as the head's outputs are."""
+        if self.known:
+            self.nodes.extend(t.grad_fn for t in tensors if t.grad_fn is not None)
 
     def gave(self, t: Tensor) -> bool:
         """Whether `t` comes from nothing of the forward pass that is older than the head's outputs, but by way of them.

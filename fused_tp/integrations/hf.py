@@ -27,6 +27,7 @@ from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, cut_head
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
+from fused_tp.ops.collectives import gather
 from fused_tp.runtime.partition import shard_range
 
 if TYPE_CHECKING:
@@ -180,6 +181,7 @@ class TransformersSequence(SequenceSharding):
         # RoBERTa's family counts positions from behind that of the padding.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
+        self._gathers_logits = False  # of routers, which see this rank's tokens
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Have layers with a state take it from the ranks that hold the tokens before."""
@@ -207,6 +209,21 @@ class TransformersSequence(SequenceSharding):
                 rotary.register_forward_hook(partial(_drop_last_position, self))
         if parallelism.computes_loss and not self.is_base:
             model.loss_function = self.global_loss(model.loss_function)
+        inner = self.entrances(model)
+        mixed = any("expert" in name and self.is_whole(name) for name, _ in model.named_modules())
+        if self.expert_blocks and not (mixed or parallelism.computes_loss or self.is_base or len(inner) > 1):
+            self._gathers_logits = True
+            inner[0].register_forward_hook(self._gather_logits)
+
+    def _gather_logits(self, base: nn.Module, args: Any, output: Any) -> None:
+        """Make the router logits that `base` has recorded, if it was asked to, those of all tokens, in their order."""
+        state, logits = self.state_now(), getattr(output, "router_logits", None)
+        if not state.tp_sharded or logits is None:
+            return
+        rows = (t.unflatten(0, (state.batch, -1)) for t in logits)
+        mesh, length = self.parallelism.tp_mesh, state.local_len
+        output["router_logits"] = tuple(gather(t, 1, group=mesh, gather_size=length).flatten(0, 1) for t in rows)
+        self._head_outputs.note_whole(output["router_logits"])
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         return super().is_cached(arguments) or arguments.get("use_cache") is True
@@ -221,7 +238,8 @@ class TransformersSequence(SequenceSharding):
             return Rows()
         for name in EXTRA_OUTPUTS:
             asked = arguments.get(name)
-            if getattr(self.config, name, False) if asked is None else asked:
+            served = name == "output_router_logits" and self._gathers_logits
+            if not served and (getattr(self.config, name, False) if asked is None else asked):
                 raise ValueError(
                     f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
                     "rank has only a part. Leave it out."
@@ -378,7 +396,7 @@ class TransformersSequence(SequenceSharding):
                     "how to make the whole one of it is not known. Turn it off (a pooler by add_pooling_layer=False), "
                     "or use neither cp_dim nor sequence_parallel."
                 )
-            else:
+            elif name != "router_logits":  # which are whole
                 parts[name] = map_tensors(lambda t: self.whole_of_tokens(t, shard), value)
         if isinstance(output, tuple):
             return tuple(parts.values())

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from fused_tp.integrations.expert_parallel import Dealing, ExpertRanks
 from fused_tp.integrations.experts import deal_rows, run_grouped, takes_routing
+from fused_tp.integrations.forward_shard import LayerState, unsharded
 from fused_tp.integrations.plan import (
     HEAD_PROJECTIONS,
     STYLES,
@@ -141,12 +142,16 @@ def _check_nothing_lost(name: str, module: nn.Module, replaced: bool) -> None:
         raise ValueError(
             f"{name!r} is an nn.Embedding with max_norm or sparse=True, which tensor parallel ranks do not serve."
         )
-    attached = [key for key, value in vars(module).items() if (key == "forward" or key.endswith("_hooks")) and value]
-    if replaced and attached:
+    if replaced and (attached := attachments(module)):
         raise ValueError(
             f"{name!r} has {', '.join(attached)} of its own, and parallelize puts another layer in its place, which "
             f"would not have them. Attach them after parallelize, or leave {name!r} out of the plan."
         )
+
+
+def attachments(module: nn.Module) -> list[str]:
+    """Names of what has been attached to `module`: a forward of its own, and its hooks."""
+    return [key for key, value in vars(module).items() if (key == "forward" or key.endswith("_hooks")) and value]
 
 
 def _check_reads(name: str, module: nn.Module, plan: Plan) -> None:
@@ -180,7 +185,8 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             continue
         if spec_of(style).sums_output:
             cut, dealing = style == "moe_tp_experts", sharding.dealing
-            _run_experts(module, dealing.ranks(cut=cut) if dealing and name in dealing.names else ExpertRanks(mesh))
+            ranks = dealing.ranks(cut=cut) if dealing and name in dealing.names else ExpertRanks(mesh)
+            _run_experts(module, ranks, sequence.state_of(name))
         if spec_of(style).adds_once:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
         layer = shard_layer(name, module, style, sharding, memo)
@@ -236,12 +242,11 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     if scale is not None:
         layer.register_forward_hook(partial(_scale_output, scale))
     if (
-        sharding.plan.flattens
+        (sharding.plan.flattens or sequence.flattens(name))
         and isinstance(layer, ColumnParallelLinear | RowParallelLinear)
         and not sequence.is_whole(name)
     ):
         layer.register_forward_pre_hook(partial(_row_by_row, sequence), with_kwargs=True)
-        layer.register_forward_hook(_in_one_dim)
     if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
         in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
         take_part = partial(_take_part, sequence, name if in_attention else "")
@@ -261,12 +266,12 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
 def deal_experts(model: nn.Module, dealing: Dealing) -> None:
     """Deal out the experts of a model without tensor parallel ranks."""
     for name in sorted(dealing.names):
-        _run_experts(model.get_submodule(name), dealing.ranks(cut=False))
+        _run_experts(model.get_submodule(name), dealing.ranks(cut=False), unsharded)
 
 
-def _run_experts(experts: Any, ranks: ExpertRanks) -> None:
+def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
     if takes_routing(experts):
-        run_grouped(experts, ranks)
+        run_grouped(experts, ranks, state_now)
         return
     shares_input, sums_output = partial(_share_input, ranks.parts), partial(_sum_output, ranks.parts)
     if ranks.dealt is not None:
@@ -307,23 +312,12 @@ def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
                 parent._modules[key] = new
 
 
-_FLAT = "_fused_tp_flat"
-
-
 def _row_by_row(
     sequence: SequenceSharding, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments | None:
-    """Give a layer [batch, seq, n] for [batch * seq, n]: it gathers, or scatters, each row's tokens."""
+    """Tell a layer of how many rows it is given the tokens, [batch * seq, n], which it gathers, or scatters, by row."""
     state = sequence.state_now()
-    if not state.tp_sharded or args[0].ndim != 2:
-        return None
-    x = args[0].unflatten(0, (state.batch, -1))
-    setattr(x, _FLAT, True)
-    return (x, *args[1:]), kwargs
-
-
-def _in_one_dim(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.flatten(0, 1) if getattr(args[0], _FLAT, False) else output
+    return (args, {"batch": state.batch, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
 
 
 _PART = "_fused_tp_part"

@@ -37,7 +37,7 @@ from fused_tp.integrations.plan import (
 )
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
-from fused_tp.integrations.whole_blocks import find_whole_blocks, join_behind, run_whole
+from fused_tp.integrations.whole_blocks import find_blocks, join_behind, run_whole
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import check_mesh_order, resolve_group
@@ -135,8 +135,9 @@ def parallelize(
             next to "moe_tp_experts" for their module. Layers of two or three parts one after the other (gate and up; q,
             k and v) take "packed_colwise" and "packed_colwise_3".
         sequence_parallel: also cut the residual stream and the norms, which saves their memory; any sequence length.
-            Blocks that cannot see a part of the sequence, or of which that is not known (routed experts, state spaces,
-            latent attention), get the tokens of all TP ranks and give back this rank's.
+            Blocks that cannot see a part of the sequence, or of which that is not known (state spaces, latent
+            attention, experts that are not transformers' own), get the tokens of all TP ranks and give back this
+            rank's.
         loss_parallel: leave the logits cut by vocabulary and compute the loss over the ranks.
         grad_sync: see above.
 
@@ -209,7 +210,9 @@ def parallelize(
             check_head_counts(model, resolved.modules, tp_mesh.size())
             check_experts(model, resolved)
         check_layers(model, resolved, ranks)
-        whole_blocks = find_whole_blocks(model, resolved) if sequence_parallel else []
+        rows_travel = dealing is not None and dealing.mesh is not tp_mesh
+        blocks = find_blocks(model, resolved, rows_travel=rows_travel) if sequence_parallel else ([], [])
+        whole_blocks, expert_blocks = blocks
         check_buffers(model, hf=hf)
         if hf:
             check_transformers_model(model, resolved.modules, parallelism)
@@ -222,7 +225,7 @@ def parallelize(
     if adapters:
         check_layers(model, adapters.plan(resolved), ranks)
 
-    sequence.whole_blocks = whole_blocks
+    sequence.whole_blocks, sequence.expert_blocks = whole_blocks, expert_blocks
     sequence.prepare(model)
     if sequence_parallel and resolved.joins:
         sequence.joins = resolved.joins

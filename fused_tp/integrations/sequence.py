@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from fused_tp.integrations.forward_shard import (
     leave_forward,
     running_forward,
     running_node,
+    unsharded,
     version_of,
 )
 from fused_tp.integrations.global_loss import GlobalLoss, scale_gradient, shift
@@ -103,6 +104,7 @@ class SequenceSharding:
         self._head_layers: list[ColumnParallelLinear] = []
         self._noting: list[Any] = []  # handles of hooks
         self.whole_blocks: list[str] = []  # that run on the whole sequence, see `whole_blocks`
+        self.expert_blocks: list[str] = []  # that hold experts, and run on this rank's tokens
         self.joins = ""  # the module whose output is gathered, and what gets it: see `Plan`
         self.behind: tuple[str, ...] = ()
         self._loss: GlobalLoss | None = None
@@ -145,8 +147,16 @@ class SequenceSharding:
 
     def is_whole(self, name: str) -> bool:
         """Whether the module of that name is, or is in, one that runs on the whole sequence."""
-        blocks = (*self.whole_blocks, *self.behind)
-        return any(name == block or name.startswith(f"{block}.") for block in blocks)
+        return _is_in(name, (*self.whole_blocks, *self.behind))
+
+    def flattens(self, name: str) -> bool:
+        """Whether the module of that name is in a block that may give it the tokens of all rows in one dim."""
+        return _is_in(name, self.expert_blocks)
+
+    def state_of(self, name: str) -> Callable[[], LayerState]:
+        """What tells experts of that name of the forward pass that runs."""
+        asks = self.parallelism.sequence_parallel and not self.is_whole(name)
+        return self.state_now if asks else unsharded
 
     def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
         """The loss over all ranks in the place of a model's `own`."""
@@ -470,6 +480,10 @@ class SequenceSharding:
         t = shard.cp.unshard(t, 1)
         # Every rank computes the same from the whole output, so its gradient is counted once.
         return t if parallelism.grad_sync else scale_gradient(t, shard.cp.mesh.size())
+
+
+def _is_in(name: str, blocks: Iterable[str]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
 def cut_head(head: nn.Module | None) -> nn.Module | None:

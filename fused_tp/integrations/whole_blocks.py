@@ -1,4 +1,4 @@
-"""Blocks of a sequence parallel model that run on the whole sequence: state spaces, routed experts, latent attention.
+"""Blocks of a sequence parallel model that run on the whole sequence: state spaces, latent attention, unknown experts.
 
 Between its layers a rank has a part of the tokens. A block that cannot be run on a part, or of which that is not known,
 gets the tokens of all ranks and gives back this rank's; inside it runs as without sequence parallelism:
@@ -14,6 +14,7 @@ A block is what a layer of the model calls: a module right below the elements of
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from fused_tp.integrations.experts import takes_routing
+from fused_tp.integrations.layers import attachments
 from fused_tp.integrations.plan import Plan, spec_of
 from fused_tp.integrations.sequence import SequenceSharding, in_one_order
 from fused_tp.ops.collectives import gather, scatter
 
 
-def find_whole_blocks(model: nn.Module, plan: Plan) -> list[str]:
-    """Names of the blocks of `model` that run on the whole sequence.
+def find_blocks(model: nn.Module, plan: Plan, *, rows_travel: bool) -> tuple[list[str], list[str]]:
+    """Names of the blocks of `model` that run on the whole sequence, and of those with experts that run on a part.
+
+    `rows_travel`: to experts that are dealt out over other ranks than the tensor parallel ones. (Each of the latter
+    sends the rows of all tokens then.)
 
     Raises:
         ValueError: a module that may not be run on a part of the sequence is in no block; or a `ParallelStyle`.
@@ -61,7 +67,48 @@ def find_whole_blocks(model: nn.Module, plan: Plan) -> list[str]:
         # A linear layer that stays whole, below a layer of the model, takes tokens one by one.
         if not (block == name and type(module) is nn.Linear and style is None):
             found[block] = None
-    return list(found)
+    own = [] if rows_travel else [block for block in found if _takes_tokens_alone(block, modules[block], plan)]
+    return [block for block in found if block not in own], own
+
+
+RECORDERS = "transformers.utils.output_capturing"
+KNOWN = ("transformers.models.", "transformers.activations", "torch.nn.modules.linear", "torch.nn.modules.activation")
+
+
+def _takes_tokens_alone(name: str, block: nn.Module, plan: Plan) -> bool:
+    """Whether `block` is one of experts that makes of a token what it makes of it alone.
+
+    No look at a module tells that, so it is believed of nothing but transformers' own code as it is, which has been
+    read, and is compared with the whole model type by type (tests/integrations/sweep.py). Any other block runs on the
+    whole sequence:
+
+    - one that is not, or has in it what is not, of a class of transformers' models or of torch's linear layers and
+      activations; or that has a forward or hooks of its own, which may look at all tokens;
+    - one that is given more than hidden states, which would have to be cut as these are;
+    - one without experts that take routing, or in which a layer is given, or gives, more than a pair of a column and a
+      row layer takes and gives.
+    """
+    experts = []
+    for path, module in block.named_modules(prefix=name):
+        spec = spec_of(plan.modules.get(path))
+        if spec.sums_output:
+            experts.append(path)
+            served = takes_routing(module)
+        else:
+            served = not (spec.splits_input or spec.gathers_output or spec.shares_rotary or spec.shares_keys)
+            served &= not spec.adds_once and not plan.parameters_of(path, module)
+        if not served or not type(module).__module__.startswith(KNOWN) or _may_look(module):
+            return False
+    parameters = inspect.signature(type(block).forward).parameters.values()
+    one = [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # self, and hidden states
+    return bool(experts) and one
+
+
+def _may_look(module: nn.Module) -> bool:
+    """Whether what is attached to `module` may look at what it is given; transformers' recorders of outputs only keep
+    them."""
+    recorders = all(getattr(hook, "__module__", "") == RECORDERS for hook in module._forward_hooks.values())
+    return bool(set(attachments(module)) - ({"_forward_hooks"} if recorders else set()))
 
 
 def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:

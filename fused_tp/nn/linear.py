@@ -234,12 +234,13 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output = gather_output
         self._shared: tuple[SharedGather, int] | None = None  # with this layer's index in it; set by share_gather
 
-    def forward(self, x: Tensor, *, gather_size: int | None = None) -> Tensor:
-        """y_shard for x. `gather_size`: length of the whole sequence, where the ranks' parts differ in length."""
+    def forward(self, x: Tensor, *, gather_size: int | None = None, batch: int | None = None) -> Tensor:
+        """y_shard for x. `gather_size`: length of the whole sequence, where the ranks' parts differ in length. `batch`:
+        number of the sequences whose tokens lie one after the other in the first dim of x, and of y."""
         if self._shared is not None:
             group, index = self._shared
-            return group.output_of(index, x, gather_size)
-        return column_forward([self], x, gather_size)[0]
+            return group.output_of(index, x, gather_size, batch)
+        return column_forward([self], x, gather_size, batch)[0]
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -284,7 +285,10 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, bias, **keywords)
         self.input_is_parallel = input_is_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, batch: int | None = None) -> Tensor:
+        """y for x_shard. `batch`: as in ColumnParallelLinear."""
+        if batch is not None:
+            return self.forward(x.unflatten(0, (batch, -1))).flatten(0, 1)
         weight, bias = self.local_parameters()
         if self.input_is_parallel:
             self._check_input(x, weight.shape[1], f"this rank's part of the {self.in_features} input features")
@@ -318,8 +322,12 @@ def row_matmul(
     return matmul_reduce_scatter(x, weight, bias, group=mesh, scatter_dim=scatter_dim)
 
 
-def column_forward(layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
+def column_forward(
+    layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None, batch: int | None = None
+) -> list[Tensor]:
     """The outputs of column-parallel layers that read the same x, by one op: x travels once for all of them."""
+    if batch is not None:
+        return [y.flatten(0, 1) for y in column_forward(layers, x.unflatten(0, (batch, -1)), gather_size)]
     first = layers[0]
     first._check_input(x, first.in_features, "in_features")
     if gather_size is not None and not first.sequence_parallel:

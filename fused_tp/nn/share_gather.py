@@ -30,21 +30,24 @@ class SharedGather:
         # What the outputs were computed from, and the outputs by index of the layer.
         self.waiting: tuple[Tensor, tuple[Any, ...], dict[int, Tensor]] | None = None
 
-    def output_of(self, index: int, x: Tensor, gather_size: int | None) -> Tensor:
-        """Layer `index`'s output for x: the waiting one where that is what the layer would compute, else all anew."""
+    def output_of(self, index: int, x: Tensor, *sizes: int | None) -> Tensor:
+        """Layer `index`'s output for x: the waiting one where that is what the layer would compute, else all anew.
+
+        `sizes`: the keywords of its forward.
+        """
         if torch.compiler.is_compiling():
-            return _output_while_tracing(self, index, x, gather_size)
+            return _output_while_tracing(self, index, x, *sizes)
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias) if p is not None]
         # A DTensor and its local part count writes apart: one through the one does not move the counter of the other.
         tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
         if any(t.is_inference() for t in tensors):  # it has no write counter
-            return column_forward([self.layers[index]], x, gather_size)[0]
+            return column_forward([self.layers[index]], x, *sizes)[0]
         versions = tuple(t._version for t in tensors)
         written = torch.is_inference_mode_enabled(), versions, *((id(p), p.requires_grad) for p in parameters)
-        state = (*_modes(x, gather_size), *written)
+        state = (*_modes(x, *sizes), *written)
         source, source_state, outputs = self.waiting or (None, None, {})
         if source is not x or source_state != state or index not in outputs:
-            outputs = dict(enumerate(column_forward(self.layers, x, gather_size)))
+            outputs = dict(enumerate(column_forward(self.layers, x, *sizes)))
             last = _last.group()
             if last is not None:
                 last.waiting = None
@@ -81,11 +84,11 @@ def share_gather(layers: Sequence[Any]) -> None:
         layer._shared = (group, index)
 
 
-def _modes(x: Tensor, gather_size: int | None) -> tuple[Any, ...]:
+def _modes(x: Tensor, *sizes: int | None) -> tuple[Any, ...]:
     """The modes that outputs depend on."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return torch.is_grad_enabled(), autocast, x.requires_grad, gather_size
+    return torch.is_grad_enabled(), autocast, x.requires_grad, *sizes
 
 
 # ---- under torch.compile -----------------------------------------------------------------------------------------
@@ -130,10 +133,10 @@ def _answer() -> bool:
     return _answers.yes
 
 
-def _output_while_tracing(group: SharedGather, index: int, x: Tensor, gather_size: int | None) -> Tensor:
+def _output_while_tracing(group: SharedGather, index: int, x: Tensor, *sizes: int | None) -> Tensor:
     from torch._dynamo.comptime import comptime
 
-    state = _modes(x, gather_size)
+    state = _modes(x, *sizes)
     waiting = getattr(x, _PARTS, None)
     if waiting is not None and waiting[0] is group and waiting[1] == state and index in waiting[2]:
         comptime(_ask_fresh)
@@ -141,8 +144,8 @@ def _output_while_tracing(group: SharedGather, index: int, x: Tensor, gather_siz
             return waiting[2].pop(index)
     comptime(_ask_may_hold)
     if not _answer():
-        return column_forward([group.layers[index]], x, gather_size)[0]
-    outputs = dict(enumerate(column_forward(group.layers, x, gather_size)))
+        return column_forward([group.layers[index]], x, *sizes)[0]
+    outputs = dict(enumerate(column_forward(group.layers, x, *sizes)))
     output = outputs.pop(index)
     setattr(x, _PARTS, (group, state, outputs))
     comptime(_note_stored)

@@ -32,8 +32,10 @@ def all_gather_grouped_matmul(
 
     Args:
         x_shard: [..., m, ..., K], this rank's tokens along `gather_dim`; float16, bfloat16, float32 or float64.
-        weight: [experts, N, K], this rank's rows of every expert's weight, in any order in memory.
-        tokens: int64 [S], the tokens, all dims of the gathered x but the last counted as one; sorted by expert.
+        weight: [experts, N, K], this rank's rows of every expert's weight, in any order in memory, or this rank's
+            experts.
+        tokens: int64 [S], the tokens, all dims of the gathered x but the last counted as one; sorted by expert. Ranks
+            may differ.
         offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         gather_dim: any dim but the last; may be negative.

@@ -119,6 +119,7 @@ def test_ranks_of_different_rows(group: dist.ProcessGroup) -> None:
     offsets = torch.tensor([[3, 5], [0, 2]][group.rank()], dtype=torch.int32)
     up = fused_tp.column_parallel_grouped_matmul(x.requires_grad_(), w, tokens, offsets, group=group)
     scale = torch.linspace(0.5, 1.5, len(tokens)).requires_grad_()
+    given, given_scale = (tokens, offsets), scale.detach()
     eye = torch.eye(5, dtype=torch.bfloat16).expand(2, 5, 5)
     y = fused_tp.grouped_matmul_all_reduce(up, eye, tokens, offsets, scale, shape=(6,), group=group)
     y.sum().backward()
@@ -130,6 +131,12 @@ def test_ranks_of_different_rows(group: dist.ProcessGroup) -> None:
     # Of numbers up to 8 in bfloat16: each rank rounds its term, and their sum is rounded once more, by 2^-9 of it.
     torch.testing.assert_close(y.double(), wanted, atol=0.05, rtol=0)
     assert not y[3].any() and x.grad is not None and not x.grad[3].any()
+    own = leaf(own_part(x, 0, group))
+    up = fused_tp.all_gather_grouped_matmul(own, w, *given, group=group)
+    part = fused_tp.grouped_matmul_reduce_scatter(up, eye, *given, given_scale, shape=(6,), group=group)
+    part.sum().backward()
+    assert own.grad is not None
+    assert torch.equal(part, own_part(y, 0, group)) and torch.equal(own.grad, own_part(x.grad, 0, group))
 
 
 @on_ranks(2)

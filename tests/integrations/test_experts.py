@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -24,10 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.plan import _own_plan
+from fused_tp.integrations.plan import _own_plan, resolve_plan
 from fused_tp.integrations.state_dict import load_full_state_dict
+from fused_tp.integrations.whole_blocks import find_blocks
 from fused_tp.nn import gather_state_dict, original_shapes
 from tests.integrations.models import (
     assert_equal_states,
@@ -101,7 +104,7 @@ def on_dealt(*layouts: str, full: Sequence[str] = ()) -> Callable[[Callable[...,
     return lambda fn: pytest.mark.parametrize("layout", cases)(ranks(fn))
 
 
-@on_dealt("ep", "cp_tp", full=["tp", "tp_sp", "cp", "ep_tp", "ep_tp_sp"])
+@on_dealt("ep", "cp_tp", "tp_sp", full=["tp", "cp", "ep_tp", "ep_tp_sp"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dealt_out_experts(group: dist.ProcessGroup, layout: str, family: str) -> None:
     whole, parallel = dealt(group, layout, family)
@@ -195,11 +198,21 @@ def test_plans_that_deal_experts_out(group: dist.ProcessGroup) -> None:
         assert_same_calls(parallel, whole, tokens, tokens)
 
 
-@on_layouts("tp2_lossparallel", full=["tp2"])
+@on_layouts("tp2_lossparallel", "tp2_sp", full=["tp2"])
 def test_losses_of_routers(group: dist.ProcessGroup, layout: str) -> None:
     whole, parallel = pair(group, layout, "mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
     tokens = make_tokens(2, 9)
-    assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens).loss)
+    mask = torch.ones_like(tokens)
+    mask[0, 6:] = 0  # tokens that the loss of routers leaves out
+    for asked in ({}, {"attention_mask": mask}):
+        parallel.zero_grad(), whole.zero_grad()
+        assert_trains_alike(
+            parallel, whole, lambda model, asked=asked: model(input_ids=tokens, labels=tokens, **asked).loss
+        )
+        made, wanted = (model(input_ids=tokens, labels=tokens, **asked) for model in (parallel, whole))
+        assert_near(made.aux_loss, wanted.aux_loss, "loss of routers")
+        for found, right in zip(made.router_logits, wanted.router_logits, strict=True):
+            assert_near(found, right, "router logits")
 
 
 class Twice(nn.Module):
@@ -252,6 +265,157 @@ def test_a_layer_of_whole_sequences_right_below_a_layer(group: dist.ProcessGroup
         assert_trains_alike(parallel, whole, lambda model, tokens=tokens: model(tokens).square().mean())
 
 
+class OneBlock(nn.Module):
+    """A block of experts, of which sequence parallel ranks have a part of the tokens, and an output layer."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"mlp": make(family).model.layers[0].mlp})])
+        self.head = nn.Linear(32, 11)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.head(self.layers[0]["mlp"](tokens))
+
+
+BLOCK_PLAN = {
+    "layers.*.mlp.experts": "moe_tp_experts",
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+    "head": "colwise_gather_output",
+}
+SHARED_PLAN = {
+    "layers.*.mlp.shared_expert.gate_proj": "colwise",
+    "layers.*.mlp.shared_expert.up_proj": "colwise",
+    "layers.*.mlp.shared_expert.down_proj": "rowwise",
+}
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops of fused_tp that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fused_tp":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# Forward and backward. Of the output layer and its features, and of the input, which is cut:
+ENDS = ("all_gather_matmul all_gather", "all_gather_matmul_backward all_gather")
+ON_OWN_TOKENS = (
+    "all_gather all_gather_grouped_matmul grouped_matmul_reduce_scatter",  # the first of routing
+    # The last but one of the gradients of routing weights, the last of the router's.
+    "grouped_matmul_reduce_scatter_backward grouped_matmul_backward all_gather_grouped_matmul_backward reduce_scatter "
+    "all_reduce",
+)
+ON_ALL_TOKENS = (
+    "all_gather column_parallel_grouped_matmul grouped_matmul_all_reduce",
+    "all_gather grouped_matmul_backward column_parallel_grouped_matmul_backward all_reduce",
+)
+# Of a shared expert, which has a gate.
+SHARED_ON_OWN_TOKENS = (
+    "all_gather_matmul matmul_reduce_scatter",
+    "matmul_reduce_scatter_backward all_gather_matmul_backward all_reduce",
+)
+SHARED_ON_ALL_TOKENS = ("column_parallel_matmul matmul_all_reduce", "column_parallel_matmul_backward")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
+def test_what_a_block_sends(group: dist.ProcessGroup, family: str) -> None:
+    """On own tokens hidden states are gathered and reduce-scattered; what is summed for every rank is gradients of
+    routers and gates. A block that a hook may look into runs on all tokens."""
+    for hooked, block, shared in (
+        (False, ON_OWN_TOKENS, SHARED_ON_OWN_TOKENS),
+        (True, ON_ALL_TOKENS, SHARED_ON_ALL_TOKENS),
+    ):
+        whole, plan, ops = OneBlock(family), BLOCK_PLAN, [ENDS, block]
+        if family == "qwen3_next":
+            plan, ops = plan | SHARED_PLAN, [*ops, shared]
+        model = copy_of(whole)
+        if hooked:
+            model.get_submodule("layers.0.mlp").register_forward_hook(lambda block, args, output: None)
+        parallelize(model, mesh_of(group, 1, 2), plan=plan, sequence_parallel=True)
+        x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        with Ops() as forward:
+            y = model(inputs[0])
+        with Ops() as backward:
+            y.square().sum().backward()
+        for step, found in enumerate((forward, backward)):
+            assert found.counts == Counter(name for one in ops for name in one[step].split()), (hooked, step)
+        whole(inputs[1]).square().sum().backward()
+        assert_near(inputs[0].grad, inputs[1].grad, "gradient of the input")
+        assert_same_gradients(model, whole)
+
+
+@on_ranks(2)
+def test_blocks_under_autocast(group: dist.ProcessGroup) -> None:
+    for family in ("mixtral", "gpt_oss"):
+        whole = make(family)
+        parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+        tokens = make_tokens(2, 9)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses = [model(input_ids=tokens, labels=tokens).loss for model in (parallel, whole)]
+        for loss in losses:
+            loss.backward()
+        # Of the largest element: each of the two rounds to bfloat16 (2^-9) at every layer, and in another order.
+        assert_near(*losses, "loss", 1e-2)
+        for name, p in whole.named_parameters():
+            if name.endswith(("router.weight", "gate.weight")):
+                assert_near(parallel.get_parameter(name).grad, p.grad, f"gradient of {name}", 5e-2)
+
+
+class OwnRouter(nn.Module):
+    """In the place of a model's router, and like it."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.like = router.weight, [router]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.like[0](x)
+
+
+def test_which_blocks_run_on_own_tokens() -> None:
+    """Those whose code is known, as it is, where no rows travel to experts on other ranks."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    class OwnBlock(MixtralSparseMoeBlock):
+        pass
+
+    def blocks(change: Callable[[Any], Any] | None = None, family: str = "mixtral", **how: bool) -> list[list[str]]:
+        model = make(family)
+        if change is not None:
+            change(model.model.layers[0].mlp)
+        found = find_blocks(model, resolve_plan(model, "auto"), **{"rows_travel": False, **how})
+        return [[name for name in names if name.endswith("mlp")] for names in found]
+
+    first, second = "model.layers.0.mlp", "model.layers.1.mlp"
+    for family in ("mixtral", "gpt_oss", "qwen3_moe"):
+        assert blocks(family=family) == [[], [first, second]]
+    assert blocks(family="llama") == [[], []]
+    changes: list[Callable[[Any], Any]] = [
+        lambda block: setattr(block, "__class__", OwnBlock),
+        lambda block: setattr(block, "gate", OwnRouter(block.gate)),
+        lambda block: setattr(block, "forward", block.forward),
+        lambda block: block.gate.register_forward_hook(lambda router, args, output: None),
+        lambda block: block.register_forward_pre_hook(lambda block, args: None),
+        lambda block: setattr(block.experts, "act_fn", nn.LSTM(4, 4)),
+    ]
+    for change in changes:
+        assert blocks(change) == [[first], [second]]
+    recorded = make("mixtral")
+    recorded(input_ids=make_tokens(1, 3), output_router_logits=True)  # hooks that only keep what routers return
+    assert recorded.model.layers[0].mlp.gate._forward_hooks
+    assert find_blocks(recorded, resolve_plan(recorded, "auto"), rows_travel=False) == ([], [first, second])
+    assert blocks(rows_travel=True) == [[first, second], []]
+    assert blocks(family="llama4_text")[1] == []
+
+
 @on_ranks(3)
 def test_experts_over_three_ranks(group: dist.ProcessGroup) -> None:
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 48}
@@ -275,9 +439,10 @@ def test_a_block_of_two_streams_is_refused(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
-def test_blocks_on_whole_sequences_checkpointed(group: dist.ProcessGroup) -> None:
-    """Backward runs them again, after a forward pass of another length."""
-    whole = make("mixtral")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
+def test_blocks_checkpointed(group: dist.ProcessGroup, family: str) -> None:
+    """Backward runs them again, on own tokens and on whole sequences, after a forward pass of another length."""
+    whole = make(family)
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
     assert_trains_checkpointed(parallel, whole)
 

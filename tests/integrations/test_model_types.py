@@ -25,6 +25,7 @@ RIGHT = [
     ("doge", "tp+sp"),  # a plan of transformers' that is wrong
     ("deepseek_v2", "advised"),  # keys that all heads share; a plan for more than its layers
     ("falcon_h1", "cp"),  # a state space beside attention
+    ("ernie4_5_moe", "tp+sp"),  # gives a shared expert the tokens of all rows in one dim
     ("glm_moe_dsa", "tp+sp"),  # hands indices on from layer to layer
     ("gpt_neox", "tp+sp"),  # q, k and v of one layer
     ("gpt_neox_japanese", "tp+sp"),  # a bias that is added outside

@@ -55,6 +55,10 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "phi3": (lambda: make_model("phi3"), {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
     "glm4": (lambda: make_model("glm4"), {"target_modules": [*ATTENTION, "gate_up_proj", "down_proj"]}),
     "mixtral": (lambda: make("mixtral"), {"target_modules": ATTENTION}),
+    "shared_expert": (  # which is given the tokens of all rows in one dim
+        lambda: make_model("laguna"),
+        {"target_modules": [f"shared_experts.{name}_proj" for name in ("gate", "up", "down")]},
+    ),
     "minicpm3": (
         lambda: make_model("minicpm3"),
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
