@@ -2,8 +2,8 @@
 
 A family needs an entry here only where its configuration class has no `base_model_tp_plan` that is right. To add one:
 
-1. `plan`: names in the base model, `*` for one part, to styles (see `fused_tp.integrations.plan.STYLES`). None takes
-   an entry of transformers' plan out.
+1. `plan`: names in the base model, `*` for one part, to styles (see `fused_tp.integrations.plan.STYLES`). "" is the
+   base model itself. None takes an entry of transformers' plan out.
 2. `counts`: attributes of attention modules by which their forward shapes what the projections return, such as
    `view(batch, seq, self.num_heads, self.head_dim)`. On a rank they count its own heads.
 3. `attention`: where its modules attend by code of their own, what takes its place over context parallel ranks.
@@ -33,12 +33,19 @@ class Family:
         unread: parameters in the base model that no forward reads by itself, though its source does, under an option
             that is off.
         embeds: modules without parameters that make something for each token of the whole sequence, of its positions.
+        before: modules in front of the layers that see the whole sequence where a rank has a part of it, because the
+            base model puts what they make together with something else that is made of all tokens.
+        splits: arguments of layers that hold all tokens after that, of which a rank takes its own.
+        parts: arguments of blocks that run on the whole sequence (`whole_blocks`) that hold a part of it, beside the
+            first argument, which always does. All may hold the tokens of all rows in one dim.
         joins: the last module of layers, after which the base model takes its input's shape for that of hidden states.
             Where a rank has a part of the sequence the output of that module is gathered, and the rest sees all of it.
-        cuts_head: the output layer is cut by vocabulary, and the embedding with it where they are tied.
+        cuts_head: the output layer is cut by vocabulary, and the embedding with it where they are tied; False: it stays
+            whole. None: as transformers' plan has it.
         flattens: it gives layers [batch * seq, hidden] instead of [batch, seq, hidden].
         eager_sequences: it computes attention by itself and not by the function that its config names. Its eager one
-            is known to see the whole sequence where projections and transformers' masks do (sequence_parallel).
+            is known to see the whole sequence where projections and transformers' masks do (sequence_parallel); or it
+            has none, but a state, in blocks that run on the whole sequence.
         attention: that it computes by itself, as far as other code can take its place (context parallel ranks).
         names_attention: it computes attention by the function that its config names, though transformers does not say
             so of it (`_supports_attention_backend`).
@@ -54,8 +61,11 @@ class Family:
     per_head: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     embeds: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joins: str = ""
-    cuts_head: bool = False
+    cuts_head: bool | None = None
     flattens: bool = False
     eager_sequences: bool = False
     attention: OwnAttention | None = None
@@ -86,6 +96,11 @@ _FC = _attention("layers.*.self_attn", "out_proj") | _pair("layers.*", "fc1", "f
 _GPT2_MLP = _pair("h.*.mlp", "c_fc", "c_proj")
 _GPT2 = _each("h.*.attn", "packed_colwise_3", "c_attn") | _each("h.*.attn", "rowwise", "c_proj") | _GPT2_MLP
 _BLOOM_MLP = _pair("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
+
+
+def _gathered(parent: str, out: str, *leaves: str) -> dict[str, str | None]:
+    """Layers around what needs all features: a norm of them, or a state whose weights no style cuts."""
+    return _each(parent, "colwise_gather_output", *leaves) | _each(parent, "rowwise_split_input", out)
 
 
 def _bloom(config: Any) -> Family:
@@ -129,6 +144,37 @@ def _gpt_bigcode(config: Any) -> Family:
     )
 
 
+def _gemma4(config: Any) -> Family:
+    if not config.get_text_config().hidden_size_per_layer_input:
+        return Family(unread=("language_model.embed_tokens.weight",))
+    return Family({"language_model.embed_tokens": None}, cuts_head=False)  # it reads a row of what both share
+
+
+def _mllama(text: str) -> Family:
+    attentions = (f"{text}.layers.*.self_attn", f"{text}.layers.*.cross_attn")
+    plan = _LLAMA | _attention("layers.*.cross_attn") | {"layers.*": "replicate"}  # whose gates follow the blocks
+    plan |= _each("layers.*.cross_attn", "replicated_with_grad_allreduce", "q_norm", "k_norm")
+    return Family(
+        {f"{text}.{name}": style for name, style in plan.items()},
+        dict.fromkeys(attentions, ("num_heads", "num_key_value_heads")),
+        cuts_head=True,
+        shares_cache=False,
+    )
+
+
+def _recurrent_gemma(config: Any) -> Family:
+    heads = "q_proj", "k_proj", "v_proj"
+    one_head = config.num_key_value_heads == 1
+    attention = _gathered("layers.*.temporal_block", "o_proj", *heads)
+    return Family(
+        (attention if one_head else _attention("layers.*.temporal_block"))
+        | _gathered("layers.*.temporal_block", "linear_out", "linear_x", "linear_y")
+        | _each("layers.*.mlp_block", "colwise", "gate_proj", "up_proj")
+        | _each("layers.*.mlp_block", "rowwise", "down_proj"),
+        cuts_head=True,
+    )
+
+
 def _openai_gpt(config: Any) -> Family:
     return Family(
         _GPT2,
@@ -141,8 +187,33 @@ def _openai_gpt(config: Any) -> Family:
     )
 
 
+def _zamba2(config: Any) -> Family:
+    block = "layers.*.shared_transformer"
+    adapters = [f"linear_{x}_adapter_list.*" for x in "qkv"]
+    return Family(
+        _attention(f"{block}.self_attn")
+        | _each(f"{block}.self_attn", "replicate", *(f"{adapter}.0" for adapter in adapters))
+        | _each(f"{block}.self_attn", "colwise", *(f"{adapter}.1" for adapter in adapters))
+        | _each(f"{block}.feed_forward", "packed_colwise", "gate_up_proj", "gate_up_proj_adapter_list.*.1")
+        | _each(f"{block}.feed_forward", "replicate", "gate_up_proj_adapter_list.*.0")
+        | _each(f"{block}.feed_forward", "rowwise", "down_proj")
+        | _each("layers.*", "colwise_gather_output", "mamba.in_proj", "mamba_decoder.mamba.in_proj"),
+        parts={"layers.*.mamba_decoder": ("transformer_hidden_states",), block: ("original_hidden_states",)},
+        cuts_head=True,
+    )
+
+
+# Two thirds of a mixer: its convolution and scan run whole on every rank, and a kernel for all of it reads the weights
+# of its other layers.
+_MAMBA = Family({"layers.*.mixer.in_proj": "colwise_gather_output"}, cuts_head=True, eager_sequences=True)
+
 FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "biogpt": Family(_FC, cuts_head=True, names_attention=True),
+    "bitnet": Family(
+        _gathered("layers.*.self_attn", "o_proj", "q_proj", "k_proj", "v_proj")
+        | _gathered("layers.*.mlp", "down_proj", "gate_proj", "up_proj"),
+        cuts_head=True,
+    ),
     "bloom": _bloom,
     "codegen": Family(
         # Rows of q, k and v lie in four blocks, each with all three of some heads.
@@ -154,6 +225,30 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         eager_sequences=True,
         attention=OwnAttention("CodeGenAttention", own_attention.of_heads, "_attn", "attn_dropout"),
     ),
+    "cpmant": Family(
+        {
+            **_each("encoder.layers.*.self_att.self_attention", "colwise", "project_q", "project_k", "project_v"),
+            **_each("encoder.layers.*.self_att.self_attention", "rowwise", "attention_out"),
+            **_each("encoder.layers.*.ffn.ffn", "colwise", "w_in.w_0", "w_in.w_1"),
+            **_each("encoder.layers.*.ffn.ffn", "rowwise", "w_out"),
+            "position_bias": "replicated_with_grad_allreduce",
+        },
+        {"encoder.layers.*.self_att.self_attention": ("num_heads",)},
+        per_head={"encoder.layers.*.self_att.self_attention": {"position_bias": 1}},
+        cuts_head=True,
+    ),
+    "ctrl": Family(
+        _each("h.*.multi_head_attention", "colwise", "Wq", "Wk", "Wv")
+        | _each("h.*.multi_head_attention", "rowwise", "dense")
+        | _pair("h.*.ffn", "0", "2"),
+        before=("w",),
+        splits={"h.0": ("x",)},
+        cuts_head=True,
+    ),
+    **dict.fromkeys(
+        ("deepseek_v4", "hy_v4"),
+        Family(_each("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}),
+    ),
     # Its attention pairs heads of the first half with heads of the second, which a rank's part would tear apart.
     "diffllama": Family(_GATED_MLP, shares_cache=False),
     # Its attention makes a mask for each head of the values of all heads; its router reads tokens in pairs.
@@ -164,7 +259,15 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     ),
     "emu3_text_model": Family(_LLAMA),
     "falcon": _falcon,
-    **dict.fromkeys(("glm", "glm4", "phi3", "phi4_multimodal"), Family(_PACKED_MLP)),  # gathered in transformers' plan
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), _MAMBA),
+    "gemma4": _gemma4,
+    "gemma4_text": Family(
+        _each("layers.*", "replicate", "router", "router.proj"),
+        before=("embed_tokens", "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+        splits={"layers.0": ("hidden_states",), "layers.*": ("per_layer_input",)},
+        parts={"layers.*.experts": ("top_k_index", "top_k_weights")},
+    ),
+    **dict.fromkeys(("glm", "glm4", "phi3"), Family(_PACKED_MLP)),  # gathered in transformers' plan
     "gpt2": Family(_GPT2, {"h.*.attn": ("num_heads", "split_size")}, joins="ln_f", cuts_head=True),
     "gpt_bigcode": _gpt_bigcode,
     "gpt_neo": Family(
@@ -204,9 +307,43 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "hunyuan_v1_dense": Family(
         _LLAMA | _each("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
     ),
-    "inkling2_text": Family({"layers.*.mlp.experts.gate_up_proj": "packed_colwise"}),  # its own tears gates from ups
-    **dict.fromkeys(("hrm_text", "jetmoe", "mllama_text_model"), Family(shares_cache=False)),
+    "inkling2_text": Family(
+        {
+            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",  # its own tears gates from ups
+            **_each("layers.*", "replicate", "attention_input", "mlp_input"),
+            "final_input": "replicate",
+        },
+        parts={"layers.*.self_attn": ("key_hidden_states", "value_hidden_states")},
+        cuts_head=True,
+    ),
+    "inkling_text": Family(
+        {
+            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+            "layers.*.mlp.shared_experts": "moe_tp_experts",  # of which each token goes to all
+            "embed_tokens": "replicate",  # with a norm in it
+        },
+        cuts_head=True,
+    ),
+    "hrm_text": Family({"": "replicate"}, shares_cache=False),
+    "jetmoe": Family(shares_cache=False),
     **dict.fromkeys(("llama4", "llama4_text"), Family(expert_rows=True)),
+    "mllama": _mllama("language_model"),
+    "mllama_text_model": _mllama("model"),
+    "modernbert-decoder": Family(
+        _attention("layers.*.attn", "Wo")
+        | _each("layers.*.mlp", "packed_colwise", "Wi")
+        | _each("layers.*.mlp", "rowwise", "Wo"),
+        joins="final_norm",
+        cuts_head=True,
+    ),
+    "moshi": Family(
+        _each("layers.*.self_attn", "colwise", "q_proj.linear", "k_proj.linear", "v_proj.linear")
+        | _each("layers.*.self_attn", "rowwise", "o_proj.linear")
+        | _each("layers.*.mlp", "packed_colwise", "fc1")
+        | _each("layers.*.mlp", "rowwise", "fc2"),
+        joins="norm",
+        cuts_head=True,
+    ),
     "mpt": Family(
         _each("blocks.*.attn", "packed_colwise_3", "Wqkv")
         | _each("blocks.*.attn", "rowwise", "out_proj")
@@ -235,6 +372,19 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {"layers.*.self_attn": ("num_heads",)},
         cuts_head=True,
     ),
+    "phi4_multimodal": Family(
+        _PACKED_MLP,
+        before=("embed_tokens", "embed_tokens_extend"),
+        splits={"layers.0": ("hidden_states",)},
+    ),
+    "recurrent_gemma": _recurrent_gemma,
+    "rwkv": Family(
+        _gathered("blocks.*.attention", "output", "key", "value", "receptance")
+        | _pair("blocks.*.feed_forward", "key", "value")
+        | {"blocks.*.feed_forward.receptance": "colwise_gather_output"},
+        cuts_head=True,
+        eager_sequences=True,
+    ),
     "stablelm": Family(
         _LLAMA,
         {"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
@@ -248,6 +398,30 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         cuts_head=True,
         eager_sequences=True,
         attention=OwnAttention("XGLMAttention", own_attention.xglm, dropout="dropout"),
+    ),
+    "xlstm": Family(  # layers of one name each, or fused
+        _gathered("blocks.*.mlstm_layer", "out_proj", "q", "k", "v", "ogate_preact", "qkv_opreact")
+        | _each("blocks.*.ffn", "colwise", "proj_up_gate", "proj_up")
+        | _each("blocks.*.ffn", "packed_colwise", "proj_up_gate_z")
+        | _each("blocks.*.ffn", "rowwise", "proj_down"),
+        {"blocks.*.ffn": ("up_proj_dim",)},
+        cuts_head=True,
+        eager_sequences=True,
+    ),
+    "zamba2": _zamba2,
+    "zaya": Family(
+        {
+            **_each("layers.*.self_attn.qkv_proj", "colwise_gather_output", "q_proj", "k_proj"),
+            **_each("layers.*.self_attn.qkv_proj", "colwise_gather_output", "v_proj_current", "v_proj_delayed"),
+            "layers.*.self_attn.o_proj": "rowwise_split_input",
+            "layers.*.mlp.experts": "moe_tp_experts",
+            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+            "layers.*.mlp.experts.down_proj": "rowwise",
+            **_each("layers.*", "replicate", "post_attention_residual_scale", "post_mlp_residual_scale"),
+            "": "replicate",
+        },
+        parts={"layers.*.mlp": ("prev_router_hidden_states",)},
+        cuts_head=True,
     ),
 }
 

@@ -74,7 +74,9 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
         # A class of another name than ...ForCausalLM has no loss type, and transformers computes that loss for it.
         own_name = model.loss_type is None and model.get_output_embeddings() is not None
         if not (is_base or own_name or model.loss_type == "ForCausalLM"):
-            raise ValueError(f"{kind} is neither a causal language model nor a base model; {asked} serves only these.")
+            raise ValueError(
+                f"{kind} is neither a causal language model nor a base model; {asked} serves only these. Leave it out."
+            )
     if parallelism.computes_loss and not is_base and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"{kind} has the loss function {model.loss_function}; loss_parallel and cp_dim compute the mean cross "
@@ -169,7 +171,7 @@ class TransformersSequence(SequenceSharding):
     tokens = ("input_ids", "inputs_embeds")
     positions = "position_ids"
     labels = "labels"
-    caches = ("past_key_values",)
+    caches = ("past_key_values", "cache_params", "state")
 
     def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__(model, parallelism)

@@ -23,14 +23,16 @@ from fused_tp.integrations.expert_parallel import Dealing, ExpertRanks
 from fused_tp.integrations.experts import deal_rows, run_grouped, takes_routing
 from fused_tp.integrations.forward_shard import LayerState, unsharded
 from fused_tp.integrations.plan import (
-    HEAD_PROJECTIONS,
     STYLES,
+    WHOLE,
     Plan,
     Style,
     StyleSpec,
+    attention_of,
     embedding_scale,
     head_counts,
     spec_of,
+    within,
 )
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.integrations.sequence import SequenceSharding
@@ -192,9 +194,13 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
         layer = shard_layer(name, module, style, sharding, memo)
         if layer is not module:
             _swap(model, module, layer)
-    attentions = {name.rpartition(".")[0] for name in plan.modules if name.rpartition(".")[2] in HEAD_PROJECTIONS}
-    for name in sorted(name for name in attentions if not sequence.is_whole(name)):
+    attentions = {name for name in map(attention_of, plan.modules) if name is not None and not sequence.is_whole(name)}
+    for name in sorted(attentions):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
+        left_whole = [inner for inner, style in plan.modules.items() if within(inner, name) and spec_of(style) is WHOLE]
+        for layer in map(model.get_submodule, left_whole):
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_pre_hook(_see_part)
     _share_gathers(model, plan.modules)
     for name, arguments in plan.per_head.items():
         attention: Any = model.get_submodule(name)
@@ -248,8 +254,7 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     ):
         layer.register_forward_pre_hook(partial(_row_by_row, sequence), with_kwargs=True)
     if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
-        in_attention = name.rpartition(".")[2] in HEAD_PROJECTIONS
-        take_part = partial(_take_part, sequence, name if in_attention else "")
+        take_part = partial(_take_part, sequence, name if attention_of(name) is not None else "")
         layer.register_forward_pre_hook(take_part, with_kwargs=True)
     return layer
 
@@ -338,15 +343,22 @@ def _show_whole_length(
     x = args[0] if args else next(iter(kwargs.values()))
     stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], state.local_len, x.shape[-1])
     setattr(stand_in, _PART, x)
-    if args:
-        return (stand_in, *args[1:]), kwargs
-    return args, {**kwargs, next(iter(kwargs)): stand_in}
+
+    def shown(value: Any) -> Any:  # also what is given a second time, for keys and values
+        return stand_in if value is x else value
+
+    return tuple(map(shown, args)), {name: shown(value) for name, value in kwargs.items()}
 
 
 def part_of(x: Tensor) -> Tensor:
     """What `x` stands for: see `_show_whole_length`."""
     part: Tensor = getattr(x, _PART, x)
     return part
+
+
+def _see_part(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hand a layer that stays whole the part that the attention module around it was given."""
+    return tuple(map(part_of, args))
 
 
 def _take_part(
@@ -364,7 +376,7 @@ def _take_part(
     if part is None and attention_projection:
         raise ValueError(
             "sequence_parallel=True needs attention modules that hand their first argument to their projections "
-            f"as it is; {attention_projection!r} was given another tensor."
+            f"as it is; {attention_projection!r} was given another tensor. Pass sequence_parallel=False."
         )
     x = x if part is None else part
     # A part of the sequence does not tell how long the whole is where the last rank's part is shorter.
@@ -377,11 +389,12 @@ def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
     modules = dict(model.named_modules())
     for name in plan:
         parent, _, leaf = name.rpartition(".")
-        layer = modules.get(name)
+        layer, attention = modules.get(name), attention_of(name)
         # In cross-attention q reads another tensor than k and v do.
         crosses = "cross" in parent or "encoder_attn" in parent
-        if isinstance(layer, ColumnParallelLinear) and leaf in HEAD_PROJECTIONS | GATED_PROJECTIONS and not crosses:
-            families[parent, leaf in HEAD_PROJECTIONS, layer.in_features, layer.weight.dtype].append(layer)
+        scope = attention if attention is not None else parent if leaf in GATED_PROJECTIONS else None
+        if isinstance(layer, ColumnParallelLinear) and scope is not None and not crosses:
+            families[scope, attention is not None, layer.in_features, layer.weight.dtype].append(layer)
     for layers in families.values():
         if len(layers) > 1:
             share_gather(layers)
@@ -396,9 +409,11 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
     """
     modules = dict(model.named_modules())
     plan = sharding.plan
+    embeddings = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
 
     def sums(name: str) -> Callable[[], bool]:
-        return _question(name, modules[name], spec_of(plan.modules.get(name)), sharding.sequence)
+        embedded = any(within(name, embedding) for embedding in embeddings)
+        return _question(name, spec_of(plan.modules.get(name)), sharding.sequence, embedded=embedded)
 
     for name, module in modules.items():
         own = plan.parameters_of(name, module).items()
@@ -415,15 +430,17 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
 
 def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
     """The same for the own parameters of one module, that of `name` in the model."""
-    held = replicate_own(module, sharding.mesh, memo, sums=_question(name, module, spec, sharding.sequence))
-    if held and isinstance(module, nn.Embedding):
+    embedded = isinstance(module, nn.Embedding)
+    sums = _question(name, spec, sharding.sequence, embedded=embedded)
+    held = replicate_own(module, sharding.mesh, memo, sums=sums)
+    if held and embedded:
         module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))
 
 
-def _question(name: str, module: nn.Module, spec: StyleSpec, sequence: SequenceSharding) -> Callable[[], bool]:
-    # Token ids are whole on every rank: an embedding computes the whole sequence, and the rank takes its part.
-    whole = isinstance(module, nn.Embedding) or sequence.is_whole(name)
-    return partial(_sums_gradient, sequence, spec.sums_gradient, whole)
+def _question(name: str, spec: StyleSpec, sequence: SequenceSharding, *, embedded: bool) -> Callable[[], bool]:
+    # Token ids are whole on every rank: an embedding, and what is in it, computes the whole sequence, and the rank
+    # takes its part.
+    return partial(_sums_gradient, sequence, spec.sums_gradient, embedded or sequence.is_whole(name))
 
 
 def _sums_gradient(sequence: SequenceSharding, always: bool, whole: bool) -> bool:

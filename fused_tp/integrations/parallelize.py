@@ -37,7 +37,7 @@ from fused_tp.integrations.plan import (
 )
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
-from fused_tp.integrations.whole_blocks import find_blocks, join_behind, run_whole
+from fused_tp.integrations.whole_blocks import find_blocks, join_behind, run_whole, split_before
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import check_mesh_order, resolve_group
@@ -210,9 +210,6 @@ def parallelize(
             check_head_counts(model, resolved.modules, tp_mesh.size())
             check_experts(model, resolved)
         check_layers(model, resolved, ranks)
-        rows_travel = dealing is not None and dealing.mesh is not tp_mesh
-        blocks = find_blocks(model, resolved, rows_travel=rows_travel) if sequence_parallel else ([], [])
-        whole_blocks, expert_blocks = blocks
         check_buffers(model, hf=hf)
         if hf:
             check_transformers_model(model, resolved.modules, parallelism)
@@ -220,6 +217,9 @@ def parallelize(
         else:
             check_plain_model(model, resolved.modules, parallelism)
             sequence = PlainSequence(model, parallelism, resolved.modules)
+        rows_travel = dealing is not None and dealing.mesh is not tp_mesh
+        blocks = find_blocks(model, resolved, rows_travel=rows_travel) if sequence_parallel else ([], [])
+        whole_blocks, expert_blocks = blocks
         if adapters:
             adapters.check(whole_blocks)
     if adapters:
@@ -227,9 +227,9 @@ def parallelize(
 
     sequence.whole_blocks, sequence.expert_blocks = whole_blocks, expert_blocks
     sequence.prepare(model)
-    if sequence_parallel and resolved.joins:
-        sequence.joins = resolved.joins
-        sequence.behind = resolved.behind
+    if sequence_parallel:
+        sequence.in_front, sequence.splits = frozenset(resolved.before), bool(resolved.splits)
+        sequence.joins, sequence.behind = resolved.joins, resolved.behind
     sharding: Sharding | None = None
     if tp_mesh is not None:
         memo = WeakIdKeyDictionary()
@@ -240,7 +240,9 @@ def parallelize(
             shard_layers(model, sharding, memo)
             replicate_parameters(model, sharding, memo)
             for name in whole_blocks:
-                run_whole(model.get_submodule(name), tp_mesh, sequence)
+                run_whole(model.get_submodule(name), tp_mesh, sequence, parts=resolved.parts.get(name, ()))
+            for name, arguments in resolved.splits.items() if sequence_parallel else ():
+                split_before(model.get_submodule(name), arguments, tp_mesh, sequence)
             if sequence.joins:
                 join_behind(model.get_submodule(sequence.joins), tp_mesh, sequence)
         if adapters:
@@ -338,11 +340,12 @@ def _check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> N
             f"{', '.join(map(str, sizes))}."
         )
     for name, heads in head_counts(getattr(model, "config", None)).items():
-        if not is_of_keys(name) and heads % (size * tp_size):
-            sizes = [n for n in range(1, cp_size + 1) if cp_size % n == 0 and heads % (n * tp_size) == 0]
+        if size > 1 and not is_of_keys(name) and heads % (size * tp_size):
+            shared = [n for n in range(2, cp_size + 1) if cp_size % n == 0 and heads % (n * tp_size) == 0]
+            sizes = [1, *shared]  # a ring takes any number of heads
             raise ValueError(
                 f"{type(model).__name__} has {name}={heads}, which {tp_size} tensor parallel ranks times ulysses_size="
-                f"{size} cannot share evenly. Values of ulysses_size that work: {', '.join(map(str, sizes)) or 'none'}."
+                f"{size} cannot share evenly. Values of ulysses_size that work: {', '.join(map(str, sizes))}."
             )
 
 

@@ -129,8 +129,13 @@ class Plan:
         per_head: arguments of modules that hold something for each head, and the dim of heads, by the module's name.
         unread: names of parameters that no forward reads, though its source does.
         embeds: names of modules that make something for each token of the whole sequence, whatever they are given.
+        before: names of modules that see the whole sequence where a rank has a part of it.
+        splits: arguments behind these that hold the whole sequence, of which a rank takes its part, by names of
+            modules.
+        parts: arguments of blocks that run on the whole sequence, beside the first, of which a rank has its part, by
+            names of modules.
         joins: the name of the module whose output is gathered where a rank has a part of the sequence, "" for none.
-        behind: names of modules that then get the whole sequence: the output layer.
+        behind: names of modules that then get the whole sequence: those outside of the base model.
         flattens: layers are given the tokens of all rows in one dim.
     """
 
@@ -140,6 +145,9 @@ class Plan:
     per_head: dict[str, Mapping[str, int]] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)
     embeds: set[str] = field(default_factory=set)
+    before: set[str] = field(default_factory=set)
+    splits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     joins: str = ""
     behind: tuple[str, ...] = ()
     flattens: bool = False
@@ -165,6 +173,7 @@ def spec_of(style: Style | None) -> StyleSpec:
 # What people call the projections whose output is split into heads, and the attributes that say how many heads.
 HEAD_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"),
+    *("Wq", "Wk", "Wv", "project_q", "project_k", "project_v"),
     *("query_key_value", "c_attn", "qkv_proj", "Wqkv"),  # all three in one
 }
 # Norms of what these projections return, of which a rank has its heads.
@@ -176,6 +185,13 @@ HEAD_COUNTS = (
     *("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads"),
     *("n_heads", "n_kv_heads", "n_head", "n_kv_head"),
 )
+
+
+def attention_of(name: str) -> str | None:
+    """The name of the attention module that the layer of that name makes queries, keys or values for, by itself or in a
+    module that does nothing else (`q_proj.linear`); None for other layers."""
+    attention, _, leaf = name.removesuffix(".linear").rpartition(".")
+    return attention if leaf in HEAD_PROJECTIONS else None
 
 
 def _family(model: nn.Module) -> tuple[str, Family]:
@@ -190,13 +206,14 @@ def _own_plan(model: Any) -> dict[str, Style]:
     prefix, family = _family(model)
     # The property is newer than the attribute.
     plan: dict[str, Style] = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
-    for pattern, style in family.plan.items():
-        plan.pop(prefix + pattern, None)
+    of_family = {(prefix + pattern).removesuffix("."): style for pattern, style in family.plan.items()}
+    if family.cuts_head is not None:
+        head, style = model.get_output_embeddings(), "colwise_gather_output" if family.cuts_head else None
+        of_family |= {name: style for name, module in model.named_modules() if module is head}
+    for name, style in of_family.items():
+        plan.pop(name, None)
         if style is not None:
-            plan[prefix + pattern] = style
-    if family.cuts_head:
-        head = model.get_output_embeddings()
-        plan |= {name: "colwise_gather_output" for name, module in model.named_modules() if module is head}
+            plan[name] = style
     return plan
 
 
@@ -216,8 +233,8 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
         patterns = own_plan
         if not patterns:
             raise ValueError(
-                f"{type(model).__name__} has no tp_plan of its own, so plan='auto' has nothing to read; pass "
-                "plan={'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise', ...}."
+                f"{type(model).__name__} has no tp_plan of its own, so plan='auto' has nothing to read; "
+                + _instead_of_auto(model)
             )
     elif isinstance(plan, Mapping):
         patterns = plan
@@ -229,8 +246,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
     prefix, family = _family(model)
     resolved = Plan(flattens=family.flattens)
     if family.joins:
-        head: Any = model.get_output_embeddings()  # type: ignore[operator]  # of a transformers model
-        behind = tuple(name for name, module in modules.items() if module is head)
+        behind = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
         resolved = replace(resolved, joins=prefix + family.joins, behind=behind)
     unserved: dict[str, Style] = {}
     for pattern, style in patterns.items():
@@ -275,6 +291,11 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
                 if _matches(name, prefix + pattern):
                     resolved.per_head[name] = arguments
     resolved.embeds.update(name for name in modules if any(_matches(name, prefix + one) for one in family.embeds))
+    resolved.before.update(name for name in modules if any(_matches(name, prefix + one) for one in family.before))
+    for taken, known_arguments in ((resolved.splits, family.splits), (resolved.parts, family.parts)):
+        for pattern, arguments_of in known_arguments.items():
+            for name in (name for name in modules if _matches(name, prefix + pattern)):
+                taken[name] = (*taken.get(name, ()), *arguments_of)
     resolved.unread.update(name for name in parameters if any(_matches(name, prefix + one) for one in family.unread))
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
@@ -289,6 +310,23 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
             )
         )
     return resolved
+
+
+def _instead_of_auto(model: nn.Module) -> str:
+    """What to do with a model that has no plan: to write one, where most of it are layers that a plan can cut."""
+    others, size = {}, sum(p.numel() for p in model.parameters())
+    for name, module in model.named_modules():
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        if own and not isinstance(module, nn.Linear | nn.Embedding) and not is_conv1d(module):
+            others[name] = own
+    if 2 * sum(others.values()) < size:
+        return "pass plan={'layers.*.mlp.up_proj': 'colwise', 'layers.*.mlp.down_proj': 'rowwise', ...}."
+    name = max(others, key=lambda one: others[one])
+    return (
+        f"{sum(others.values()) / size:.0%} of its parameters are in modules like {name!r} "
+        f"({type(model.get_submodule(name)).__name__}), which are neither nn.Linear nor nn.Embedding. Use a cp_dim "
+        "instead, or FSDP2."
+    )
 
 
 def deal_experts_in(
@@ -467,11 +505,11 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
     Head counts are read off the attention module, its `config` or the model's `config`, the first that has them counts.
     """
     for name, style in plan.items():
-        parent_name, _, leaf = name.rpartition(".")
+        attention = attention_of(name)
         spec = spec_of(style)
-        if spec.shard_dim != 0 or spec.gathers_output or leaf not in HEAD_PROJECTIONS:
+        if spec.shard_dim != 0 or spec.gathers_output or attention is None:
             continue
-        parent = model.get_submodule(parent_name)
+        parent = model.get_submodule(attention)
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if spec.shares_keys:
             counts = {key: count for key, count in counts.items() if not is_of_keys(key)}
@@ -575,7 +613,7 @@ def _around_parts(
         top = scopes[0] if spec.gathers_output else next((scope for scope in scopes if scope in rows), scopes[0])
         ends = [] if spec.gathers_output else rows.get(top, [])
         widths = {features_of(modules[name])[0], *(features_of(modules[end])[1] for end in ends)}
-        for scope in dict.fromkeys(scope for one in (name, *ends) for scope in _scopes(one) if _within(scope, top)):
+        for scope in dict.fromkeys(scope for one in (name, *ends) for scope in _scopes(one) if within(scope, top)):
             column, whole = found.setdefault(scope, ([], set()))
             column.append(name)
             whole |= widths
@@ -598,7 +636,8 @@ def _scopes(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
 
 
-def _within(scope: str, top: str) -> bool:
+def within(scope: str, top: str) -> bool:
+    """Whether the module of the name `scope` is that of the name `top`, or in it."""
     return not top or scope == top or scope.startswith(f"{top}.")
 
 

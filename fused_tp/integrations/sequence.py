@@ -105,7 +105,10 @@ class SequenceSharding:
         self._noting: list[Any] = []  # handles of hooks
         self.whole_blocks: list[str] = []  # that run on the whole sequence, see `whole_blocks`
         self.expert_blocks: list[str] = []  # that hold experts, and run on this rank's tokens
-        self.joins = ""  # the module whose output is gathered, and what gets it: see `Plan`
+        # What sees the whole sequence before its layers and behind them, and where it is cut and joined: see `Plan`.
+        self.in_front: frozenset[str] = frozenset()
+        self.splits = False
+        self.joins = ""
         self.behind: tuple[str, ...] = ()
         self._loss: GlobalLoss | None = None
 
@@ -147,7 +150,7 @@ class SequenceSharding:
 
     def is_whole(self, name: str) -> bool:
         """Whether the module of that name is, or is in, one that runs on the whole sequence."""
-        return _is_in(name, (*self.whole_blocks, *self.behind))
+        return _is_in(name, (*self.whole_blocks, *self.in_front, *self.behind))
 
     def flattens(self, name: str) -> bool:
         """Whether the module of that name is in a block that may give it the tokens of all rows in one dim."""
@@ -287,7 +290,7 @@ class SequenceSharding:
             tokens = self._shard_tokens(tokens, cp, own)
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
-        if self.parallelism.sequence_parallel and tokens.is_floating_point():
+        if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.splits:
             tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; tokens are cut once embedded
         arguments[source] = tokens
         if targets is not None and self.labels is not None:

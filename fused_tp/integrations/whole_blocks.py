@@ -15,7 +15,9 @@ A block is what a layer of the model calls: a module right below the elements of
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.integrations.experts import takes_routing
-from fused_tp.integrations.layers import attachments
-from fused_tp.integrations.plan import Plan, spec_of
+from fused_tp.integrations.layers import HookArguments, attachments
+from fused_tp.integrations.plan import Plan, spec_of, within
 from fused_tp.integrations.sequence import SequenceSharding, in_one_order
 from fused_tp.ops.collectives import gather, scatter
 
@@ -42,6 +44,8 @@ def find_blocks(model: nn.Module, plan: Plan, *, rows_travel: bool) -> tuple[lis
     found: dict[str, None] = {}
     for name, module in modules.items():
         style = plan.modules.get(name)
+        if any(within(name, one) for one in (*plan.before, *plan.behind)):  # where no rank has a part of the sequence
+            continue
         if isinstance(style, ParallelStyle):
             raise ValueError(
                 f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
@@ -122,12 +126,19 @@ def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
-    """Hook `block`, whose layers run without sequence parallelism, to run on the whole sequence."""
+def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Sequence[str] = ()) -> None:
+    """Hook `block`, whose layers run without sequence parallelism, to run on the whole sequence. `parts` names
+    arguments beside the first of which a rank has its part, too."""
     # Before what a style has hooked there, which is for whole sequences.
-    block.register_forward_pre_hook(partial(_gather_input, sequence, mesh), with_kwargs=True, prepend=True)
+    gather_input = partial(_gather_input, sequence, mesh, parts)
+    block.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
     in_one_order(block._forward_pre_hooks)
     block.register_forward_hook(partial(_scatter_output, sequence, mesh))
+
+
+def split_before(module: nn.Module, arguments: Sequence[str], mesh: DeviceMesh, sequence: SequenceSharding) -> None:
+    """Hook `module` to be given this rank's tokens of `arguments`, which hold those of all ranks."""
+    module.register_forward_pre_hook(partial(_split_input, sequence, mesh, arguments), with_kwargs=True)
 
 
 def join_behind(module: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
@@ -142,15 +153,58 @@ def _gather_output(
     return gather(output, 1, group=mesh, gather_size=state.local_len) if state.tp_sharded else output
 
 
+def _split_input(
+    sequence: SequenceSharding,
+    mesh: DeviceMesh,
+    names: Sequence[str],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> HookArguments | None:
+    if not sequence.state_now().tp_sharded:
+        return None
+    return _replaced(module, names, partial(scatter, dim=1, group=mesh), args, kwargs)
+
+
+def _replaced(
+    module: nn.Module,
+    names: Sequence[str],
+    change: Callable[[Tensor], Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> HookArguments:
+    """The arguments of `module`, with what `change` makes of the tensors of these names."""
+
+    def changed(name: str, value: Any) -> Any:
+        return change(value) if name in names and isinstance(value, Tensor) else value
+
+    order = chain(inspect.signature(module.forward).parameters, repeat(""))
+    return tuple(map(changed, order, args)), {name: changed(name, value) for name, value in kwargs.items()}
+
+
 def _gather_input(
-    sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    sequence: SequenceSharding,
+    mesh: DeviceMesh,
+    parts: Sequence[str],
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> HookArguments | None:
     state = sequence.state_now()
     if not state.tp_sharded:
         return None
+
+    def whole_of(t: Tensor) -> Tensor:
+        flat = t.ndim == 2  # tokens of all rows, one after the other
+        part = t if t.is_floating_point() else t.double()  # indices, which that holds as they are
+        part = part.unflatten(0, (state.batch, -1)) if flat else part
+        whole = gather(part, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
+        return whole.flatten(0, 1) if flat else whole
+
+    args, kwargs = _replaced(block, parts, whole_of, args, kwargs)
     x = args[0] if args else next(iter(kwargs.values()))
     length = state.local_len or 0
-    if not isinstance(x, Tensor) or x.ndim != 3:
+    if not isinstance(x, Tensor) or not (x.ndim == 3 or (x.ndim == 2 and parts)):
         given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
         raise ValueError(
             f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and its first argument has "
@@ -163,7 +217,7 @@ def _gather_input(
                 f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and is given two tensors "
                 f"{tuple(x.shape)} of a part of it. Pass sequence_parallel=False."
             )
-    whole = gather(x, 1, group=mesh, gather_size=state.local_len)
+    whole = whole_of(x)
     return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from examples.llama import Llama, LlamaConfig
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.state_dict import load_full_state_dict
+from fused_tp.nn import gather_state_dict
 from fused_tp.nn.sharding import parts_dims
 from tests.workers import on_ranks
 
@@ -241,6 +244,26 @@ def assert_equal_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> Non
     assert list(one) == list(other)
     for name, t in one.items():
         assert torch.equal(t, other[name]), name
+
+
+def assert_states_travel(group: dist.ProcessGroup, whole: Any, folder: Path) -> None:
+    """The state of a parallel model, gathered, loaded into another, and saved, is that of the whole, bit for bit."""
+    import transformers
+
+    mesh, state = mesh_of(group, 1, 2), whole.state_dict()
+    parallel = parallelize(copy_of(whole), mesh)
+    assert_equal_states(gather_state_dict(parallel), state)
+    with torch.device("meta"):
+        blank = type(whole)(whole.config)
+    blank = parallelize(blank, mesh)
+    load_full_state_dict(blank, state)
+    assert_equal_states(gather_state_dict(blank), state)
+    tokens = make_tokens(2, 5)
+    with torch.no_grad():
+        assert_near(blank(tokens).logits, whole(tokens).logits, "logits of the loaded model")
+    parallel.save_pretrained(folder)
+    dist.barrier(group)
+    assert_equal_states(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict(), state)
 
 
 def assert_trains_checkpointed(parallel: Any, whole: Any) -> None:

@@ -80,7 +80,10 @@ CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_l
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
     "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # in four blocks, each of which is cut
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},  # of one, routers learn nothing
+    },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
@@ -89,6 +92,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "lfm2_moe": CONVOLUTIONS,
     "llama4_text": {"floor_scale": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "recurrent_gemma": {"num_hidden_layers": 3},  # the third attends
+    "xlstm": {"qk_dim_factor": 1.0},  # its layers and its cache round smaller ones apart
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -250,14 +255,16 @@ def compare_generation(model: Any, wanted: tuple[Tensor, ...] | None, tokens: Te
     return "right" if off < GRADIENT else "wrong", said  # of logits of order 1, by other orders of sums: below 1e-5
 
 
-def sweep_rank(group: dist.ProcessGroup, kind: str, modes: Sequence[str]) -> dict[str, tuple[str, str]]:
+def sweep_rank(
+    group: dist.ProcessGroup, kind: str, modes: Sequence[str], changes: dict[str, Any]
+) -> dict[str, tuple[str, str]]:
     """Outcomes by mode, on this rank."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.manual_seed(2)
     tokens = torch.randint(3, VOCAB, TOKENS)
     try:
-        whole = make_model(kind)
+        whole = make_model(kind, **changes)
         model = copy.deepcopy(whole)
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -279,11 +286,11 @@ def sweep_rank(group: dist.ProcessGroup, kind: str, modes: Sequence[str]) -> dic
     return found
 
 
-def sweep(kind: str, modes: Sequence[str] = tuple(MODES)) -> dict[str, tuple[str, str]]:
-    """Outcomes of all ranks by mode: the rank that fared worst."""
+def sweep(kind: str, modes: Sequence[str] = tuple(MODES), **changes: Any) -> dict[str, tuple[str, str]]:
+    """Outcomes of all ranks by mode: the rank that fared worst. `changes` are those of the small config."""
     order = ["alone", "right", "refused", "late", "wrong", "crashed"]
     try:
-        results = run_ranks(2, sweep_rank, kind, modes, timeout=120)
+        results = run_ranks(2, sweep_rank, kind, modes, changes, timeout=120)
     except RanksFailed as error:  # also: one rank refused what another took, and waited for it
         return dict.fromkeys(modes, ("crashed", str(error)))
     return {mode: max((one[mode] for one in results), key=lambda one: order.index(one[0])) for mode in modes}

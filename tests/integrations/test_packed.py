@@ -14,14 +14,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.state_dict import load_full_state_dict
 from fused_tp.nn import ColumnParallelLinear, gather_state_dict
 from tests.integrations.models import (
     LAYOUTS,
-    assert_equal_states,
     assert_near,
     assert_same_calls,
     assert_same_gradients,
+    assert_states_travel,
     assert_trains_alike,
     assert_trains_checkpointed,
     copy_of,
@@ -243,23 +242,7 @@ def test_checkpointed(group: dist.ProcessGroup) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_states(group: dist.ProcessGroup, name: str, tmp_path: Path) -> None:
-    import transformers
-
-    whole, mesh = made(name), mesh_of(group, 1, 2)
-    parallel = parallelize(copy_of(whole), mesh)
-    state = whole.state_dict()
-    assert_equal_states(gather_state_dict(parallel), state)
-    with torch.device("meta"):
-        blank = type(whole)(whole.config)
-    blank = parallelize(blank, mesh)
-    load_full_state_dict(blank, state)
-    assert_equal_states(gather_state_dict(blank), state)
-    tokens = make_tokens(2, 5)
-    with torch.no_grad():
-        assert_near(blank(tokens).logits, whole(tokens).logits, "logits of the loaded model")
-    parallel.save_pretrained(tmp_path)
-    dist.barrier(group)
-    assert_equal_states(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), state)
+    assert_states_travel(group, made(name), tmp_path)
 
 
 @pytest.mark.full
