@@ -171,7 +171,7 @@ class TransformersSequence(SequenceSharding):
     tokens = ("input_ids", "inputs_embeds")
     positions = "position_ids"
     labels = "labels"
-    caches = ("past_key_values", "cache_params", "state")
+    caches = ("past_key_values", "cache_params", "state")  # of attention, of state spaces, of RWKV
 
     def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__(model, parallelism)

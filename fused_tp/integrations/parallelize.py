@@ -211,15 +211,16 @@ def parallelize(
             check_experts(model, resolved)
         check_layers(model, resolved, ranks)
         check_buffers(model, hf=hf)
-        if hf:
+        if hf:  # before what may ask for a style that would not help
             check_transformers_model(model, resolved.modules, parallelism)
+        rows_travel = dealing is not None and dealing.mesh is not tp_mesh
+        blocks = find_blocks(model, resolved, rows_travel=rows_travel) if sequence_parallel else ([], [])
+        whole_blocks, expert_blocks = blocks
+        if hf:
             sequence = TransformersSequence(model, parallelism)
         else:
             check_plain_model(model, resolved.modules, parallelism)
             sequence = PlainSequence(model, parallelism, resolved.modules)
-        rows_travel = dealing is not None and dealing.mesh is not tp_mesh
-        blocks = find_blocks(model, resolved, rows_travel=rows_travel) if sequence_parallel else ([], [])
-        whole_blocks, expert_blocks = blocks
         if adapters:
             adapters.check(whole_blocks)
     if adapters:

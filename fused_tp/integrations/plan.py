@@ -245,7 +245,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     prefix, family = _family(model)
     resolved = Plan(flattens=family.flattens)
-    if family.joins:
+    if family.joins and prefix + family.joins in modules:
         behind = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
         resolved = replace(resolved, joins=prefix + family.joins, behind=behind)
     unserved: dict[str, Style] = {}

@@ -15,9 +15,8 @@ A block is what a layer of the model calls: a module right below the elements of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
-from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -126,19 +125,20 @@ def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Sequence[str] = ()) -> None:
+def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Collection[str] = ()) -> None:
     """Hook `block`, whose layers run without sequence parallelism, to run on the whole sequence. `parts` names
     arguments beside the first of which a rank has its part, too."""
     # Before what a style has hooked there, which is for whole sequences.
-    gather_input = partial(_gather_input, sequence, mesh, parts)
+    gather_input = partial(_gather_input, sequence, mesh, _places(block, parts))
     block.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
     in_one_order(block._forward_pre_hooks)
     block.register_forward_hook(partial(_scatter_output, sequence, mesh))
 
 
-def split_before(module: nn.Module, arguments: Sequence[str], mesh: DeviceMesh, sequence: SequenceSharding) -> None:
+def split_before(module: nn.Module, arguments: Collection[str], mesh: DeviceMesh, sequence: SequenceSharding) -> None:
     """Hook `module` to be given this rank's tokens of `arguments`, which hold those of all ranks."""
-    module.register_forward_pre_hook(partial(_split_input, sequence, mesh, arguments), with_kwargs=True)
+    split_input = partial(_split_input, sequence, mesh, _places(module, arguments))
+    module.register_forward_pre_hook(split_input, with_kwargs=True)
 
 
 def join_behind(module: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
@@ -153,39 +153,40 @@ def _gather_output(
     return gather(output, 1, group=mesh, gather_size=state.local_len) if state.tp_sharded else output
 
 
+def _places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
+    """Where arguments of these names are given: their positions, and the names."""
+    order = enumerate(inspect.signature(module.forward).parameters)
+    return frozenset({*names, *(position for position, name in order if name in names)})
+
+
+def _changed(
+    places: frozenset[int | str], change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> HookArguments:
+    """Arguments, with what `change` makes of the tensors at these places."""
+
+    def changed(place: int | str, value: Any) -> Any:
+        return change(value) if place in places and isinstance(value, Tensor) else value
+
+    return tuple(changed(i, value) for i, value in enumerate(args)), {k: changed(k, v) for k, v in kwargs.items()}
+
+
 def _split_input(
     sequence: SequenceSharding,
     mesh: DeviceMesh,
-    names: Sequence[str],
+    places: frozenset[int | str],
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments | None:
     if not sequence.state_now().tp_sharded:
         return None
-    return _replaced(module, names, partial(scatter, dim=1, group=mesh), args, kwargs)
-
-
-def _replaced(
-    module: nn.Module,
-    names: Sequence[str],
-    change: Callable[[Tensor], Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> HookArguments:
-    """The arguments of `module`, with what `change` makes of the tensors of these names."""
-
-    def changed(name: str, value: Any) -> Any:
-        return change(value) if name in names and isinstance(value, Tensor) else value
-
-    order = chain(inspect.signature(module.forward).parameters, repeat(""))
-    return tuple(map(changed, order, args)), {name: changed(name, value) for name, value in kwargs.items()}
+    return _changed(places, partial(scatter, dim=1, group=mesh), args, kwargs)
 
 
 def _gather_input(
     sequence: SequenceSharding,
     mesh: DeviceMesh,
-    parts: Sequence[str],
+    parts: frozenset[int | str],
     block: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -201,7 +202,7 @@ def _gather_input(
         whole = gather(part, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
         return whole.flatten(0, 1) if flat else whole
 
-    args, kwargs = _replaced(block, parts, whole_of, args, kwargs)
+    args, kwargs = _changed(parts, whole_of, args, kwargs)
     x = args[0] if args else next(iter(kwargs.values()))
     length = state.local_len or 0
     if not isinstance(x, Tensor) or not (x.ndim == 3 or (x.ndim == 2 and parts)):
