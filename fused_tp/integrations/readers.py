@@ -26,13 +26,21 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
 
     `by_forward`: that its method `forward` reads; other methods may never be called.
     """
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} - set(module._parameters)
-    if not names:
-        return []
     kind: Any = type(module)
-    chains = _chains(kind, by_forward)
-    held = {name for name, child in module.named_modules() if isinstance(child, (nn.ParameterList, nn.ParameterDict))}
-    return sorted(name for name in names if name in chains or name.rpartition(".")[0] in held & chains)
+    found: set[str] = set()
+    for chain in _chains(kind, by_forward) if module._modules else ():
+        *owners, last = chain.split(".")
+        owner: nn.Module | None = module
+        for name in owners:
+            owner = owner._modules.get(name) if owner is not None else None
+        if owner is None:
+            continue
+        held = owner._modules.get(last)
+        if isinstance(held, (nn.ParameterList, nn.ParameterDict)):
+            found.update(f"{chain}.{name}" for name in held._parameters)
+        elif owner is not module and owner._parameters.get(last) is not None:
+            found.add(chain)
+    return sorted(found)
 
 
 @cache  # of classes
