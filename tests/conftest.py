@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -56,6 +57,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         native_build.start_prebuilding(
             {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}
         )
+        gc.freeze()  # modules, which no collection has to go through again
 
 
 def pytest_sessionfinish() -> None:

@@ -519,6 +519,7 @@ def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
 
         _clear_sharding_prop_cache()
     gc.collect()
+    gc.freeze()  # what is alive now stays: mostly modules, which each collection would go through for half a second
 
 
 def _report(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
