@@ -80,26 +80,48 @@ CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_l
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "bamba": MAMBA,
     "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # in four blocks, each of which is cut
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},  # of one, routers learn nothing
     },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {  # its layers with a window have sizes of their own
+        "num_key_value_heads": 4,
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_qk_rope_head_dim"), 8),
+        **dict.fromkeys(("swa_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank"), 16),
+    },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "granitemoehybrid": MAMBA,
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS,
     "llama4_text": {"floor_scale": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third attends
     "xlstm": {"qk_dim_factor": 1.0},  # its layers and its cache round smaller ones apart
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
 
 def small_config(kind_of_config: Any, **changes: Any) -> Any:
     """A config with few layers, at least one of each kind that it has, and small sizes; or with other ones."""
+    from transformers import PreTrainedConfig
+
     usual = kind_of_config()
     known = {*usual.to_dict(), *getattr(kind_of_config, "attribute_map", {})}
     depth = next((getattr(usual, name) for name in DEPTHS if isinstance(getattr(usual, name, None), int)), 2)
@@ -119,9 +141,10 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
     if "qk_rope_head_dim" in known:  # latent attention: head_dim is that of the rotated part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= OWN_SIZES.get(kind_of_config.model_type, {})
-    for name, kind_of_part in kind_of_config.sub_configs.items():
-        if name not in sizes and getattr(usual, name, None) is not None and hasattr(kind_of_part, "model_type"):
-            sizes[name] = small_config(kind_of_part)
+    for name in kind_of_config.sub_configs:
+        part = getattr(usual, name, None)
+        if name not in sizes and isinstance(part, PreTrainedConfig):
+            sizes[name] = small_config(type(part))
     return kind_of_config(**{**sizes, **changes})
 
 
