@@ -20,7 +20,9 @@ from fused_tp.schedules.grouped import grouped_linear, grouped_weight_grad
 from .case import DTYPES, EFFICIENCY, OURS, TIME_RATIO, Case, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
 
-TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 1024, 2048, 2048, 8, 2
+TOKENS, EXPERTS, TOP_K = 1024, 8, 2
+# Hidden and intermediate sizes. The second are those of Mixtral 8x7B (arXiv 2401.04088) on two ranks of four.
+SMALL, MIXTRAL = (2048, 2048), (4096, 14336 // 2)
 ALONE = "its matmuls alone"
 PLAN = {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
 # transformers multiplies by torch's grouped_mm, fused_tp in fp32 by another library (see fused_tp.schedules.gemm). What
@@ -41,13 +43,14 @@ def cases() -> list[Case]:
     }
     return [
         Case(
-            f"experts/{dtype}/{'forward+backward' if backward else 'forward'}",
+            f"experts/{name}{dtype}/{'forward+backward' if backward else 'forward'}",
             experts_block,
-            {"dtype": dtype, "backward": backward},
+            {"dtype": dtype, "backward": backward, "sizes": sizes},
             rivals,
-            seconds=30.0 if backward else 15.0,
+            seconds=30.0 if backward or name else 15.0,
         )
-        for dtype in ("bf16", "fp32")
+        for name, sizes, dtypes in (("", SMALL, ("bf16", "fp32")), ("mixtral 8x7B/", MIXTRAL, ("bf16",)))
+        for dtype in dtypes
         for backward in (False, True)
     ] + [
         Case(
@@ -61,10 +64,10 @@ def cases() -> list[Case]:
     ]
 
 
-def experts_block(context: RankContext, dtype: str, backward: bool) -> Makers:
+def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple[int, int]) -> Makers:
     """x [1, tokens, hidden], the same on all ranks; gradients of x and of all weights, the router's included."""
-    whole = mixtral_block(dtype)
-    x, d = activations(dtype)
+    whole = mixtral_block(dtype, *sizes)
+    x, d = activations(dtype, sizes[0])
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
 
     def step(block: nn.Module) -> list[Tensor]:
@@ -140,7 +143,7 @@ class OneLayer(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.ModuleDict({"mlp": block})])
-        self.head = nn.Linear(HIDDEN, 8, bias=False, dtype=next(block.parameters()).dtype)
+        self.head = nn.Linear(SMALL[0], 8, bias=False, dtype=next(block.parameters()).dtype)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         hidden = self.layers[0]["mlp"](tokens)  # type: ignore[index]
@@ -151,8 +154,8 @@ class OneLayer(nn.Module):
 def experts_of_parts(context: RankContext, dtype: str) -> Makers:
     """Forward and backward; each rank has a part of the tokens before the block and after it."""
     torch.manual_seed(0)
-    whole = OneLayer(mixtral_block(dtype))
-    x, d = activations(dtype)
+    whole = OneLayer(mixtral_block(dtype, *SMALL))
+    x, d = activations(dtype, SMALL[0])
     d = d[..., : whole.head.out_features]
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
     plan = {f"layers.*.mlp.{name}": style for name, style in PLAN.items()} | {"head": "colwise_gather_output"}
@@ -183,13 +186,13 @@ def experts_of_parts(context: RankContext, dtype: str) -> Makers:
     return {OURS: lambda: contestant(hooked=False), SEQUENCE: lambda: contestant(hooked=True)}
 
 
-def mixtral_block(dtype: str) -> Any:
+def mixtral_block(dtype: str, hidden: int, inner: int) -> Any:
     """With random weights, the same on all ranks."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     config = MixtralConfig(
-        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
+        hidden_size=hidden, intermediate_size=inner, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
     )
     config._experts_implementation = "grouped_mm"
     block: Any = MixtralSparseMoeBlock(config)
@@ -200,10 +203,10 @@ def mixtral_block(dtype: str) -> Any:
     return block.to(DTYPES[dtype])
 
 
-def activations(dtype: str) -> list[Tensor]:
+def activations(dtype: str, hidden: int) -> list[Tensor]:
     """What goes into the block, and the gradient of what comes out."""
     random = torch.Generator().manual_seed(1)
-    return [torch.randn(1, TOKENS, HIDDEN, generator=random).to(DTYPES[dtype]) for _ in range(2)]
+    return [torch.randn(1, TOKENS, hidden, generator=random).to(DTYPES[dtype]) for _ in range(2)]
 
 
 def cut(experts: Any, context: RankContext) -> None:
