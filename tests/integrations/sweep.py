@@ -145,7 +145,10 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
         part = getattr(usual, name, None)
         if name not in sizes and isinstance(part, PreTrainedConfig):
             sizes[name] = small_config(type(part))
-    return kind_of_config(**{**sizes, **changes})
+    own_name: dict[str, str] = getattr(kind_of_config, "attribute_map", {})
+    changed = {own_name.get(name, name) for name in changes}  # of two names for one size the config takes the last
+    sizes = {name: value for name, value in sizes.items() if own_name.get(name, name) not in changed}
+    return kind_of_config(**sizes, **changes)
 
 
 def make_model(kind: str, **changes: Any) -> Any:
