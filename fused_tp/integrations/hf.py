@@ -66,6 +66,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
     asked = "a cp_dim of more than one rank" if parallelism.cp_mesh is not None else "sequence_parallel=True"
     if parallelism.shards_sequence:
         _check_token_mixing(model, parallelism, asked)
+        _check_no_layers_dropped(model, asked)
         makes_masks = parallelism.cp_mesh is not None and not _own_attention(model)
         if makes_masks and any(
             forward_mentions(m, OWN_MASK, unknown=False) for m in model.modules() if is_transformers_model(m)
@@ -139,6 +140,20 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
         raise ValueError(
             f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
             f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
+        )
+
+
+def _check_no_layers_dropped(model: PreTrainedModel, asked: str) -> None:
+    """Refuse layers that training leaves out at random. Ranks of equal seeds would leave out different ones, once their
+    parts of the sequence are not equally long and dropout has drawn different amounts of numbers. What one rank sends
+    from one layer would then reach another layer of another rank, and not always fail."""
+    chances = {name: getattr(module, "layerdrop", 0.0) for name, module in model.named_modules()}
+    dropping = next((name for name, chance in chances.items() if isinstance(chance, int | float) and chance > 0), None)
+    if dropping is not None:
+        raise ValueError(
+            f"{type(model).__name__} leaves out layers at random in training ({dropping!r} has "
+            f"layerdrop={chances[dropping]}), and ranks that hold different tokens would leave out different ones; "
+            f"{asked} needs layerdrop=0.0. Load it with that, or use neither cp_dim nor sequence_parallel."
         )
 
 

@@ -340,3 +340,12 @@ def test_other_code_of_their_own_is_refused(group: dist.ProcessGroup) -> None:
 
     with mock.patch.object(GPTJAttention, "_attn", other):  # of another version of transformers
         refuses(ValueError, r"\(GPTJAttention\) is not known", parallelize, make_model("gptj"), mesh)
+
+
+@on_ranks(2)
+def test_layers_left_out_at_random_are_refused(group: dist.ProcessGroup) -> None:
+    said = r"'model' has layerdrop=0\.5.* needs layerdrop=0\.0"
+    model = make_model("xglm", layerdrop=0.5)
+    refuses(ValueError, said, parallelize, model, mesh_of(group, 2, 1))
+    refuses(ValueError, said, parallelize, model, mesh_of(group, 1, 2), sequence_parallel=True)
+    parallelize(model, mesh_of(group, 1, 2))  # ranks that draw alike
