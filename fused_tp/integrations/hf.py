@@ -199,6 +199,7 @@ class TransformersSequence(SequenceSharding):
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
         self._gathers_logits = False  # of routers, which see this rank's tokens
+        self._attentions: list[tuple[Any, str]] = []  # what each config of the model names, once it is parallel
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Have layers with a state take it from the ranks that hold the tokens before."""
@@ -217,6 +218,8 @@ class TransformersSequence(SequenceSharding):
             if self.family.attention is not None:
                 replace_own_attention(self.own_attention, self.family.attention)
             model.config._attn_implementation = register_attention(model, self)
+            configs = {id(m.config): m.config for m in model.modules() if is_transformers_model(m)}.values()
+            self._attentions = [(config, config._attn_implementation) for config in configs]
         for name in self.family.embeds if parallelism.cp_mesh is not None else ():
             model.base_model.get_submodule(name).register_forward_pre_hook(partial(_count_all_tokens, self))
         if parallelism.cp_mesh is not None:
@@ -253,6 +256,7 @@ class TransformersSequence(SequenceSharding):
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
         if not self.parallelism.shards_sequence:
             return Rows()
+        self._check_attention()
         for name in EXTRA_OUTPUTS:
             asked = arguments.get(name)
             served = name == "output_router_logits" and self._gathers_logits
@@ -275,6 +279,15 @@ class TransformersSequence(SequenceSharding):
         if padded and documents:
             raise ValueError(PADDED_DOCUMENTS)
         return Rows(padded, documents)
+
+    def _check_attention(self) -> None:
+        """Refuse attention that was chosen after `adapt`: it would see this rank's tokens only."""
+        for config, ours in self._attentions:
+            if config._attn_implementation != ours:
+                raise ValueError(
+                    f"The model's attention was set to {config._attn_implementation!r} after parallelize, which had "
+                    f"set it to {ours!r}, attention over ranks. Set it before parallelize, or back to {ours!r}."
+                )
 
     def _check_padding(self, arguments: dict[str, Any]) -> None:
         """Take out a mask without padding, of which layers with a state would be given a part, and refuse others."""
@@ -351,6 +364,7 @@ class TransformersSequence(SequenceSharding):
             self._check_shared(model, arguments)
         elif not self._may_share_cache(model, arguments):
             return None
+        self._check_attention()
         assert self.parallelism.cp_mesh is not None  # the caller has made sure
         return cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
 

@@ -349,3 +349,19 @@ def test_layers_left_out_at_random_are_refused(group: dist.ProcessGroup) -> None
     refuses(ValueError, said, parallelize, model, mesh_of(group, 2, 1))
     refuses(ValueError, said, parallelize, model, mesh_of(group, 1, 2), sequence_parallel=True)
     parallelize(model, mesh_of(group, 1, 2))  # ranks that draw alike
+
+
+@on_layouts("cp2", "tp2_sp")
+def test_attention_that_is_chosen_too_late_is_refused(group: dist.ProcessGroup, layout: str) -> None:
+    """It would see a rank's own tokens only."""
+    whole, parallel = pair(group, layout, "llama")
+    tokens, ours = make_tokens(2, 9), parallel.config._attn_implementation
+    for model in (parallel, copy_of(parallel)):
+        model.set_attn_implementation("eager")
+        refuses(ValueError, "set to 'eager' after parallelize, .* or back", model, tokens)
+        model.set_attn_implementation(ours)
+        same_logits(whole, model, tokens)
+    if layout == "cp2":
+        parallel.eval().set_attn_implementation("eager")
+        with torch.no_grad():
+            refuses(ValueError, "set to 'eager' after parallelize", parallel, tokens, use_cache=True)
