@@ -177,7 +177,8 @@ def _is_base(model: PreTrainedModel) -> bool:
     `base_model_prefix` names a part that a class does not have: Llama4ForCausalLM.)"""
     forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
     takes_labels = any("labels" in inspect.signature(forward).parameters for forward in forwards)
-    return not takes_labels and model.get_output_embeddings() is None
+    # What answers questions has a loss and calls its labels otherwise.
+    return not takes_labels and model.loss_type is None and model.get_output_embeddings() is None
 
 
 class TransformersSequence(SequenceSharding):

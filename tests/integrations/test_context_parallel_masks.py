@@ -343,6 +343,16 @@ def test_other_code_of_their_own_is_refused(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+def test_a_model_that_answers_questions_is_no_base_model(group: dist.ProcessGroup) -> None:
+    from transformers import GPTJForQuestionAnswering
+
+    model = GPTJForQuestionAnswering(make_model("gptj").config)
+    state = dict(model.named_parameters())
+    refuses(ValueError, "neither a causal language model nor a base model", parallelize, model, mesh_of(group, 2, 1))
+    assert all(state[name] is parameter for name, parameter in model.named_parameters())
+
+
+@on_ranks(2)
 def test_layers_left_out_at_random_are_refused(group: dist.ProcessGroup) -> None:
     said = r"'model' has layerdrop=0\.5.* needs layerdrop=0\.0"
     model = make_model("xglm", layerdrop=0.5)
