@@ -274,9 +274,11 @@ class TransformersSequence(SequenceSharding):
                 _, tokens = self._tokens(arguments)
                 arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
             return Rows()
-        documents = self._take_documents(arguments, seq_len, makes_cache=makes_cache)
-        mask = arguments.pop("attention_mask", None)
+        mask = arguments.get("attention_mask")
+        # First: padding on the left comes with positions that look like those of documents.
         padded = mask is not None and check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
+        documents = self._take_documents(arguments, seq_len, makes_cache=makes_cache)
+        arguments.pop("attention_mask", None)
         if padded and documents:
             raise ValueError(PADDED_DOCUMENTS)
         return Rows(padded, documents)
@@ -516,7 +518,7 @@ def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index:
     if bool((keep[:, 1:] & ~keep[:, :-1]).any()):
         raise ValueError(
             "attention_mask has padding on the left of tokens, or holes; over context parallel ranks attention takes "
-            "no padding mask. Pad on the right (tokenizer.padding_side='right')."
+            "no padding mask. Pad on the right (tokenizer.padding_side='right'), or, to generate, pass use_cache=True."
         )
     if targets is not None and bool((targets[~keep] != ignore_index).any()):
         raise ValueError(

@@ -221,7 +221,10 @@ def test_padding(group: dist.ProcessGroup, layout: str, family: str) -> None:
     assert_trains_alike(parallel, whole, lambda model: model(**inputs).loss)
     if layout == "cp2":
         refuses(ValueError, "labels count at padding", parallel, **{**inputs, "labels": inputs["input_ids"]})
-        refuses(ValueError, "padding on the left", parallel, **one_padded_row(right=False))
+        padded = one_padded_row(right=False)
+        refuses(ValueError, "padding on the left", parallel, **padded)
+        positions = (padded["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+        refuses(ValueError, "padding on the left", parallel, **padded, position_ids=positions)  # no documents
 
 
 @on_ranks(2)
