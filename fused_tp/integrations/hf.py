@@ -152,8 +152,8 @@ def _check_no_layers_dropped(model: PreTrainedModel, asked: str) -> None:
     if dropping is not None:
         raise ValueError(
             f"{type(model).__name__} leaves out layers at random in training ({dropping!r} has "
-            f"layerdrop={chances[dropping]}), and ranks that hold different tokens would leave out different ones; "
-            f"{asked} needs layerdrop=0.0. Load it with that, or use neither cp_dim nor sequence_parallel."
+            f"layerdrop={chances[dropping]}), and ranks that hold different tokens would leave out different ones, so "
+            f"{asked} does not serve it. Set model.get_submodule({dropping!r}).layerdrop = 0.0, or leave it out."
         )
 
 
