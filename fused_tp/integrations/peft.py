@@ -40,7 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.integrations.layers import Sharding, part_of, replicate_module, shard_layer
 from fused_tp.integrations.model_check import MARK, SHARDING, check_equal_models
-from fused_tp.integrations.plan import Plan, Style, spec_of
+from fused_tp.integrations.plan import Plan, Style, spec_of, unread_of
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
@@ -118,10 +118,12 @@ class Adapters:
         """
         for name in self.wrappers:
             _check_no_block(name, whole_blocks)
+        unread = unread_of(self.model)
         for name, module in self.model.named_modules() if self.wrappers else ():
             for parameter in parameters_read(module):
-                owner = f"{name}.{parameter}".lstrip(".").rpartition(".")[0]
-                if owner in self.wrappers:
+                path = f"{name}.{parameter}".lstrip(".")
+                owner = path.rpartition(".")[0]
+                if owner in self.wrappers and path not in unread:
                     raise ValueError(
                         f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, so what PEFT has put around "
                         f"{owner!r} would not be used. Leave {owner!r} out of the LoraConfig."

@@ -217,6 +217,13 @@ def _own_plan(model: Any) -> dict[str, Style]:
     return plan
 
 
+def unread_of(model: nn.Module) -> set[str]:
+    """The parameters that no forward reads by itself, though its source does, under an option that is off."""
+    prefix, family = _family(model)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return {name for name in names if any(_matches(name, prefix + one) for one in family.unread)}
+
+
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
     """Concrete names and their styles, from "auto" (the model's own `tp_plan`) or from a dict of patterns.
 
@@ -296,7 +303,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
         for pattern, arguments_of in known_arguments.items():
             for name in (name for name in modules if _matches(name, prefix + pattern)):
                 taken[name] = (*taken.get(name, ()), *arguments_of)
-    resolved.unread.update(name for name in parameters if any(_matches(name, prefix + one) for one in family.unread))
+    resolved.unread.update(unread_of(model))
     if not resolved:
         adapters = hasattr(model, "merge_and_unload")
         first = ", ".join(list(patterns)[:2])

@@ -63,6 +63,10 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: make_model("minicpm3"),
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
+    "bloom": (  # whose code reads weights of two of them, under an option that is off
+        lambda: make_model("bloom"),
+        {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
+    ),
 }
 
 
