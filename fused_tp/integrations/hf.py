@@ -276,7 +276,9 @@ class TransformersSequence(SequenceSharding):
             return Rows()
         mask = arguments.get("attention_mask")
         # First: padding on the left comes with positions that look like those of documents.
-        padded = mask is not None and check_no_padding_matters(mask, targets, arguments.get("ignore_index", -100))
+        _, tokens = self._tokens(arguments)
+        ignored = arguments.get("ignore_index", -100)
+        padded = mask is not None and check_no_padding_matters(mask, tuple(tokens.shape[:2]), targets, ignored)
         documents = self._take_documents(arguments, seq_len, makes_cache=makes_cache)
         arguments.pop("attention_mask", None)
         if padded and documents:
@@ -498,20 +500,25 @@ def _own_config(model: PreTrainedModel) -> None:
             module.config = copies[id(held)]
 
 
-def check_no_padding_matters(mask: Tensor, targets: Tensor | None, ignore_index: int) -> bool:
+def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor | None, ignore_index: int) -> bool:
     """Accept a mask that causal attention over a ring can do without: no padding, or padding on the right (True).
 
     No token that counts sees padding on the right of it. What the model gives at padding itself then differs from what
     it gives with the mask, so targets there must not count.
 
+    Args:
+        tokens: (batch, seq) of what the mask is for.
+
     Raises:
         ValueError: any other mask.
     """
-    if mask.ndim != 2:
+    given = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+    if not isinstance(mask, Tensor) or tuple(mask.shape) not in (tokens, (1, *tokens[1:])):
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; over context parallel ranks only [batch, seq] is served, "
+            f"attention_mask is {given}; over context parallel ranks only [batch, seq] is served, here {tokens}, "
             "causal attention with padding on the right."
         )
+    mask = mask.expand(tokens)
     keep = mask.bool()
     if bool(keep.all()):
         return False
@@ -596,7 +603,7 @@ def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:
 def _from_positions(positions: Tensor, mask: Tensor | None) -> tuple[int, ...]:
     """(0, ...): where the documents begin that `positions` [seq], [rows, seq] or [.., rows, seq] count; () for one."""
     breaks = positions.diff(dim=-1) != 1
-    if mask is not None and mask.ndim == 2 and mask.shape == breaks.shape[:-1] + positions.shape[-1:]:
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == breaks.shape[:-1] + positions.shape[-1:]:
         breaks = breaks & mask[:, 1:].bool()  # padding is counted in many ways
     if not bool(breaks.any()):
         return ()

@@ -195,9 +195,9 @@ def _can_be_shared(cache: Any) -> bool:
     )
 
 
-def _pads_left(mask: Tensor) -> bool:
+def _pads_left(mask: Any) -> bool:
     """Whether `mask` [batch, columns] shows the last so many tokens of each sequence."""
-    if mask.ndim != 2:
+    if not isinstance(mask, Tensor) or mask.ndim != 2:  # transformers takes one for each kind of layers, too
         return False
     keep = mask.bool()
     return bool(keep[:, -1:].all()) and not bool((keep[:, :-1] & ~keep[:, 1:]).any())

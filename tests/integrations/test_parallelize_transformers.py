@@ -225,6 +225,9 @@ def test_padding(group: dist.ProcessGroup, layout: str, family: str) -> None:
         refuses(ValueError, "padding on the left", parallel, **padded)
         positions = (padded["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         refuses(ValueError, "padding on the left", parallel, **padded, position_ids=positions)  # no documents
+        seen = torch.ones(2, 1, 9, 9)
+        for mask in (seen, {"full_attention": seen}, torch.ones(2, 12), torch.ones(3, 9)):
+            refuses(ValueError, r"only \[batch, seq\] is served, here \(2, 9\)", parallel, make_tokens(2, 9), mask)
 
 
 @on_ranks(2)
