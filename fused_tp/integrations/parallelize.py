@@ -44,6 +44,7 @@ from fused_tp.runtime.group import check_mesh_order, resolve_group
 from fused_tp.transport.two_level import split
 
 Model = TypeVar("Model", bound=nn.Module)
+_HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # of configs whose layers differ in it
 
 
 def parallelize(
@@ -340,14 +341,19 @@ def _check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> N
             f"ulysses_size is {size}, which does not divide the {cp_size} context parallel ranks. Sizes that work: "
             f"{', '.join(map(str, sizes))}."
         )
-    for name, heads in head_counts(getattr(model, "config", None)).items():
-        if size > 1 and not is_of_keys(name) and heads % (size * tp_size):
-            shared = [n for n in range(2, cp_size + 1) if cp_size % n == 0 and heads % (n * tp_size) == 0]
-            sizes = [1, *shared]  # a ring takes any number of heads
-            raise ValueError(
-                f"{type(model).__name__} has {name}={heads}, which {tp_size} tensor parallel ranks times ulysses_size="
-                f"{size} cannot share evenly. Values of ulysses_size that work: {', '.join(map(str, sizes))}."
-            )
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    counts = [(name, heads) for name, heads in head_counts(config).items() if not is_of_keys(name)]
+    counts += [(_HEADS_OF_LAYERS, heads) for heads in sorted({*(getattr(text, _HEADS_OF_LAYERS, None) or ())})]
+    uneven = next((f"{name}={heads}" for name, heads in counts if heads % (size * tp_size)), None)
+    if size > 1 and uneven is not None:
+        shares = (n for n in range(2, cp_size + 1) if cp_size % n == 0)
+        shared = [n for n in shares if all(heads % (n * tp_size) == 0 for _, heads in counts)]
+        sizes = [1, *shared]  # a ring takes any number of heads
+        raise ValueError(
+            f"{type(model).__name__} has {uneven}, which {tp_size} tensor parallel ranks times ulysses_size={size} "
+            f"cannot share evenly. Values of ulysses_size that work: {', '.join(map(str, sizes))}."
+        )
 
 
 def _split(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:

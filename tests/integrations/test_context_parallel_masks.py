@@ -223,6 +223,8 @@ def test_ulysses_sizes_that_are_refused(group: dist.ProcessGroup) -> None:
     odd = make("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     refuses(ValueError, r"num_attention_heads=3, .* work: 1\.", parallelize, odd, mesh, ulysses_size=2)
     parallelize(odd, mesh)  # as it was
+    layers = make_model("laguna", num_attention_heads_per_layer=[4, 3], num_key_value_heads=1)
+    refuses(ValueError, r"_per_layer=3, .* work: 1\.", parallelize, layers, mesh, ulysses_size=2)
 
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 22, "rope_theta": 1e4}
