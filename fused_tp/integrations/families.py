@@ -46,6 +46,7 @@ class Family:
         eager_sequences: it computes attention by itself and not by the function that its config names. Its eager one
             is known to see the whole sequence where projections and transformers' masks do (sequence_parallel); or it
             has none, but a state, in blocks that run on the whole sequence.
+        needs_tokens: its own code between layers does not run on no tokens at all.
         attention: that it computes by itself, as far as other code can take its place (context parallel ranks).
         names_attention: it computes attention by the function that its config names, though transformers does not say
             so of it (`_supports_attention_backend`).
@@ -68,6 +69,7 @@ class Family:
     cuts_head: bool | None = None
     flattens: bool = False
     eager_sequences: bool = False
+    needs_tokens: bool = False
     attention: OwnAttention | None = None
     names_attention: bool = False
     length_of_mask: bool = False
@@ -207,6 +209,8 @@ def _zamba2(config: Any) -> Family:
 # of its other layers.
 _MAMBA = Family({"layers.*.mixer.in_proj": "colwise_gather_output"}, cuts_head=True, eager_sequences=True)
 
+_STREAMS = _each("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}  # of hidden states
+
 FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "biogpt": Family(_FC, cuts_head=True, names_attention=True),
     "bitnet": Family(
@@ -245,10 +249,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         splits={"h.0": ("x",)},
         cuts_head=True,
     ),
-    **dict.fromkeys(
-        ("deepseek_v4", "hy_v4"),
-        Family(_each("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}),
-    ),
+    "deepseek_v4": Family(_STREAMS, needs_tokens=True),
     # Its attention pairs heads of the first half with heads of the second, which a rank's part would tear apart.
     "diffllama": Family(_GATED_MLP, shares_cache=False),
     # Its attention makes a mask for each head of the values of all heads; its router reads tokens in pairs.
@@ -307,6 +308,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "hunyuan_v1_dense": Family(
         _LLAMA | _each("layers.*.self_attn", "replicated_with_grad_allreduce", "query_layernorm", "key_layernorm")
     ),
+    "hy_v4": Family(_STREAMS),
     "inkling2_text": Family(
         {
             "layers.*.mlp.experts.gate_up_proj": "packed_colwise",  # its own tears gates from ups

@@ -339,7 +339,8 @@ class TransformersSequence(SequenceSharding):
 
     def is_too_short(self, seq_len: int) -> bool:
         mesh = self.parallelism.tp_mesh
-        if mesh is not None and self.parallelism.sequence_parallel and self.family.eager_sequences:
+        needs_tokens = self.family.eager_sequences or self.family.needs_tokens
+        if mesh is not None and self.parallelism.sequence_parallel and needs_tokens:
             cp_ranks = 1 if self.parallelism.cp_mesh is None else self.parallelism.cp_mesh.size()
             # The tokens of some context parallel ranks, and of the others.
             for tokens in (seq_len // cp_ranks, -(-seq_len // cp_ranks)):

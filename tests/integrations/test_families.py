@@ -49,6 +49,15 @@ def test_parts_of_any_length(group: dist.ProcessGroup, kind: str) -> None:
         assert_trains_checkpointed(parallel, whole)
 
 
+@on_ranks(2)
+def test_fewer_tokens_than_ranks(group: dist.ProcessGroup) -> None:
+    """A rank without tokens would fail in the model's own code, and the other wait for it."""
+    whole = make_model("deepseek_v4")
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    tokens = make_tokens(2, 1)
+    assert_near(parallel(input_ids=tokens).logits, whole(input_ids=tokens).logits, "logits")
+
+
 @on_ranks(4)
 def test_embeddings_of_the_whole_sequence(group: dist.ProcessGroup) -> None:
     """Given ones get their gradient; over context parallel ranks a part is cut again."""
