@@ -264,7 +264,7 @@ class TransformersSequence(SequenceSharding):
             if not served and (getattr(self.config, name, False) if asked is None else asked):
                 raise ValueError(
                     f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
-                    "rank has only a part. Leave it out."
+                    f"rank has only a part. Pass {name}=False."
                 )
         makes_cache = self._turn_cache_off(arguments)
         if self.parallelism.cp_mesh is None:
