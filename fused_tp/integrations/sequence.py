@@ -401,8 +401,9 @@ class SequenceSharding:
         if self.parallelism.cp_mesh is not None and torch.is_grad_enabled():
             raise ValueError(
                 "A module inside of a model over context parallel ranks was called by itself; what cuts its input and "
-                "sums its gradients is the model that parallelize returned. Call that one, parallelize the inner "
-                "module instead, or call it under torch.no_grad(), where each rank computes all of it."
+                "sums its gradients is the model that parallelize returned. Call that one; or parallelize the inner "
+                "module instead, where nothing outside uses its parameters (a tied output layer does); or call it "
+                "under torch.no_grad(), where each rank computes all of it."
             )
         return UNSHARDED
 
