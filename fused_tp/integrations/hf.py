@@ -199,7 +199,8 @@ class TransformersSequence(SequenceSharding):
         # RoBERTa's family counts positions from behind that of the padding.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
-        self._gathers_logits = False  # of routers, which see this rank's tokens
+        self._serves_logits = False  # of routers
+        self._router_logits: Any = None  # of the last forward pass, those of all tokens
         self._attentions: list[tuple[Any, str]] = []  # what each config of the model names, once it is parallel
 
     def prepare(self, model: PreTrainedModel) -> None:
@@ -231,20 +232,25 @@ class TransformersSequence(SequenceSharding):
         if parallelism.computes_loss and not self.is_base:
             model.loss_function = self.global_loss(model.loss_function)
         inner = self.entrances(model)
-        mixed = any("expert" in name and self.is_whole(name) for name, _ in model.named_modules())
-        if self.expert_blocks and not (mixed or parallelism.computes_loss or self.is_base or len(inner) > 1):
-            self._gathers_logits = True
-            inner[0].register_forward_hook(self._gather_logits)
+        if parallelism.tp_mesh is not None and not (parallelism.computes_loss or self.is_base or len(inner) > 1):
+            routers = _recorded_routers(model, inner[0])
+            whole = all(map(self.is_whole, routers))
+            if routers and (whole or all(map(self.flattens, routers))):
+                self._serves_logits = True
+                inner[0].register_forward_hook(partial(self._note_logits, whole))
 
-    def _gather_logits(self, base: nn.Module, args: Any, output: Any) -> None:
-        """Make the router logits that `base` has recorded, if it was asked to, those of all tokens, in their order."""
+    def _note_logits(self, whole: bool, base: nn.Module, args: Any, output: Any) -> None:
+        """Make the router logits that `base` has recorded, if it was asked to, those of all tokens, in their order.
+        `whole`: they are, as routers run on the whole sequence."""
         state, logits = self.state_now(), getattr(output, "router_logits", None)
         if not state.tp_sharded or logits is None:
             return
-        rows = (t.unflatten(0, (state.batch, -1)) for t in logits)
-        mesh, length = self.parallelism.tp_mesh, state.local_len
-        output["router_logits"] = tuple(gather(t, 1, group=mesh, gather_size=length).flatten(0, 1) for t in rows)
-        self._head_outputs.note_whole(output["router_logits"])
+        if not whole:
+            rows = (t.unflatten(0, (state.batch, -1)) for t in logits)
+            mesh, length = self.parallelism.tp_mesh, state.local_len
+            logits = tuple(gather(t, 1, group=mesh, gather_size=length).flatten(0, 1) for t in rows)
+        output["router_logits"] = self._router_logits = logits
+        self._head_outputs.note_whole(logits)
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         return super().is_cached(arguments) or arguments.get("use_cache") is True
@@ -260,7 +266,7 @@ class TransformersSequence(SequenceSharding):
         self._check_attention()
         for name in EXTRA_OUTPUTS:
             asked = arguments.get(name)
-            served = name == "output_router_logits" and self._gathers_logits
+            served = name == "output_router_logits" and self._serves_logits
             if not served and (getattr(self.config, name, False) if asked is None else asked):
                 raise ValueError(
                     f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
@@ -422,8 +428,10 @@ class TransformersSequence(SequenceSharding):
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:
             return output
-        key: str | int = 0 if isinstance(output, tuple) else "last_hidden_state" if self.is_base else "logits"
+        key: str | int = "last_hidden_state" if self.is_base else "logits"
         parts = dict(enumerate(output) if isinstance(output, tuple) else dict(output).items())
+        if isinstance(output, tuple):  # numbers, which are losses, come first
+            key = next((n for n, value in enumerate(output) if isinstance(value, Tensor) and value.ndim), 0)
         for name, value in parts.items():
             if name == key:
                 parts[name] = self._main_output(value, shard)
@@ -433,8 +441,9 @@ class TransformersSequence(SequenceSharding):
                     "how to make the whole one of it is not known. Turn it off (a pooler by add_pooling_layer=False), "
                     "or use neither cp_dim nor sequence_parallel."
                 )
-            elif name != "router_logits":  # which are whole
+            elif value is not self._router_logits:  # which are whole
                 parts[name] = map_tensors(lambda t: self.whole_of_tokens(t, shard), value)
+        self._router_logits = None  # which hold a graph
         if isinstance(output, tuple):
             return tuple(parts.values())
         for name, value in parts.items():
@@ -451,6 +460,17 @@ class TransformersSequence(SequenceSharding):
         if isinstance(keep, Tensor) or keep != 0:
             t = t[:, slice(-keep, None) if isinstance(keep, int) else keep]
         return t
+
+
+def _recorded_routers(model: nn.Module, base: Any) -> list[str]:
+    """Names of the modules whose outputs transformers records as router logits; none where it cannot be told."""
+    recorded = base.can_record_outputs.get("router_logits", ())
+    kinds: list[Any] = [
+        getattr(one, "target_class", one) for one in (recorded if isinstance(recorded, list | tuple) else [recorded])
+    ]
+    if not all(isinstance(kind, type) for kind in kinds):
+        return []
+    return [name for name, module in model.named_modules() if isinstance(module, tuple(kinds))]
 
 
 def _depends_on_length(module: nn.Module) -> bool:

@@ -87,6 +87,8 @@ def _takes_tokens_alone(name: str, block: nn.Module, plan: Plan) -> bool:
 
     - one that is not, or has in it what is not, of a class of transformers' models or of torch's linear layers and
       activations; or that has a forward or hooks of its own, which may look at all tokens;
+    - one that scales tokens or their scores by noise, of which ranks would draw different amounts: what all ranks draw
+      after it would differ between them;
     - one that is given more than hidden states, which would have to be cut as these are;
     - one without experts that take routing, or in which a layer is given, or gives, more than a pair of a column and a
       row layer takes and gives.
@@ -100,7 +102,8 @@ def _takes_tokens_alone(name: str, block: nn.Module, plan: Plan) -> bool:
         else:
             served = not (spec.splits_input or spec.gathers_output or spec.shares_rotary or spec.shares_keys)
             served &= not spec.adds_once and not plan.parameters_of(path, module)
-        if not served or not type(module).__module__.startswith(KNOWN) or _may_look(module):
+        alone = type(module).__module__.startswith(KNOWN) and not _may_look(module) and not _draws_noise(module)
+        if not (served and alone):
             return False
     parameters = inspect.signature(type(block).forward).parameters.values()
     one = [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # self, and hidden states
@@ -112,6 +115,11 @@ def _may_look(module: nn.Module) -> bool:
     them."""
     recorders = all(getattr(hook, "__module__", "") == RECORDERS for hook in module._forward_hooks.values())
     return bool(set(attachments(module)) - ({"_forward_hooks"} if recorders else set()))
+
+
+def _draws_noise(module: nn.Module) -> bool:
+    """Whether `module` draws noise in training: transformers' routers keep how much under such a name."""
+    return any("jitter" in name and value for name, value in vars(module).items())
 
 
 def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:

@@ -205,14 +205,21 @@ def test_losses_of_routers(group: dist.ProcessGroup, layout: str) -> None:
     mask = torch.ones_like(tokens)
     mask[0, 6:] = 0  # tokens that the loss of routers leaves out
     for asked in ({}, {"attention_mask": mask}):
+
+        def call(model: Any, asked: Any = asked, **more: Any) -> Any:
+            torch.manual_seed(3)
+            return model(input_ids=tokens, labels=tokens, **asked, **more)
+
         parallel.zero_grad(), whole.zero_grad()
-        assert_trains_alike(
-            parallel, whole, lambda model, asked=asked: model(input_ids=tokens, labels=tokens, **asked).loss
-        )
-        made, wanted = (model(input_ids=tokens, labels=tokens, **asked) for model in (parallel, whole))
+        assert_trains_alike(parallel, whole, lambda model: call(model).loss)
+        made, wanted = call(parallel), call(whole)
         assert_near(made.aux_loss, wanted.aux_loss, "loss of routers")
         for found, right in zip(made.router_logits, wanted.router_logits, strict=True):
             assert_near(found, right, "router logits")
+        if "lossparallel" not in layout:  # where each rank has logits of its part of the vocabulary
+            made, wanted = (call(model, return_dict=False, logits_to_keep=9) for model in (parallel, whole))
+            for found, right in zip(made[:3], wanted[:3], strict=True):
+                assert_near(found, right, "both losses, and logits")
 
 
 class Twice(nn.Module):
@@ -405,6 +412,7 @@ def test_which_blocks_run_on_own_tokens() -> None:
         lambda block: block.gate.register_forward_hook(lambda router, args, output: None),
         lambda block: block.register_forward_pre_hook(lambda block, args: None),
         lambda block: setattr(block.experts, "act_fn", nn.LSTM(4, 4)),
+        lambda block: setattr(block, "jitter_noise", 0.1),
     ]
     for change in changes:
         assert blocks(change) == [[first], [second]]
@@ -414,6 +422,25 @@ def test_which_blocks_run_on_own_tokens() -> None:
     assert find_blocks(recorded, resolve_plan(recorded, "auto"), rows_travel=False) == ([], [first, second])
     assert blocks(rows_travel=True) == [[first, second], []]
     assert blocks(family="llama4_text")[1] == []
+
+
+@on_ranks(2)
+def test_noise_on_tokens(group: dist.ProcessGroup) -> None:
+    """It is that of the whole model, and the ranks, of which one has fewer tokens, go on with equal random states."""
+    losses = {"output_router_logits": True, "router_aux_loss_coef": 0.1}  # of routers, which run on the whole sequence
+    whole, parallel = pair(group, "tp2_sp", "mixtral", router_jitter_noise=0.1, **losses)
+    tokens = make_tokens(2, 9)
+
+    def loss_of(model: Any) -> Tensor:
+        torch.manual_seed(3)
+        loss: Tensor = model(tokens, labels=tokens).loss
+        return loss
+
+    assert_trains_alike(parallel, whole, loss_of)
+    loss_of(whole)
+    state = torch.get_rng_state()
+    loss_of(parallel)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @on_ranks(3)
