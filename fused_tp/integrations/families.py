@@ -90,6 +90,7 @@ def _pair(parent: str, up: str, down: str) -> dict[str, str | None]:
     return _each(parent, "colwise", up) | _each(parent, "rowwise", down)
 
 
+_GATED = ("down_proj", "gate_proj", "up_proj")
 _GATED_MLP = _each("layers.*.mlp", "colwise", "gate_proj", "up_proj") | _each("layers.*.mlp", "rowwise", "down_proj")
 _PACKED_MLP = _each("layers.*.mlp", "packed_colwise", "gate_up_proj") | _each("layers.*.mlp", "rowwise", "down_proj")
 _LLAMA = _attention("layers.*.self_attn") | _GATED_MLP
@@ -189,6 +190,12 @@ def _openai_gpt(config: Any) -> Family:
     )
 
 
+def _gemma3n(config: Any) -> Family:
+    # What a sparse layer keeps depends on the mean and the deviation of all features of the gate.
+    sparse = [f"layers.{n}.mlp" for n, share in enumerate(config.activation_sparsity_pattern) if share > 0]
+    return Family({name: style for mlp in sparse for name, style in _gathered(mlp, *_GATED).items()})
+
+
 def _zamba2(config: Any) -> Family:
     block = "layers.*.shared_transformer"
     adapters = [f"linear_{x}_adapter_list.*" for x in "qkv"]
@@ -261,6 +268,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "emu3_text_model": Family(_LLAMA),
     "falcon": _falcon,
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), _MAMBA),
+    "gemma3n_text": _gemma3n,
     "gemma4": _gemma4,
     "gemma4_text": Family(
         _each("layers.*", "replicate", "router", "router.proj"),
@@ -426,6 +434,11 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         cuts_head=True,
     ),
 }
+
+
+def is_known(config: Any) -> bool:
+    """Whether models of that config have an entry."""
+    return getattr(config, "model_type", "") in FAMILIES
 
 
 def family_of(config: Any) -> Family:

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.integrations.expert_parallel import check_dealt
 from fused_tp.integrations.experts import takes_routing
-from fused_tp.integrations.families import Family, family_of
+from fused_tp.integrations.families import Family, family_of, is_known
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.linear import MultiQueryLinear, features_of, is_conv1d
 
@@ -195,10 +195,17 @@ def attention_of(name: str) -> str | None:
 
 
 def _family(model: nn.Module) -> tuple[str, Family]:
-    """What the names of modules of a transformers model's base begin with, and what is known of its family."""
-    base = getattr(model, "base_model", model)
-    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
-    return prefix, family_of(getattr(model, "config", None))
+    """What the names of modules of a transformers model's base begin with, and what is known of its family: where
+    nothing is, of the family of the text model in it."""
+    config: Any = getattr(model, "config", None)
+    part = getattr(model, "base_model", model)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text is not config and not is_known(config) and is_known(text):
+        kinds = ((getattr(getattr(module, "config", None), "model_type", ""), module) for module in model.modules())
+        part = next((module for kind, module in kinds if kind == text.model_type), part)
+        config = text
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is part and name), "")
+    return prefix, family_of(config)
 
 
 def _own_plan(model: Any) -> dict[str, Style]:

@@ -36,7 +36,10 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
         if owner is None:
             continue
         held = owner._modules.get(last)
-        if isinstance(held, (nn.ParameterList, nn.ParameterDict)):
+        if owner is not module and not by_forward and inspect.isfunction(getattr(type(owner), last, None)):
+            # A method of it, around which nothing is hooked.
+            found.update(".".join((*owners, name)) for name in parameters_read(owner))
+        elif isinstance(held, (nn.ParameterList, nn.ParameterDict)):
             found.update(f"{chain}.{name}" for name in held._parameters)
         elif owner is not module and owner._parameters.get(last) is not None:
             found.add(chain)

@@ -95,6 +95,15 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("swa_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank"), 16),
     },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": 128,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.5],
+        **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
+        "altup_num_inputs": 2,
+    },
     "granitemoehybrid": MAMBA,
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS,
@@ -152,9 +161,12 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
 
 
 def make_model(kind: str, **changes: Any) -> Any:
+    import transformers
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = small_config(CONFIG_MAPPING[kind], **changes)
+    if kind == "gemma3n_text":  # whose initialization asks the language model for what its base model has
+        transformers.Gemma3nForCausalLM.hidden_size = config.hidden_size
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if size > MOST_PARAMETERS:
