@@ -30,6 +30,8 @@ RIGHT = [
     ("bitnet", "tp+sp"),  # norms of all features between layers that are cut
     ("cpmant", "tp"),  # a bias of attention that has parameters
     ("ctrl", "tp+sp"),  # adds positions to its embeddings by itself; is given its input three times
+    ("fuyu", "tp"),  # a text model of another type inside
+    ("gemma3n_text", "tp"),  # layers by methods that others call; what depends on all features of a gate
     ("gemma4", "tp"),  # reads its embedding by itself
     ("gemma4_text", "tp+sp"),  # embeds for each layer
     ("glm_moe_dsa", "tp+sp"),  # hands indices on from layer to layer
