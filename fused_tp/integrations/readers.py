@@ -51,17 +51,9 @@ def _chains(kind: Any, by_forward: bool) -> frozenset[str]:
     """Every `a.b.c` of a `self.a.b.c` in the methods of a class and its bases."""
     found: set[str] = set()
     for base in kind.__mro__:
-        if not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
-            continue
-        definition = _classes(_source(base.__module__)).get(base.__qualname__)
-        for method in ast.walk(definition) if definition else ():
-            if not isinstance(method, ast.FunctionDef) or method.name in _PREPARE:
-                continue
-            if method.name == "forward" or not by_forward:
-                read = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
-                described = {id(node.value) for node in read if node.attr in _DESCRIBE}
-                owners = {"self", *(a.arg for a in method.args.args[:1])}
-                found |= {_chain(node, owners) for node in read if id(node) not in described}
+        if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
+            methods = _chains_of(_source(base.__module__)).get(base.__qualname__, {})
+            found.update(*([methods.get("forward", frozenset())] if by_forward else methods.values()))
     return frozenset(found)
 
 
@@ -73,16 +65,28 @@ def _source(module: str) -> str:
         return ""
 
 
-@lru_cache(maxsize=4)  # the classes of a model are those of few files; a parsed file takes megabytes
-def _classes(source: str) -> dict[str, ast.ClassDef]:
-    """Definitions of the classes in a source, by qualified name.
+@lru_cache(maxsize=16)  # the classes of a model are those of few files
+def _chains_of(source: str) -> dict[str, dict[str, frozenset[str]]]:
+    """What `_chains` returns, by qualified names of the classes in a source and by methods.
 
     inspect.getsource parses the whole file anew for every class, which took most of the time of `parallelize`.
     """
     try:
-        return dict(_definitions(ast.parse(source), ""))
+        return {name: _chains_in(definition) for name, definition in _definitions(ast.parse(source), "")}
     except SyntaxError:
         return {}
+
+
+def _chains_in(definition: ast.ClassDef) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for method in ast.walk(definition):
+        if isinstance(method, ast.FunctionDef) and method.name not in _PREPARE:
+            read = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
+            described = {id(node.value) for node in read if node.attr in _DESCRIBE}
+            owners = {"self", *(a.arg for a in method.args.args[:1])}
+            chains = {_chain(node, owners) for node in read if id(node) not in described}
+            found[method.name] = found.get(method.name, frozenset()) | chains
+    return found
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
