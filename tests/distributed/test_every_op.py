@@ -182,10 +182,7 @@ LOCAL_BACKWARD = {
         ("pipelined", False),
         ("one_sided", False),
         ("one_sided", True),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("plain", False), ("plain", True), ("pipelined", True))
-        ),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("plain", False), ("pipelined", True))),
     ],
 )
 def test_every_op_is_named_with_its_shapes_and_schedule(schedule: str, compiled: bool) -> None:
