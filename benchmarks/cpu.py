@@ -1,7 +1,7 @@
 """The CPU suite: `python -m benchmarks.cpu [--case REGEX] [--rounds N] [--out DIR]`, which is `fused-tp bench`.
 
-Takes under ten minutes on two cores. Nothing else should run on the machine meanwhile. `--tune` writes the machine's
-dispatch table instead.
+A case takes up to four minutes on two cores. Nothing else should run on the machine meanwhile. `--tune` writes the
+machine's dispatch table instead.
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ def cases() -> list[Case]:
     }
     return [
         Case(
-            f"experts/{name}{dtype}/{'forward+backward' if backward else 'forward'}",
+            f"experts/{dtype}/{name}{'forward+backward' if backward else 'forward'}",
             experts_block,
             {"dtype": dtype, "backward": backward, "sizes": sizes},
             rivals,
             seconds=30.0 if backward or name else 15.0,
         )
-        for name, sizes, dtypes in (("", SMALL, ("bf16", "fp32")), ("mixtral 8x7B/", MIXTRAL, ("bf16",)))
+        for name, sizes, dtypes in (("", SMALL, ("bf16", "fp32")), ("Mixtral ", MIXTRAL, ("bf16",)))
         for dtype in dtypes
         for backward in (False, True)
     ] + [
@@ -71,16 +71,10 @@ def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
 
     def step(block: nn.Module) -> list[Tensor]:
-        if not backward:
-            with torch.no_grad():
-                return [block(x)]
-        block.zero_grad()
-        leaf = x.detach().requires_grad_()
-        y = block(leaf)
-        y.backward(d)
-        assert leaf.grad is not None
-        router: Any = block.get_parameter("gate.weight").grad
-        return [y.detach(), leaf.grad, router.to_local() if hasattr(router, "to_local") else router]
+        if backward:
+            return trained(block, x, d, "gate.weight")
+        with torch.no_grad():
+            return [block(x)]
 
     expected = step(whole)
 
@@ -146,8 +140,7 @@ class OneLayer(nn.Module):
         self.head = nn.Linear(SMALL[0], 8, bias=False, dtype=next(block.parameters()).dtype)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        hidden = self.layers[0]["mlp"](tokens)  # type: ignore[index]
-        out: Tensor = self.head(hidden)
+        out: Tensor = self.head(self.get_submodule("layers.0.mlp")(tokens))
         return out
 
 
@@ -161,13 +154,7 @@ def experts_of_parts(context: RankContext, dtype: str) -> Makers:
     plan = {f"layers.*.mlp.{name}": style for name, style in PLAN.items()} | {"head": "colwise_gather_output"}
 
     def step(model: nn.Module) -> list[Tensor]:
-        model.zero_grad()
-        leaf = x.detach().requires_grad_()
-        y = model(leaf)
-        y.backward(d)
-        assert leaf.grad is not None
-        router: Any = model.get_parameter("layers.0.mlp.gate.weight").grad
-        return [y.detach(), leaf.grad, router.to_local() if hasattr(router, "to_local") else router]
+        return trained(model, x, d, "layers.0.mlp.gate.weight")
 
     expected = step(whole)
 
@@ -184,6 +171,17 @@ def experts_of_parts(context: RankContext, dtype: str) -> Makers:
         return Contestant(lambda: step(model), check)
 
     return {OURS: lambda: contestant(hooked=False), SEQUENCE: lambda: contestant(hooked=True)}
+
+
+def trained(model: nn.Module, x: Tensor, d: Tensor, router: str) -> list[Tensor]:
+    """The output for x, and, of a backward pass from its gradient d, the gradients of x and of the router's weight."""
+    model.zero_grad()
+    leaf = x.detach().requires_grad_()
+    y = model(leaf)
+    y.backward(d)
+    grad: Any = model.get_parameter(router).grad
+    assert leaf.grad is not None
+    return [y.detach(), leaf.grad, grad.to_local() if hasattr(grad, "to_local") else grad]
 
 
 def mixtral_block(dtype: str, hidden: int, inner: int) -> Any:
