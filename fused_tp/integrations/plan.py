@@ -198,13 +198,14 @@ def _family(model: nn.Module) -> tuple[str, Family]:
     """What the names of modules of a transformers model's base begin with, and what is known of its family: where
     nothing is, of the family of the text model in it."""
     config: Any = getattr(model, "config", None)
-    part = getattr(model, "base_model", model)
+    part: Any = model
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if text is not config and not is_known(config) and is_known(text):
         kinds = ((getattr(getattr(module, "config", None), "model_type", ""), module) for module in model.modules())
         part = next((module for kind, module in kinds if kind == text.model_type), part)
         config = text
-    prefix = next((f"{name}." for name, module in model.named_modules() if module is part and name), "")
+    base = getattr(part, "base_model", part)
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     return prefix, family_of(config)
 
 

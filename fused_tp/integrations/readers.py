@@ -22,9 +22,10 @@ _DESCRIBE = {"dtype", "device", "shape", "ndim", "requires_grad", "is_meta", "is
 
 
 def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]:
-    """Names, seen from `module`, of the parameters of modules inside of it that its code reads.
+    """Names, seen from `module`, of the parameters of modules inside of it that its code reads, and, where it calls
+    methods of these other than forward, that their code reads.
 
-    `by_forward`: that its method `forward` reads; other methods may never be called.
+    `by_forward`: only those that its own method `forward` reads; other methods may never be called.
     """
     kind: Any = type(module)
     found: set[str] = set()

@@ -127,6 +127,30 @@ def test_attention_to_images(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+def test_a_language_model_inside(group: dist.ProcessGroup) -> None:
+    """What is known of OPT, whose base model is two modules below, holds for BLIP-2's."""
+    from transformers import Blip2Config, Blip2ForConditionalGeneration, OPTConfig
+
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Blip2Config(
+        vision_config={**tower, "image_size": 28, "patch_size": 14},
+        qformer_config={**tower, "encoder_hidden_size": 16},
+        text_config=small_config(OPTConfig),
+        num_query_tokens=3,
+        image_token_index=66,
+    )
+    torch.manual_seed(0)
+    whole = Blip2ForConditionalGeneration(config).eval()
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
+    layer = parallel.get_submodule("language_model.model.decoder.layers.0")
+    cut = {name for name, p in layer.named_parameters() if p.placements[0].is_shard()}
+    assert cut >= {"self_attn.q_proj.weight", "self_attn.out_proj.weight", "fc1.weight", "fc2.weight"}
+    tokens = torch.tensor([[66, 66, 66, 4, 5, 6, 7, 8, 9]])
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(1))
+    assert_trains_alike(parallel, whole, lambda model: model(input_ids=tokens, labels=tokens, pixel_values=pixels).loss)
+
+
+@on_ranks(2)
 def test_heads_by_other_names(group: dist.ProcessGroup) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 3}
     for kind, more in (
