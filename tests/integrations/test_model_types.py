@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +96,21 @@ REFUSED = [
 ]
 
 
+Outcomes = dict[str, tuple[str, str]]  # by mode
+
+
+@pytest.fixture(scope="module")
+def outcomes_of(request: pytest.FixtureRequest) -> Callable[[str, str], Outcomes]:
+    """Outcomes of a type, in that mode among others: in all, and once, where all are asked for later."""
+    all_of = cache(sweep)
+    if any(item.name == test_every_type_is_right_or_refused.__name__ for item in request.session.items):
+        return lambda kind, mode: all_of(kind)
+    return lambda kind, mode: sweep(kind, modes=[mode])
+
+
 @pytest.mark.parametrize(("kind", "mode"), RIGHT)
-def test_is_right(kind: str, mode: str) -> None:
-    outcome, said = sweep(kind, modes=[mode])[mode]
+def test_is_right(outcomes_of: Callable[[str, str], Outcomes], kind: str, mode: str) -> None:
+    outcome, said = outcomes_of(kind, mode)[mode]
     assert outcome == "right", said
 
 
@@ -107,14 +121,16 @@ def test_of_another_config_is_right(kind: str, mode: str, changes: dict[str, Any
 
 
 @pytest.mark.parametrize(("kind", "mode", "says"), REFUSED)
-def test_is_refused_before_anything_is_changed(kind: str, mode: str, says: str) -> None:
-    outcome, said = sweep(kind, modes=[mode])[mode]
+def test_is_refused_before_anything_is_changed(
+    outcomes_of: Callable[[str, str], Outcomes], kind: str, mode: str, says: str
+) -> None:
+    outcome, said = outcomes_of(kind, mode)[mode]
     assert outcome == "refused" and says in said, said
 
 
 @pytest.mark.full
-def test_every_type_is_right_or_refused() -> None:
-    outcomes = {kind: sweep(kind) for kind in all_kinds()}
+def test_every_type_is_right_or_refused(outcomes_of: Callable[[str, str], Outcomes]) -> None:
+    outcomes = {kind: outcomes_of(kind, "tp") for kind in all_kinds()}
     found = [(kind, mode, *outcomes[kind][mode]) for kind in outcomes for mode in MODES]
     bad = [one for one in found if one[2] in ("late", "wrong", "crashed")]
     assert not bad, bad
