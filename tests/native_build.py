@@ -32,7 +32,7 @@ from fused_tp.transport import copy_engine, native_kernels, nccl
 
 REPOSITORY = Path(__file__).parent.parent
 INSTALLED = native_kernels.LIBRARY
-# Lines are all that a sanitizer names; whole debug information takes a quarter more of the compiler's time.
+# Lines are all that a sanitizer names; whole debug information takes the compiler about a third longer.
 COMMON_FLAGS = ("-std=c++17", "-g1", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror")
 
 # Kernels on the CPU: the folder with its doubles of CUDA's headers comes first, and .cu files are C++. Packets are read
