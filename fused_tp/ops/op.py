@@ -29,6 +29,7 @@ from torch.nn import Parameter
 
 from fused_tp.ops.counting import count_by_modes, count_collectives
 from fused_tp.ops.main_grad import into_main_grad
+from fused_tp.ops.split_backward import apply_split, is_split
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
 from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
@@ -152,7 +153,7 @@ class Op(Generic[A]):
         self.once = once
         self.returns_list = returns == "Tensor[]"
         self._saves, self._saves_outputs = frozenset(saves), [one for one in saves if isinstance(one, int)]
-        self._weights_at = [at for at, field in enumerate(self.fields) if field in _WEIGHTS]
+        self.weights_at = [at for at, field in enumerate(self.fields) if field in _WEIGHTS]
         self._materialize_grads, self._non_differentiable = materialize_grads, non_differentiable
         self._plans: GroupSlot[dict[Any, _Plan]] = GroupSlot(lambda group: {})
         schema = ", ".join(f"{kind} {field}" for field, kind in annotations.items())
@@ -260,6 +261,11 @@ class Op(Generic[A]):
         if not is_dynamo_compiling() and _in_dispatch_mode():
             count_collectives(OPS)
         if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(given)):
+            if is_split() and not is_dynamo_compiling() and torch.is_grad_enabled():
+                args = self.pack((*given, name))
+                found = apply_split(self, lambda: self.overload(*given, name), args, given)
+                if found is not None:
+                    return found
             return self.overload(*given, name)
         if forward_ad._current_level >= 0:
             raise RuntimeError(
@@ -292,7 +298,7 @@ class Op(Generic[A]):
 
     def _into_main_grads(self, values: Sequence[Any]) -> Sequence[Any]:
         """`values`, with weights that have a `main_grad` replaced by `into_main_grad` of them."""
-        for at in self._weights_at:
+        for at in self.weights_at:
             value = values[at]
             for t in value if type(value) is list else (value,):
                 if getattr(t, "main_grad", None) is not None:
@@ -394,15 +400,25 @@ class Op(Generic[A]):
         return Saved(self.pack(args), self.pack(ctx.needs), self.pack(ctx.shapes), outputs)
 
     def run_backward(self, ctx: Any, *grads: Any) -> Any:
-        """`backward`, in a range of its own where nothing is being traced, which would trace the range too."""
+        """`backward` as autograd wants it."""
         assert self.backward is not None
+        return self._gradients(ctx, self.run_half(ctx, self.backward, self.saved(ctx), grads))
+
+    def run_half(
+        self, ctx: Any, half: Callable[..., dict[str, Any]], saved: Saved[A], grads: Sequence[Any]
+    ) -> dict[str, Any]:
+        """`half(saved, *grads)`, in a range of its own where nothing is being traced, which would trace the range too.
+
+        Args:
+            half: `backward`, `grad_input` or `grad_weight`.
+        """
         grads = tuple(map(_resolved, grads))
         if self.once and torch.is_grad_enabled() and (self._non_differentiable or group_by_name(ctx.args[-1]).size > 1):
             raise self._differentiated_twice()
         if not recording() or _in_dispatch_mode():
-            return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
+            return half(saved, *grads)
         with span(f"{self.name} backward", grads):
-            return self._gradients(ctx, self.backward(self.saved(ctx), *grads))
+            return half(saved, *grads)
 
     def _differentiated_twice(self) -> RuntimeError:
         name = self.qualified_name if self.backward is None else f"backward of {self.qualified_name}"
@@ -423,9 +439,12 @@ class Op(Generic[A]):
     def _with_grad(self, schedule: Schedule | None, args: A) -> Any:
         if self.backward is None:
             raise self._differentiated_twice()
+        values = _flat(args)
+        if is_split() and (found := apply_split(self, lambda: self._run(schedule, args), args, values)) is not None:
+            return found
         flat: list[Any] = []
         lengths = []  # of the tensor lists; -1 for anything else
-        for arg in _flat(args):
+        for arg in values:
             if type(arg) is list and (not arg or isinstance(arg[0], Tensor)):
                 lengths.append(len(arg))
                 flat += arg
