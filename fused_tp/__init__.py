@@ -26,6 +26,7 @@ from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
 from fused_tp.ops.sequence_balance import sequence_balance
+from fused_tp.ops.split_backward import split_backward
 from fused_tp.ops.ulysses_attention import ulysses_attention
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fused_tp import nn
     from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
     from fused_tp.integrations.parallelize import parallelize
+    from fused_tp.pipelining.pipeline import pipeline
 
 _LAZY = {
     "FusedColwiseParallel": "fused_tp.integrations.dtensor",
@@ -41,6 +43,7 @@ _LAZY = {
     "FusedSequenceParallel": "fused_tp.integrations.dtensor",
     "nn": "fused_tp.nn",
     "parallelize": "fused_tp.integrations.parallelize",
+    "pipeline": "fused_tp.pipelining.pipeline",
 }
 
 __all__ = [
@@ -68,6 +71,8 @@ __all__ = [
     "all_reduce",
     "nn",
     "parallelize",
+    "pipeline",
+    "split_backward",
     "FusedColwiseParallel",
     "FusedRowwiseParallel",
     "FusedSequenceParallel",

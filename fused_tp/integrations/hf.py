@@ -24,7 +24,7 @@ from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.readers import forward_mentions
-from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, cut_head
+from fused_tp.integrations.sequence import PASSES_ON, Parallelism, Rows, SequenceSharding, cut_head
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
 from fused_tp.ops.collectives import gather
@@ -89,7 +89,8 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             f"{kind}.forward computes its loss by other means than self.loss_function, which loss_parallel and cp_dim "
             "replace by the loss over all ranks. Use neither, or give the class a forward that calls it."
         )
-    if not is_base and (parallelism.sequence_parallel or parallelism.loss_parallel):
+    has_head = not (is_base or hasattr(model, PASSES_ON))
+    if has_head and (parallelism.sequence_parallel or parallelism.loss_parallel):
         head = model.get_output_embeddings()
         name = next((name for name, module in model.named_modules() if module is head), None)
         spec = spec_of(None if name is None else plan.get(name))

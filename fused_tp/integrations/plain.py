@@ -40,7 +40,7 @@ from fused_tp.integrations.forward_shard import CpContext, ForwardShard
 from fused_tp.integrations.layers import holds_sharded_heads
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
-from fused_tp.integrations.sequence import Parallelism, Rows, SequenceSharding, cut_head
+from fused_tp.integrations.sequence import PASSES_ON, Parallelism, Rows, SequenceSharding, cut_head
 
 POSITIONS = ("positions", "position_ids")
 CACHES = ("cache", "kv_cache", "past_key_values")
@@ -68,7 +68,7 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
         )
     heads = _heads(plan)
     for asked in ("sequence_parallel", "loss_parallel"):
-        if getattr(parallelism, asked) and len(heads) != 1:
+        if getattr(parallelism, asked) and len(heads) != 1 and not hasattr(model, PASSES_ON):
             raise ValueError(
                 f"{asked}=True needs one output layer with the style 'colwise_gather_output' in the plan; it has "
                 f"{len(heads)}."

@@ -32,6 +32,9 @@ from fused_tp.integrations.outputs import map_tensors, tensors_in
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
 
+# A mark on a model whose output nobody reads: a pipeline stage that is not the last.
+PASSES_ON = "_fused_tp_passes_on"
+
 
 @dataclass(frozen=True)
 class Parallelism:
@@ -448,7 +451,7 @@ class SequenceSharding:
             share = 1 / self.parallelism.cp_mesh.size()
             caches = self.cache_types(self._by_name(args, kwargs))
             return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, caches=caches)
-        if shard is None or shard.targets is not None:
+        if shard is None or shard.targets is not None or hasattr(model, PASSES_ON):
             return output
         return self.unshard_output(output, shard)
 

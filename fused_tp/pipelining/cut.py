@@ -1,0 +1,394 @@
+"""Where a model can be cut into pipeline stages, which parts each stage keeps, and how layers are shared out.
+
+A model can be cut between the layers of one nn.ModuleList, if nothing but the hidden state goes from layer to layer.
+That is found by running the model once, on a few tokens, and following gradients:
+
+    inputs --> in front --> hidden --> layer 0 --> hidden --> ... --> layer L-1 --> hidden --> behind --> output
+
+What autograd finds between two of these parts besides the hidden state is a connection that a cut would break.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_tp.integrations.outputs import tensors_in
+
+PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The parts of a model that can be cut.
+
+    Attributes:
+        container: name of the ModuleList of layers.
+        count: of layers.
+        in_front: names of modules with parameters of their own that run before the layers.
+        behind: of those that run after them.
+        returns_tuple: a layer returns its hidden state in a tuple.
+        hidden_size, dtype: of the hidden state [batch, seq, hidden].
+    """
+
+    container: str
+    count: int
+    in_front: tuple[str, ...]
+    behind: tuple[str, ...]
+    returns_tuple: bool
+    hidden_size: int
+    dtype: torch.dtype
+
+
+def find_layers(model: nn.Module, container: str | None, example: Mapping[str, Any]) -> Layers:
+    """The parts of `model` that can be cut.
+
+    Args:
+        container: name of the ModuleList of layers; None: the one that transformers' plan for pipelines names, or the
+            only one that there is.
+        example: keyword arguments of a forward pass on a few tokens.
+
+    Raises:
+        ValueError: the model cannot be cut; says what stands in the way.
+    """
+    name = _container_name(model, container)
+    layers = model.get_submodule(name)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise ValueError(f"layers={name!r} is a {type(layers).__name__}; name an nn.ModuleList of one or more layers.")
+    return _Probe(model, name, layers).run(example)
+
+
+def _container_name(model: nn.Module, given: str | None) -> str:
+    kind = type(model).__name__
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    if given is not None:
+        if given not in lists:
+            raise ValueError(f"{kind} has no nn.ModuleList {given!r}; it has {', '.join(map(repr, lists)) or 'none'}.")
+        return given
+    base = getattr(model, "base_model", model)
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    named = [prefix + part for part in plan if prefix + part in lists]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    found = named or outermost
+    if len(found) != 1:
+        raise ValueError(
+            f"{kind} has {len(found)} lists of layers ({', '.join(map(repr, found)) or 'none'}), and none that is said "
+            "to be cut; pass layers=, the name of the nn.ModuleList whose layers pass one hidden state on."
+        )
+    return found[0]
+
+
+class _Probe:
+    """One forward pass that is watched."""
+
+    def __init__(self, model: nn.Module, container: str, layers: nn.ModuleList) -> None:
+        self.model, self.container, self.layers = model, container, layers
+        self.kind = type(model).__name__
+        self.calls = 0  # of layers
+        self.hidden: Tensor | None = None  # what the last layer has returned
+        self.cut: list[Tensor] = []  # what each layer has returned
+        self.in_front: dict[str, list[Tensor]] = {}  # what modules before the layers have returned
+        self.behind: list[str] = []
+        self.returns_tuple = False
+
+    def run(self, example: Mapping[str, Any]) -> Layers:
+        inside = f"{self.container}."
+        with ExitStack() as stack, torch.enable_grad():
+            for name, module in self.model.named_modules():
+                if module in self.layers:
+                    index = int(name.removeprefix(inside))
+                    stack.enter_context(module.register_forward_pre_hook(partial(self.enter, index), with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(partial(self.leave, index)))
+                elif _holds_parameters(module) and not name.startswith(inside) and not self.holds_layers(name):
+                    stack.enter_context(module.register_forward_hook(partial(self.outside, name)))
+            stack.enter_context(in_mode([self.model], training=True))  # in which alone dropout between layers is seen
+            stack.enter_context(torch.random.fork_rng())
+            output = self.model(**example)
+        if self.calls != len(self.layers):
+            raise ValueError(
+                f"{self.kind} ran {self.calls} of the {len(self.layers)} layers of {self.container!r}; a pipeline "
+                "needs each of them once."
+            )
+        self.check_behind(output)
+        self.check_parameters()
+        assert self.hidden is not None
+        return Layers(
+            self.container,
+            len(self.layers),
+            tuple(self.in_front),
+            tuple(self.behind),
+            self.returns_tuple,
+            self.hidden.shape[-1],
+            self.hidden.dtype,
+        )
+
+    def holds_layers(self, name: str) -> bool:
+        return not name or self.container.startswith(f"{name}.")
+
+    def enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if index != self.calls:
+            raise ValueError(
+                f"{self.kind} runs layer {index} of {self.container!r} where layer {self.calls} was expected; a "
+                "pipeline needs its layers to run once each, in their order."
+            )
+        name = f"{self.container}.{index}"
+        given = args[0] if args else kwargs.get("hidden_states")
+        if index and given is not self.hidden:
+            raise ValueError(
+                f"{name} is not given what the layer before it returns as its first argument; what happens to the "
+                "hidden state between the two would be lost where they are on different stages."
+            )
+        others = [*enumerate(args[1:], 1), *((key, value) for key, value in kwargs.items() if value is not given)]
+        for key, value in others:
+            if any(t.requires_grad for t in tensors_in(value)):
+                raise ValueError(
+                    f"{name} is given {key!r}, which is made of embeddings or of what layers before it return; only "
+                    "the hidden state travels from stage to stage."
+                )
+
+    def leave(self, index: int, layer: nn.Module, args: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not isinstance(hidden, Tensor) or hidden.ndim != 3:
+            raise ValueError(
+                f"{self.container}.{index} returns {_shown(hidden)} where a pipeline needs its hidden state "
+                "[batch, seq, hidden], by itself or first in a tuple."
+            )
+        self.returns_tuple = isinstance(output, tuple)
+        self.calls += 1
+        leaf, self.hidden = _leaf_and_result(hidden)
+        self.cut.append(leaf)
+        return (self.hidden, *output[1:]) if self.returns_tuple else self.hidden
+
+    def outside(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.calls == len(self.layers):
+            if name not in self.behind:
+                self.behind.append(name)
+            return None
+        if self.calls:
+            raise ValueError(
+                f"{self.kind} runs {name!r}, which has parameters, between layers of {self.container!r}; only what "
+                "runs before all layers or after all of them can be given to a stage."
+            )
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            raise ValueError(f"{name!r} runs before the layers and returns {_shown(output)}, not a tensor of floats.")
+        leaf, made = _leaf_and_result(output)
+        self.in_front.setdefault(name, []).append(leaf)
+        return made
+
+    def check_behind(self, output: Any) -> None:
+        made = [t for t in tensors_in(output) if t.requires_grad]
+        before = [("hidden states of earlier layers", self.cut[:-1])]
+        before += [(f"what {name!r} returns", tensors) for name, tensors in self.in_front.items()]
+        for what, tensors in before:
+            if made and tensors:
+                grads = torch.autograd.grad(
+                    [t.sum() for t in made], tensors, allow_unused=True, retain_graph=True, materialize_grads=False
+                )
+                if any(grad is not None for grad in grads):
+                    raise ValueError(
+                        f"What {self.kind} does behind its last layer needs {what}, which the last stage does not have."
+                    )
+
+    def check_parameters(self) -> None:
+        placed = {*self.in_front, *self.behind}
+        both = set(self.in_front) & set(self.behind)
+        if both:
+            raise ValueError(f"{self.kind} runs {sorted(both)} both before and after its layers.")
+        for name, module in self.model.named_modules():
+            if _holds_parameters(module) and name not in placed and not f"{name}.".startswith(f"{self.container}."):
+                raise ValueError(
+                    f"{name or self.kind!r} has parameters ({', '.join(module._parameters)}) and is not called as a "
+                    "module before or after the layers, so that no stage can be given it. Put them into a module of "
+                    "their own that is called there."
+                )
+
+
+@contextmanager
+def in_mode(models: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
+    """Puts `models` into training mode, or out of it, and each of their modules back into its own at the end."""
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        for module in modes:
+            module.training = training
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return any(p is not None for p in module._parameters.values())
+
+
+def _leaf_and_result(t: Tensor) -> tuple[Tensor, Tensor]:
+    """A leaf of the values of `t`, and what may take the place of `t`, also where it is written to."""
+    leaf = t.detach().requires_grad_()
+    return leaf, leaf.clone()
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+def estimated_costs(model: nn.Module, layers: Layers) -> list[float]:
+    """What each layer costs, by the multiplications for one token, with what is in front of the first and behind the
+    last added to these.
+
+    An embedding costs nothing; of experts those that a token is sent to, where the config says how many.
+    """
+    config: Any = getattr(model, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    experts = next((n for key in _EXPERTS if isinstance(n := getattr(text, key, None), int) and n), 0)
+    used = next((n for key in _EXPERTS_PER_TOKEN if isinstance(n := getattr(text, key, None), int) and n), experts)
+
+    def cost(module: nn.Module) -> float:
+        total = 0.0
+        for name, one in module.named_modules():
+            if not isinstance(one, (nn.Embedding, nn.EmbeddingBag)):
+                sizes = sum(p.numel() for p in one._parameters.values() if p is not None and p.ndim > 1)
+                is_expert = experts and ("experts" in name.split(".") or name.rpartition(".")[2] == "experts")
+                total += sizes * used / experts if is_expert else sizes
+        return total
+
+    costs = [cost(layer) for layer in model.get_submodule(layers.container).children()]
+    costs[0] += sum(cost(model.get_submodule(name)) for name in layers.in_front)
+    costs[-1] += sum(cost(model.get_submodule(name)) for name in layers.behind)
+    return costs
+
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+
+
+def share_out(costs: Sequence[float], stages: int) -> list[range]:
+    """Consecutive layers for each stage, one at least: the dearest stage as cheap as can be, then the next.
+
+    Raises:
+        ValueError: fewer layers than stages, or a cost that is no positive number.
+
+    Example:
+        share_out([1, 1, 1, 3], 2)  # [range(0, 3), range(3, 4)]
+    """
+    count = len(costs)
+    if count < stages:
+        raise ValueError(f"{count} layers cannot be shared out over {stages} stages, of which each needs one at least.")
+    if not all(isinstance(c, (int, float)) and 0 <= c < float("inf") for c in costs):
+        raise ValueError(f"costs are {list(costs)}; they must be numbers, zero or greater.")
+    sums = [0.0, *accumulate(costs)]
+    # best[n]: of the first n layers over the stages so far, (costs of stages from the dearest down, where each begins).
+    best: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
+    for stage in range(stages):
+        last = stages - stage - 1
+        found: dict[int, tuple[list[float], list[int]]] = {}
+        for start, (ordered, starts) in best.items():
+            for stop in [count] if not last else range(start + 1, count - last + 1):
+                option = sorted([*ordered, sums[stop] - sums[start]], reverse=True), [*starts, start]
+                if stop not in found or option[0] < found[stop][0]:
+                    found[stop] = option
+        best = found
+    starts = [*best[count][1], count]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+# -- stages -----------------------------------------------------------------------------------------------------------
+
+
+class Boundary:
+    """The hidden state as it enters and leaves a stage, during one forward pass."""
+
+    def __init__(self) -> None:
+        self.received: Tensor | None = None
+        self.sent: Tensor | None = None
+
+
+class Absent(nn.Identity):
+    """In the place of a layer that another stage has: passes on the hidden state that it is given.
+
+    Of the layers before a stage the last gives what was received instead, and of those after it the first notes what is
+    to be sent.
+    """
+
+    def __init__(self, layer: nn.Module, boundary: Boundary, *, receives: bool, sends: bool, in_tuple: bool) -> None:
+        super().__init__()
+        self.boundary = boundary
+        self.receives, self.sends, self.in_tuple = receives, sends, in_tuple
+        for name, value in vars(layer).items():  # which models read from their layers, such as the kind of attention
+            if name not in vars(self) and isinstance(value, (str, int, float, type(None))):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.receives:
+            hidden = self.boundary.received
+        if self.sends:
+            self.boundary.sent = hidden
+        return (hidden,) if self.in_tuple else hidden
+
+
+class AbsentInFront(nn.Identity):
+    """In the place of an embedding: zeros of the shape of the hidden state, which no layer sees."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        super().__init__()
+        self.boundary = boundary
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        received = self.boundary.received
+        assert received is not None
+        return received.new_zeros(()).expand(received.shape)
+
+
+class AbsentBehind(nn.Identity):
+    """In the place of a norm or an output layer: what it is given."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+def take_stages(
+    model: nn.Module, layers: Layers, parts: Sequence[range], wanted: Sequence[int]
+) -> dict[int, tuple[nn.Module, Boundary]]:
+    """The stages of the numbers `wanted`, each a model of the same class that holds modules of `model` itself.
+
+    What all stages need and has no parameters (rotary embeddings) each has its own copy of.
+    """
+    container = model.get_submodule(layers.container)
+    of_layers = list(container.children())
+    # A model and its layers read one config, which stays one: `parallelize` gives each stage a copy of its own.
+    configs = {id(m.config): m.config for m in model.modules() if "config" in vars(m)}
+    found = {}
+    for stage in wanted:
+        part, boundary, last = parts[stage], Boundary(), len(parts) - 1
+        memo: dict[int, Any] = dict(configs)
+        for index, layer in enumerate(of_layers):
+            memo[id(layer)] = (
+                layer
+                if index in part
+                else Absent(
+                    layer,
+                    boundary,
+                    receives=index == part.start - 1,
+                    sends=index == part.stop,
+                    in_tuple=layers.returns_tuple,
+                )
+            )
+        for name in layers.in_front:
+            module = model.get_submodule(name)
+            memo[id(module)] = module if stage == 0 else AbsentInFront(boundary)
+        for name in layers.behind:
+            module = model.get_submodule(name)
+            memo[id(module)] = module if stage == last else AbsentBehind()
+        found[stage] = copy.deepcopy(model, memo), boundary
+    return found

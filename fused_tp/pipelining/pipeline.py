@@ -1,0 +1,630 @@
+"""`pipeline(model, mesh)`: a model cut into pipeline stages, each of which is tensor and context parallel inside.
+
+Every rank is given the whole batch, as `parallelize` wants it, and each stage all of it but the hidden state: masks,
+positions and bounds of documents need not travel. Between stages goes the part of the hidden state that a rank holds,
+with sequence parallelism a 1/tp of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from fused_tp.integrations.hf import is_transformers_model
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.plan import Style, resolve_plan
+from fused_tp.integrations.sequence import PASSES_ON
+from fused_tp.ops.arguments import check_bool, check_int
+from fused_tp.ops.collectives import all_reduce
+from fused_tp.ops.split_backward import split_backward
+from fused_tp.pipelining.cut import (
+    PROBE_TOKENS,
+    Boundary,
+    Layers,
+    estimated_costs,
+    find_layers,
+    in_mode,
+    share_out,
+    take_stages,
+)
+from fused_tp.pipelining.schedules import ScheduleKind, find_schedule
+from fused_tp.pipelining.timeline import Recorder, Span
+from fused_tp.runtime.partition import shard_range
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Loss = Callable[[Any, Any], Tensor]
+_IGNORED = -100  # label of a token that does not count, as everywhere in transformers
+_LABELS = ("labels", "shift_labels")
+_COUNT = "num_items_in_batch"  # by which a model divides the sum over targets, in place of their number
+
+
+class Inside(TypedDict, total=False):
+    """Keywords of `parallelize` that `pipeline` takes."""
+
+    tp_dim: str
+    cp_dim: str
+    ep_dim: str | None
+    plan: str | Mapping[str, Style]
+    sequence_parallel: bool
+    loss_parallel: bool
+    ulysses_size: int
+    grad_sync: bool
+
+
+_INSIDE = {name: inspect.signature(parallelize).parameters[name].default for name in Inside.__annotations__}
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    microbatches: int,
+    schedule: str = "1F1B",
+    virtual_stages: int | None = None,
+    layers: str | None = None,
+    costs: Sequence[float] | None = None,
+    loss_fn: Loss | None = None,
+    example: Mapping[str, Any] | None = None,
+    pp_dim: str = "pp",
+    **inside: Unpack[Inside],
+) -> Pipeline:
+    """This rank's part of `model` as a pipeline over `mesh[pp_dim]`, whose `step(batch)` returns the loss of the batch.
+
+    The model is cut between the layers of one nn.ModuleList; embeddings stay with the first of them, norms and output
+    layers behind them with the last. Each stage is made parallel over the other dims as `parallelize` does it. It is
+    taken apart: use the pipeline from here on, not `model`.
+
+    Args:
+        model: a transformers causal language model, or any nn.Module whose layers pass nothing on but a hidden state
+            [batch, seq, hidden]; the same on all ranks. What cannot be cut is refused.
+        mesh: DeviceMesh with the dim `pp_dim`, and those over which each stage is to be parallel.
+        microbatches: into how many parts of equal size the rows of a batch are cut.
+        schedule: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble" ("ZBV") or "DualPipeV",
+            of torch.distributed.pipelining. Backward of the last three is run inside `fused_tp.split_backward()`.
+        virtual_stages: stages of a rank, for the two interleaved schedules; None: 2.
+        layers: name of the ModuleList; None: that of transformers' plan for pipelines, or the only one.
+        costs: of each layer, in any unit, to share them out by, with the embedding added to the first and the output
+            layer to the last; None: multiplications for a token, counted from parameters.
+        loss_fn: loss_fn(output, labels) -> mean over a microbatch; output is what the model returns (its logits, of a
+            transformers model). The loss of a batch is the mean of these. None: the model's own, `loss` of what forward
+            returns for `labels` (not shifted; -100 does not count), a mean over targets: over those of the batch.
+        example: keyword arguments of a forward pass on a few tokens, by which the model is examined; None: token ids.
+        inside: keywords of `parallelize`, for each stage: tp_dim, cp_dim, ep_dim (one of these two), plan,
+            sequence_parallel, loss_parallel, ulysses_size, grad_sync. With grad_sync gradients are summed over the
+            context parallel ranks at the end of a step.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or the model cannot be cut, with the reason; before anything is
+            changed or sent.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("pp", "tp"))
+        >>> pipe = fused_tp.pipeline(model, mesh, schedule="ZBV", microbatches=8, sequence_parallel=True)
+        >>> optimizer = torch.optim.AdamW(pipe.parameters())
+        >>> loss = pipe.step({"input_ids": tokens, "labels": tokens})
+        >>> optimizer.step()
+
+    Source: Narayanan et al., arXiv:2104.04473 (1F1B, interleaved); Qi et al., arXiv:2401.10241 (zero bubble, ZBV);
+    DeepSeek-AI, arXiv:2412.19437 (DualPipe).
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}.")
+    names = mesh.mesh_dim_names or ()
+    if pp_dim not in names:
+        raise ValueError(f"mesh has the dims {names or 'without names'}, and pp_dim={pp_dim!r} is none of them.")
+    unknown = sorted(set(inside) - set(Inside.__annotations__))
+    if unknown:
+        raise TypeError(f"pipeline has no keyword {unknown[0]!r}; of parallelize it takes {', '.join(_INSIDE)}.")
+    keywords: dict[str, Any] = {**_INSIDE, **inside}
+    dims = tuple(keywords[key] for key in ("tp_dim", "cp_dim"))
+    if keywords["ep_dim"] not in (None, *dims):
+        raise ValueError(
+            f"ep_dim={keywords['ep_dim']!r} is a dim of its own, which is not served in a pipeline; deal experts out "
+            f"over {dims[0]!r} or {dims[1]!r}."
+        )
+    check_int("microbatches", microbatches, 1)
+    grad_sync, plan = keywords.pop("grad_sync"), keywords.pop("plan")
+    check_bool(**{key: keywords[key] for key in ("sequence_parallel", "loss_parallel")}, grad_sync=grad_sync)
+    if virtual_stages is not None:
+        check_int("virtual_stages", virtual_stages, 1)
+    is_hf = is_transformers_model(model)
+    if loss_fn is None and "labels" not in inspect.signature(model.forward).parameters:
+        raise ValueError(f"{type(model).__name__}.forward takes no labels; pass loss_fn(output, labels), its loss.")
+    if is_hf and getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            "The model's config has output_router_logits=True; its loss of routers needs those of all layers, and the "
+            "last stage has its own. Set model.config.output_router_logits = False."
+        )
+    pp_mesh = mesh[pp_dim]
+    ranks, rank = pp_mesh.size(), pp_mesh.get_local_rank()
+    kind, of_rank = find_schedule(schedule, ranks, microbatches, virtual_stages)
+    found = find_layers(model, layers, example or _example(model, is_hf))
+    if costs is None:
+        costs = estimated_costs(model, found)
+    elif len(costs) != found.count:
+        raise ValueError(f"costs has {len(costs)} numbers for the {found.count} layers of {found.container!r}.")
+    parts = share_out(costs, ranks * of_rank)
+    meshes = {dim: mesh[dim] for dim in dims if dim in names and mesh[dim].size() > 1}
+    tp_mesh, cp_mesh = (meshes.get(dim) for dim in dims)
+    tied = _tied_names(model, found)
+    if tied and tp_mesh is not None:
+        whole = resolve_plan(model, plan)  # which cuts an embedding as the output layer that shares its weight
+        plan = {**whole.modules, **whole.parameters}
+    stages: dict[int, Stage] = {}
+    for number, (part, boundary) in take_stages(model, found, parts, kind.stages_of(rank, ranks, of_rank)).items():
+        if number + 1 < len(parts):
+            setattr(part, PASSES_ON, True)
+        if meshes:
+            parallelize(part, mesh, plan=_within(part, plan), grad_sync=False, **keywords)
+        stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
+    _release(model, stages.values())
+    return Pipeline(
+        stages,
+        kind,
+        found,
+        parts,
+        pp_mesh,
+        tp_mesh,
+        cp_mesh,
+        microbatches,
+        tied,
+        sequence_parallel=keywords["sequence_parallel"],
+        grad_sync=grad_sync,
+    )
+
+
+def _example(model: nn.Module, is_hf: bool) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    tokens = torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device=device)
+    if is_hf:
+        return {"input_ids": tokens, "use_cache": False}
+    return {next(iter(inspect.signature(model.forward).parameters), "tokens"): tokens}
+
+
+def _tied_names(model: nn.Module, layers: Layers) -> tuple[str, str] | None:
+    """The names of a parameter that the first stage and the last one share."""
+
+    def named(modules: Sequence[str]) -> dict[int, str]:
+        return {
+            id(p): f"{name}.{leaf}"
+            for name in modules
+            for leaf, p in model.get_submodule(name).named_parameters(recurse=False, remove_duplicate=False)
+        }
+
+    front, behind = named(layers.in_front), named(layers.behind)
+    shared = [(front[key], behind[key]) for key in front if key in behind]
+    if len(shared) > 1:
+        raise ValueError(f"The first and the last stage share {len(shared)} parameters, {shared}; one can be served.")
+    return shared[0] if shared else None
+
+
+def _within(part: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[str, Style]:
+    """Of a plan with concrete names what a stage has."""
+    if isinstance(plan, str):
+        return plan
+    known = {name for name, module in part.named_modules() if not isinstance(module, nn.Identity)}
+    known |= {name for name, _ in part.named_parameters(remove_duplicate=False)}
+    return {name: style for name, style in plan.items() if name in known or "*" in name}
+
+
+def _release(model: nn.Module, stages: Iterable[Stage]) -> None:
+    """Frees the memory of what other ranks have, which the caller's `model` still holds."""
+    kept = {module for stage in stages for module in stage.modules()}
+    for module in model.modules():
+        if module not in kept:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+
+class Stage(nn.Module):
+    """A part of the model, from the hidden state that it receives to that which it sends.
+
+    Attributes:
+        model: of the same class as the whole one, with others in the place of what other stages have.
+        number, count: of this stage, of all.
+        target_count: by what the sum over targets is divided, in the batch that runs.
+    """
+
+    def __init__(
+        self, model: nn.Module, boundary: Boundary, number: int, count: int, is_hf: bool, loss_fn: Loss | None
+    ) -> None:
+        super().__init__()
+        self.model, self.boundary, self.number, self.count = model, boundary, number, count
+        self.is_hf, self.loss_fn = is_hf, loss_fn
+        self.target_count: int | Tensor | None = None
+        self.microbatches = 1
+        self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None  # that is sent and received
+        parameters = inspect.signature(model.forward).parameters
+        self._takes_count = _COUNT in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.count - 1
+
+    def forward(self, *received: Tensor, **batch: Any) -> Any:
+        """The hidden state to send; of the last stage the loss, or the output where the batch has no labels."""
+        labels = {name: batch.get(name) for name in _LABELS}
+        own_loss = self.is_last and self.loss_fn is None and labels["labels"] is not None
+        if not own_loss:
+            batch = {name: value for name, value in batch.items() if name not in _LABELS}
+        elif self._takes_count:
+            batch[_COUNT] = self.target_count
+        boundary = self.boundary
+        boundary.received = received[0] if received else None
+        try:
+            output = self.model(**batch)
+            sent = boundary.sent
+        finally:
+            boundary.received = boundary.sent = None
+        if not self.is_last:
+            return self._checked(sent)
+        if labels["labels"] is None:
+            return output.logits if self.is_hf else output
+        if self.loss_fn is not None:
+            return self.loss_fn(output.logits if self.is_hf else output, labels["labels"]) / self.microbatches
+        assert self.target_count is not None
+        return output.loss * (1 if self._takes_count else count_targets(labels) / self.target_count)
+
+    def _checked(self, sent: Tensor | None) -> Tensor:
+        assert sent is not None and self.hidden is not None
+        if (tuple(sent.shape), sent.dtype) != self.hidden:
+            raise ValueError(
+                f"Stage {self.number} made a hidden state {tuple(sent.shape)} of {sent.dtype}, and the next expects "
+                f"{self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same autocast as its steps."
+            )
+        return (
+            sent.clone() if sent._is_view() else sent.contiguous()
+        )  # torch detaches it in place, which no view can be
+
+
+def count_targets(batch: Mapping[str, Any]) -> Tensor:
+    """How many targets count, of labels that are not shifted, or of shifted ones."""
+    shifted = batch.get("shift_labels")
+    return ((batch["labels"][:, 1:] if shifted is None else shifted) != _IGNORED).sum()
+
+
+class Pipeline:
+    """The stages of this rank, and the schedule that runs them.
+
+    Attributes:
+        stages: of this rank, by number.
+        parts: which layers each stage has, of all ranks.
+    """
+
+    def __init__(
+        self,
+        stages: dict[int, Stage],
+        kind: ScheduleKind,
+        layers: Layers,
+        parts: list[range],
+        pp_mesh: DeviceMesh,
+        tp_mesh: DeviceMesh | None,
+        cp_mesh: DeviceMesh | None,
+        microbatches: int,
+        tied: tuple[str, str] | None,
+        *,
+        sequence_parallel: bool,
+        grad_sync: bool,
+    ) -> None:
+        self.stages, self.parts, self.microbatches = stages, parts, microbatches
+        self._kind, self._layers, self._tied = kind, layers, tied
+        self._pp_mesh, self._group = pp_mesh, pp_mesh.get_group()
+        self._tp_mesh, self._cp_mesh = tp_mesh, cp_mesh
+        self._sequence_parallel, self._grad_sync = sequence_parallel, grad_sync
+        self._schedules: dict[tuple[int, ...], Any] = {}  # by the shape of the hidden state
+        for stage in stages.values():
+            stage.microbatches = microbatches
+        self._unsynced = False  # gradients hold what has not been summed over ranks
+        ranks = pp_mesh.size()
+        self._rank_of = {
+            number: rank for rank in range(ranks) for number in kind.stages_of(rank, ranks, len(parts) // ranks)
+        }
+        a_stage = next(iter(stages.values()))
+        self._is_hf, self._own_loss = a_stage.is_hf, a_stage.loss_fn is None
+        self._recorder = Recorder()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, Any], *, sync_gradients: bool = True) -> Tensor:
+        """The loss of `batch`, the same on every rank of the pipeline; gradients are added to those of the parameters.
+
+        Args:
+            batch: what the model's forward takes, by name, and "labels"; tensors [batch, ...], the same on all ranks of
+                the pipeline and of what it is parallel over inside. Packed documents by position_ids [batch, seq].
+            sync_gradients: False in all steps but the last of an accumulation over several batches: gradients are then
+                summed over ranks once.
+
+        Raises:
+            TypeError, ValueError: the batch does not fit; raised before anything is sent.
+        """
+        check_bool(sync_gradients=sync_gradients)
+        prepared = self._prepared(batch, with_labels=True)
+        held = [] if self._unsynced else self._set_aside()
+        with self._split():
+            losses = self._run(prepared)
+        self._unsynced = True
+        if sync_gradients:
+            self._sync_gradients()
+            self._unsynced = False
+        for parameter, grad in held:
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        return self._loss_everywhere(losses)
+
+    @torch.no_grad()
+    def eval(self, batch: Mapping[str, Any]) -> Any:
+        """The loss of `batch`, without gradients and in eval mode; without labels what the model returns (of a
+        transformers model its logits), on the ranks of the last stage, and None on others."""
+        prepared = self._prepared(batch, with_labels=False)
+        with in_mode(self.stages.values(), training=False):
+            outputs = self._run_forward(prepared)
+        if "labels" in prepared:
+            return self._loss_everywhere(outputs)
+        return tree_map(_joined, *outputs) if outputs else None
+
+    def _split(self) -> AbstractContextManager[None]:
+        return split_backward() if self._kind.splits else nullcontext()
+
+    def _run(self, batch: dict[str, Any]) -> list[Tensor]:
+        """The losses of the microbatches, where the last stage is."""
+        schedule, losses = self._schedule(batch), list[Tensor]()
+        target = {"target": batch["labels"]} if self._has_last else {}
+        schedule.step(**self._begin(batch), **target, losses=losses, return_outputs=False)
+        return losses
+
+    def _begin(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Tells the stages what all microbatches have in common; what forward is to be given of a batch."""
+        for stage in self.stages.values():
+            stage.target_count, stage.hidden = batch.get(_COUNT), self._hidden(batch)
+        return {name: value for name, value in batch.items() if name != _COUNT}
+
+    def _run_forward(self, batch: dict[str, Any]) -> list[Any]:
+        """What the last stage returns for each microbatch, where it is. Rejected: `eval` of torch's schedules, which
+        fails for those that are V-shaped (2.13) and learns shapes anew whenever training and it take turns."""
+        given = self._begin(batch)
+        split = {
+            name: value.chunk(self.microbatches)
+            for name, value in given.items()
+            if isinstance(value, Tensor) and value.ndim
+        }
+        shape, dtype = self._hidden(batch)
+        passed: dict[int, list[Any]] = {}  # from a stage of this rank to the next, which it has too
+        sends: list[dist.Work] = []
+        for number, stage in sorted(self.stages.items()):
+            outputs = []
+            for index in range(self.microbatches):
+                received = []
+                if number in passed:
+                    received.append(passed[number][index])
+                elif number:
+                    received.append(torch.empty(shape, dtype=dtype, device=self._pp_mesh.device_type))
+                    dist.recv(received[0], self._global_rank_of(number - 1), group=self._group)
+                part = {name: split[name][index] if name in split else value for name, value in given.items()}
+                output = stage(*received, **part)
+                outputs.append(output)
+                if not stage.is_last and number + 1 not in self.stages:
+                    work = dist.isend(output, self._global_rank_of(number + 1), group=self._group)
+                    assert work is not None
+                    sends.append(work)
+            passed = {number + 1: outputs}
+        for work in sends:
+            work.wait()
+        return outputs if self._has_last else []
+
+    def _global_rank_of(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, self._rank_of[stage])
+
+    @property
+    def _has_last(self) -> bool:
+        return len(self.parts) - 1 in self.stages
+
+    def _prepared(self, batch: Mapping[str, Any], *, with_labels: bool) -> dict[str, Any]:
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batch must be a mapping from names to tensors, not {type(batch).__name__}.")
+        found = {name: value for name, value in batch.items() if value is not None}
+        labels = found.get("labels")
+        if labels is None and (with_labels or "shift_labels" in found):
+            raise ValueError("batch has no 'labels'; step needs them for the loss.")
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor) and value.ndim}
+        rows = max((len(t) for t in tensors.values()), default=0)
+        if not rows or rows % self.microbatches:
+            raise ValueError(
+                f"batch has {rows} rows, which {self.microbatches} microbatches of equal size cannot share; pass a "
+                "multiple of them."
+            )
+        for name, t in tensors.items():
+            if t.requires_grad:
+                raise ValueError(f"batch[{name!r}] requires a gradient, which does not leave the pipeline; detach it.")
+            if len(t) != rows:
+                if len(t) != 1:
+                    raise ValueError(
+                        f"batch[{name!r}] has shape {tuple(t.shape)} where {rows} rows are needed: each microbatch "
+                        "gets some of them. Packed documents travel as position_ids [batch, seq]."
+                    )
+                found[name] = t.expand(rows, *t.shape[1:])
+        if self._is_hf:
+            found.setdefault("use_cache", False)
+        if labels is not None and self._own_loss and found.get(_COUNT) is None:
+            found[_COUNT] = count_targets(found)
+        return found
+
+    def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Gradients of earlier steps, which are summed over ranks already."""
+        held = []
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                held.append((parameter, parameter.grad))
+                parameter.grad = None
+        return held
+
+    def _loss_everywhere(self, losses: list[Tensor]) -> Tensor:
+        last = len(self.parts) - 1
+        device = torch.device(self._pp_mesh.device_type)
+        # In double precision: the sum of the microbatches is rounded once.
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if self._has_last:
+            total = torch.stack([loss.detach().double() for loss in losses]).sum()
+        dist.broadcast(total, self._global_rank_of(last), group=self._group)
+        return total
+
+    # -- schedules ----------------------------------------------------------------------------------------------------
+
+    def _hidden(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what goes from stage to stage of a microbatch."""
+        tokens = next(value for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
+        rows, seq = tokens.shape[0] // self.microbatches, tokens.shape[1]
+        return (rows, self._own_tokens(seq), self._layers.hidden_size), self._layers.dtype
+
+    def _schedule(self, batch: Mapping[str, Any]) -> Any:
+        """torch's schedule for batches of this shape. Stages are told the shapes of what they exchange: torch would
+        learn them by a forward and a backward pass of its own, with all their collectives."""
+        shape, dtype = self._hidden(batch)
+        if shape not in self._schedules:
+            hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+            made = [
+                PipelineStage(
+                    stage,
+                    number,
+                    len(self.parts),
+                    torch.device(self._pp_mesh.device_type),
+                    input_args=hidden if number else (),
+                    output_args=torch.empty((), device="meta") if stage.is_last else hidden,
+                    group=self._group,
+                )
+                for number, stage in sorted(self.stages.items())
+            ]
+            self._schedules[shape] = self._kind.make(made, self.microbatches, lambda loss, labels: loss)
+            for one in made:
+                self._recorder.watch(one)
+        return self._schedules[shape]
+
+    def _own_tokens(self, seq: int) -> int:
+        """How many of `seq` tokens this rank holds between layers."""
+        if self._cp_mesh is not None:
+            ranks = self._cp_mesh.size()
+            if seq % (2 * ranks):
+                raise ValueError(
+                    f"batch has {seq} tokens in a row; a pipeline over {ranks} context parallel ranks needs a multiple "
+                    f"of {2 * ranks}. Pad it."
+                )
+            seq //= ranks
+        if self._tp_mesh is not None and self._sequence_parallel:
+            start, stop = shard_range(seq, self._tp_mesh.size(), self._tp_mesh.get_local_rank())
+            seq = stop - start
+        return seq
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _sync_gradients(self) -> None:
+        if self._cp_mesh is not None and self._grad_sync:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    own = _local(parameter.grad)
+                    own.copy_(all_reduce(own.contiguous(), group=self._cp_mesh)).div_(self._cp_mesh.size())
+        self._add_tied()
+
+    def _add_tied(self) -> None:
+        """The first stage and the last share a parameter: each gets the sum of both gradients, in the same order."""
+        if self._tied is None:
+            return
+        last = len(self.parts) - 1
+        here: dict[int, nn.Parameter] = {
+            number: self.stages[number].model.get_parameter(name)
+            for number, name in zip((0, last), self._tied, strict=True)
+            if number in self.stages
+        }
+        if not here or not next(iter(here.values())).requires_grad:
+            return
+        if len({id(p) for p in here.values()}) < len(here):
+            return  # one parameter of two stages of this rank, to which autograd has added both
+        grads = {number: torch.zeros_like(p) if p.grad is None else p.grad for number, p in here.items()}
+        if len(here) == 1:
+            ((number, own),) = grads.items()
+            other = last - number
+            theirs = torch.empty_like(_local(own))
+            peer = self._global_rank_of(other)
+            moves = [
+                dist.P2POp(dist.isend, _local(own).contiguous(), peer, group=self._group),
+                dist.P2POp(dist.irecv, theirs, peer, group=self._group),
+            ]
+            for work in dist.batch_isend_irecv(moves):
+                work.wait()
+            total = _local(own).clone()
+            total = total + theirs if number == 0 else theirs + total
+            _local(own).copy_(total)
+        else:
+            total = _local(grads[0]) + _local(grads[last])
+            for grad in grads.values():
+                _local(grad).copy_(total)
+        for number, parameter in here.items():
+            parameter.grad = grads[number]
+
+    def recording(self) -> AbstractContextManager[list[Span]]:
+        """A context that gives, at its end, what this rank's stages have computed inside it, and when; see `draw`.
+
+        Example:
+            with pipe.recording() as spans:
+                pipe.step(batch)
+        """
+        return self._recorder.recording()
+
+    # -- what a model has ---------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this rank's stages, by their names in the model."""
+        for _, stage in sorted(self.stages.items()):
+            yield from stage.model.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this rank's stages, each once."""
+        yield from {id(parameter): parameter for _, parameter in self.named_parameters()}.values()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's stages, by the names in the model: DTensors, as torch.distributed.checkpoint saves
+        and loads them, at another number of stages too."""
+        found: dict[str, Any] = {}
+        for _, stage in sorted(self.stages.items()):
+            found |= stage.model.state_dict()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` gives, or what torch.distributed.checkpoint has loaded into that.
+
+        Raises:
+            KeyError: something is missing.
+        """
+        for _, stage in sorted(self.stages.items()):
+            own = stage.model.state_dict()
+            missing = [name for name in own if name not in state]
+            if missing:
+                raise KeyError(f"state has no {missing[:4]}{' ...' if len(missing) > 4 else ''}.")
+            stage.model.load_state_dict({name: state[name] for name in own})
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Puts all stages into training mode, or out of it."""
+        for stage in self.stages.values():
+            stage.train(mode)
+        return self
+
+
+def _joined(*parts: Any) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) and parts[0].ndim else parts[0]
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t

@@ -1,0 +1,101 @@
+"""The schedules of torch.distributed.pipelining, by name: how many stages a rank has, which ones, what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.pipelining import schedules as of_torch
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule of torch.
+
+    Attributes:
+        name: of the class, without "Schedule".
+        stages: each rank has; 0: any number, two or more.
+        v_shaped: rank r has the stages r and 2 * ranks - 1 - r, so that rank 0 has the first and the last. Otherwise
+            stage s is on rank s % ranks.
+        splits: it asks for gradients of inputs and of weights apart.
+        microbatches: what is wrong with a number of microbatches for so many ranks, or None.
+    """
+
+    name: str
+    stages: int
+    v_shaped: bool = False
+    splits: bool = False
+    microbatches: Callable[[int, int], str | None] = lambda count, ranks: None
+
+    def stages_of(self, rank: int, ranks: int, virtual_stages: int) -> list[int]:
+        """The numbers of the stages of a rank."""
+        if self.v_shaped:
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank + ranks * at for at in range(virtual_stages)]
+
+    def make(self, stages: list[Any], microbatches: int, loss_fn: Callable[..., Any] | None) -> Any:
+        """The schedule of torch for these stages of this rank. Gradients of microbatches are added up, not averaged."""
+        kind = of_torch.get_schedule_class(self.name)
+        return kind(
+            stages if issubclass(kind, of_torch.PipelineScheduleMulti) else stages[0],
+            microbatches,
+            loss_fn=loss_fn,
+            scale_grads=False,
+        )
+
+
+def _at_least_ranks(count: int, ranks: int) -> str | None:
+    return None if count >= ranks else f"it needs at least one for each of the {ranks} pipeline ranks"
+
+
+def _in_rounds(count: int, ranks: int) -> str | None:
+    rounds = max(1, count // ranks)
+    return None if count % rounds == 0 else f"it needs a multiple of {rounds}, such as {count - count % rounds}"
+
+
+def _for_both_directions(count: int, ranks: int) -> str | None:
+    return None if count >= 2 * ranks else f"it needs at least {2 * ranks}, two for each of the {ranks} pipeline ranks"
+
+
+SCHEDULES = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind("GPipe", 1),
+        ScheduleKind("1F1B", 1, microbatches=_at_least_ranks),
+        ScheduleKind("Interleaved1F1B", 0, microbatches=_in_rounds),
+        ScheduleKind("InterleavedZeroBubble", 0, splits=True, microbatches=_in_rounds),
+        ScheduleKind("ZBVZeroBubble", 2, v_shaped=True, splits=True),
+        ScheduleKind("DualPipeV", 2, v_shaped=True, splits=True, microbatches=_for_both_directions),
+    )
+}
+ALIASES = {"interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+
+
+def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> tuple[ScheduleKind, int]:
+    """The schedule of that name, whatever its case, and how many stages each rank has.
+
+    Raises:
+        ValueError: there is none, or it cannot have so many microbatches or stages; says what it can have.
+    """
+    lower = {known.lower(): known for known in SCHEDULES} | ALIASES
+    if not isinstance(name, str) or name.lower() not in lower:
+        raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}.")
+    kind = SCHEDULES[lower[name.lower()]]
+    wrong = kind.microbatches(microbatches, ranks)
+    if wrong is not None:
+        raise ValueError(f"microbatches={microbatches} does not suit schedule {kind.name!r}: {wrong}.")
+    if kind.stages:
+        if virtual_stages not in (None, kind.stages):
+            raise ValueError(
+                f"virtual_stages={virtual_stages}, but schedule {kind.name!r} has {kind.stages} "
+                f"stage{'s' if kind.stages > 1 else ''} on each rank; leave it out."
+            )
+        return kind, kind.stages
+    stages = 2 if virtual_stages is None else virtual_stages
+    if stages < 2:
+        raise ValueError(
+            f"virtual_stages={virtual_stages}, but schedule {kind.name!r} needs two or more on each rank; "
+            "'1F1B' has one."
+        )
+    return kind, stages

@@ -1,0 +1,124 @@
+"""When a rank computed what in a step of a pipeline, and a picture of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Methods of torch's stages, and what they compute.
+_KINDS = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A computation of one stage for one microbatch.
+
+    Attributes:
+        kind: "forward", "backward" (of inputs, or of both), "weights" (of weights alone).
+        start, stop: in seconds.
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    kind: str
+    start: float
+    stop: float
+
+
+class Recorder:
+    """Notes what stages compute while `on`. On GPUs the device is then waited for around each computation."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.on = False
+
+    def watch(self, stage: Any) -> None:
+        """Has a PipelineStage of torch note what it computes."""
+        for method, kind in _KINDS.items():
+            setattr(stage, method, self._noted(stage, getattr(stage, method), kind))
+
+    def _noted(self, stage: Any, compute: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        @wraps(compute)
+        def noted(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if not self.on:
+                return compute(microbatch, *args, **kwargs)
+            start = _now(stage.device)
+            result = compute(microbatch, *args, **kwargs)
+            span = Span(stage.group_rank, stage.stage_index, microbatch, kind, start, _now(stage.device))
+            self.spans.append(span)
+            return result
+
+        return noted
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Span]]:
+        """The computations inside, which the list holds at the end."""
+        self.spans, self.on = [], True
+        try:
+            yield self.spans
+        finally:
+            self.on = False
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def bubble(spans: Sequence[Span]) -> float:
+    """The share of all ranks' time between the first computation and the last in which they computed nothing."""
+    if not spans:
+        raise ValueError("there are no spans; record a step first.")
+    ranks = {span.rank for span in spans}
+    whole = (max(span.stop for span in spans) - min(span.start for span in spans)) * len(ranks)
+    return 1 - sum(span.stop - span.start for span in spans) / whole
+
+
+def draw(spans: Sequence[Span], path: str | Path) -> None:
+    """Writes a picture of a step: a row for each rank, a box for each computation with the number of its microbatch,
+    bubbles shaded.
+
+    Args:
+        spans: of all ranks, on one clock.
+        path: of a PNG or SVG file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    colors = {"forward": "#4c8bf5", "backward": "#f2a33a", "weights": "#59a869"}
+    ranks = sorted({span.rank for span in spans})
+    start = min(span.start for span in spans)
+    stop = max(span.stop for span in spans)
+    stages = 1 + max(span.stage for span in spans)
+    figure, axes = plt.subplots(figsize=(12, 0.7 * len(ranks) + 1.4), layout="constrained")
+    for row, rank in enumerate(ranks):
+        axes.barh(row, (stop - start) * 1e3, height=0.9, color="#dddddd", zorder=0)
+        for span in (span for span in spans if span.rank == rank):
+            left, width = (span.start - start) * 1e3, (span.stop - span.start) * 1e3
+            fade = 1.0 if stages <= len(ranks) else 0.55 + 0.45 * (span.stage // len(ranks) % 2)
+            axes.barh(row, width, left=left, height=0.9, color=colors[span.kind], alpha=fade, edgecolor="white")
+            if width * 120 > (stop - start) * 1e3:
+                axes.text(left + width / 2, row, span.microbatch, ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.set_xlim(0, (stop - start) * 1e3)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_title(f"{stages} stages on {len(ranks)} ranks, {bubble(spans):.0%} of the time idle", fontsize=10)
+    handles = [Patch(color=color, label=kind) for kind, color in colors.items()] + [
+        Patch(color="#dddddd", label="idle")
+    ]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=4, frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,460 @@
+"""`pipeline(model, mesh)`: losses and gradients of the whole model, for every schedule, with TP and CP inside."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fused_tp
+from fused_tp.pipelining import Pipeline, Span, bubble, draw, dw_builder, share_out
+from fused_tp.pipelining.schedules import SCHEDULES
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.torch_dist import torch_dist
+from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens, parts_dims
+from tests.reference import seeded
+from tests.workers import error_of, on_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+# Both in float64, where sums over ranks and microbatches add in another order. transformers' norms and losses compute
+# in float32, where a bit of float64 now and then makes one of float32.
+EXACT, TRANSFORMERS = 1e-12, 1e-6
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    """A mesh of all four ranks."""
+    return DeviceMesh("cpu", torch.arange(4).view(*sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def mean_loss(output: Any, labels: Tensor) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output.logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def assert_same_gradients(pipe: Pipeline, whole: nn.Module, tolerance: float) -> None:
+    expected, parts = dict(whole.named_parameters()), {}
+    for stage in pipe.stages.values():
+        parts |= parts_dims(stage.model)
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None, name
+        found = full(parameter.grad)
+        if (dim := parts.get(id(parameter))) is not None:
+            found = found.flatten(dim, dim + 1)
+        wanted = expected[name] if name in expected else whole.get_parameter(name)
+        assert_near(found, wanted.grad, f"gradient of {name}", tolerance)
+
+
+def batch_of(family: str, seq: int) -> dict[str, Tensor]:
+    tokens = make_tokens(8, seq)
+    if family == "plain":
+        return {"tokens": tokens, "labels": tokens.roll(1, 1)}
+    labels = tokens.clone()
+    labels[0, : seq // 2] = -100  # microbatches have unequal numbers of targets: a mean of means would show
+    return {"input_ids": tokens, "labels": labels}
+
+
+def loss_of(whole: nn.Module, batch: dict[str, Tensor], own_loss: bool) -> Tensor:
+    if own_loss:
+        return whole(**batch).loss
+    return mean_loss(whole(*(value for name, value in batch.items() if name != "labels")), batch["labels"])
+
+
+def compare(
+    mesh: DeviceMesh, family: str, *, seq: int = 16, sizes: Any = None, dtype: Any = torch.float64, **keywords: Any
+) -> Pipeline:
+    """The loss and every gradient of two steps, of which the second adds to the first."""
+    # torch has no grouped matmul in float64.
+    whole = make(family, **{"num_hidden_layers": 4, **(sizes or {})}).to(dtype).train()
+    batch, own_loss = batch_of(family, seq), "loss_fn" not in keywords
+    tolerance = EXACT if keywords.get("loss_fn") is mean_loss and family == "plain" else TRANSFORMERS
+    tolerance = TOLERANCE if dtype is torch.float32 else tolerance
+    pipe = fused_tp.pipeline(copy_of(whole), mesh, **keywords)
+    for step in range(2):
+        expected = loss_of(whole, batch, own_loss)
+        expected.backward()
+        assert_near(pipe.step(batch), expected, f"loss {step}", tolerance)
+        assert_same_gradients(pipe, whole, tolerance)
+    whole.zero_grad()
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    pipe.step(batch, sync_gradients=False)
+    pipe.step(batch)
+    (2 * loss_of(whole, batch, own_loss)).backward()
+    assert_same_gradients(pipe, whole, tolerance)
+    loss = pipe.eval(batch)
+    assert_near(loss, loss_of(whole, batch, own_loss), "loss without gradients", tolerance)
+    assert all(stage.training for stage in pipe.stages.values())
+    output = pipe.eval({name: value for name, value in batch.items() if name != "labels"})
+    if len(pipe.parts) - 1 in pipe.stages:
+        logits = output if isinstance(output, Tensor) else output[0]
+        wanted = whole(*(value for name, value in batch.items() if name != "labels")) if family == "plain" else None
+        wanted = whole(**{**batch, "labels": None}) if wanted is None else wanted
+        assert_near(logits, wanted.logits, "logits", tolerance)
+    else:
+        assert output is None
+    return pipe
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", ["plain", "llama"])
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_every_schedule_with_tensor_parallel_stages(
+    group: dist.ProcessGroup, schedule: str, family: str, sequence_parallel: bool
+) -> None:
+    keywords = {"loss_fn": mean_loss} if family == "plain" else {}
+    pipe = compare(
+        mesh_of(pp=2, tp=2),
+        family,
+        seq=15,  # uneven over the tensor parallel ranks
+        schedule=schedule,
+        microbatches=4,
+        sequence_parallel=sequence_parallel,
+        **keywords,
+    )
+    assert len(pipe.stages) == (1 if schedule in ("GPipe", "1F1B") else 2)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
+@pytest.mark.parametrize("family", ["plain", "llama"])
+def test_context_parallel_stages(group: dist.ProcessGroup, family: str, schedule: str) -> None:
+    compare(mesh_of(pp=2, cp=2), family, schedule=schedule, microbatches=4)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+@pytest.mark.parametrize("layout", ["pp", "pp_tp", "pp_tp_lossparallel", "pp_cp"])
+@pytest.mark.parametrize("family", ["plain", "llama"])
+def test_tied_weights(group: dist.ProcessGroup, family: str, layout: str, schedule: str) -> None:
+    mesh = {"pp": mesh_of(pp=4), "pp_cp": mesh_of(pp=2, cp=2)}.get(layout, mesh_of(pp=2, tp=2))
+    layers = 8 if layout == "pp" else 4
+    pipe = compare(
+        mesh,
+        family,
+        sizes={"num_hidden_layers": layers, "tied": True},
+        schedule=schedule,
+        microbatches=8,
+        loss_parallel=layout.endswith("lossparallel"),
+    )
+    names = [name for name, _ in pipe.named_parameters()]
+    assert len(names) == len(set(names))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "mistral"])
+def test_families(group: dist.ProcessGroup, family: str) -> None:
+    compare(
+        mesh_of(pp=2, tp=2),
+        family,
+        dtype=torch.float32,
+        microbatches=2,
+        schedule="Interleaved1F1B",
+        sequence_parallel=True,
+    )
+
+
+@on_ranks(4, env={"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_CHECK_BATCH": "0"})
+def test_split_backward_communicates_as_often_as_the_joint_one(group: dist.ProcessGroup) -> None:
+    mesh, counts = mesh_of(pp=2, tp=2), {}
+    transport = torch_dist(resolve_group(mesh["tp"]), "cpu")
+    for sequence_parallel in (False, True):
+        for schedule in ("Interleaved1F1B", "InterleavedZeroBubble", "ZBV", "DualPipeV"):
+            whole = make("llama", num_hidden_layers=8)
+            pipe = fused_tp.pipeline(
+                whole, mesh, schedule=schedule, microbatches=4, sequence_parallel=sequence_parallel
+            )
+            batch = batch_of("llama", 16)
+            pipe.step(batch)  # the first steps compare models and batches
+            before = transport.calls
+            pipe.step(batch)
+            calls = torch.tensor(transport.calls - before)
+            dist.all_reduce(calls)  # V-shaped schedules give their ranks other stages
+            counts[schedule] = int(calls)
+        assert len(set(counts.values())) == 1 and min(counts.values()) > 0, counts
+
+
+@on_ranks(4)
+def test_stages_of_torch_with_a_dw_builder(group: dist.ProcessGroup) -> None:
+    """As one would write it by hand, without `pipeline`."""
+    mesh, whole = mesh_of(pp=2, tp=2), Chain().double()
+    rank = mesh["pp"].get_local_rank()
+    x = seeded(8, 6, 8, dtype=torch.float64, seed=3)
+    target = seeded(8, 6, 8, dtype=torch.float64, seed=4)
+    (whole(x) - target).square().mean().backward()
+    for name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        parts = [copy_of(whole).layers[at] for at in (rank, rank + 2)]
+        stages = []
+        for at, part in zip((rank, rank + 2), parts, strict=True):
+            styles = {"0": fused_tp.FusedColwiseParallel(), "2": fused_tp.FusedRowwiseParallel()}
+            parallelize_module(part, mesh["tp"], styles)
+            device, pp = torch.device("cpu"), mesh.get_group("pp")
+            stages.append(PipelineStage(part, at, 4, device, group=pp, dw_builder=dw_builder(part)))
+        schedule = get_schedule_class(name)(stages, 4, loss_fn=lambda y, t: (y - t).square().mean())
+        for _ in range(2):
+            for part in parts:
+                part.zero_grad()
+            # The first step has torch run a backward pass of its own, whose gradients of weights must not count.
+            schedule.step(*((x,) if rank == 0 else ()), target=target)
+            for at, part in zip((rank, rank + 2), parts, strict=True):
+                for (key, p), wanted in zip(part.named_parameters(), whole.layers[at].parameters(), strict=True):
+                    assert_near(p.grad, wanted.grad, f"{name}, stage {at}, {key}", EXACT)
+
+
+class Chain(nn.Module):
+    """Layers that pass one hidden state on."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(layers))
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@on_ranks(4)
+def test_packed_documents(group: dist.ProcessGroup) -> None:
+    """Positions that start again say where documents begin, in each microbatch at its own places."""
+    rows = [[5, 11], [16], [3, 4, 9], [8, 8]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    whole = make("llama", num_hidden_layers=4).double()
+    tokens = make_tokens(4, 16)
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    expected = whole(**batch, use_cache=False).loss
+    expected.backward()
+    for mesh in (mesh_of(pp=2, tp=2), mesh_of(pp=2, cp=2)):
+        pipe = fused_tp.pipeline(copy_of(whole), mesh, microbatches=4)
+        assert_near(pipe.step(batch), expected, "loss", TRANSFORMERS)
+        assert_same_gradients(pipe, whole, TRANSFORMERS)
+
+
+@on_ranks(4)
+def test_checkpoint_at_another_number_of_stages(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    whole = make("llama", num_hidden_layers=4, tied=True)
+    for cut in ({"schedule": "1F1B"}, {"schedule": "Interleaved1F1B"}):
+        pipe = fused_tp.pipeline(copy_of(whole), mesh_of(pp=2, tp=2), microbatches=4, **cut)
+        dcp.save(pipe.state_dict(), checkpoint_id=tmp_path / cut["schedule"])
+        blank = make("llama", num_hidden_layers=4, tied=True)
+        with torch.no_grad():
+            for parameter in blank.parameters():
+                parameter.zero_()
+        other = fused_tp.pipeline(blank, mesh_of(pp=4), microbatches=4)
+        state = other.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path / cut["schedule"])
+        other.load_state_dict(state)
+        expected = dict(whole.named_parameters(remove_duplicate=False))
+        for name, parameter in other.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+
+
+@on_ranks(4)
+def test_layers_are_shared_out_by_their_costs(group: dist.ProcessGroup) -> None:
+    whole = make("llama", num_hidden_layers=6, vocab_size=2048)
+    pipe = fused_tp.pipeline(copy_of(whole), mesh_of(pp=2, tp=2), microbatches=2)
+    assert [len(part) for part in pipe.parts] == [6 - len(pipe.parts[1]), len(pipe.parts[1])]
+    assert len(pipe.parts[0]) > len(pipe.parts[1])  # next to the output layer
+    pipe = fused_tp.pipeline(copy_of(whole), mesh_of(pp=2, tp=2), microbatches=2, costs=[9, 1, 1, 1, 1, 1])
+    assert [len(part) for part in pipe.parts] == [1, 5]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_no_other_sharing_out_is_cheaper(stages: int) -> None:
+    random.seed(stages)
+    for _ in range(20):
+        costs = [random.choice([0, 1, 2, 5, 7.5]) for _ in range(7)]
+        found = share_out(costs, stages)
+        assert [at for part in found for at in part] == list(range(7)) and all(found)
+        cuts = itertools.combinations(range(1, 7), stages - 1)
+        options = ([0, *cut, 7] for cut in cuts)
+        best = min(max(sum(costs[a:b]) for a, b in itertools.pairwise(cut)) for cut in options)
+        assert max(sum(costs[at] for at in part) for part in found) == best
+
+
+class Odd(nn.Module):
+    """A model that cannot be cut, in the way that `what` names."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.embed, self.layers, self.head = nn.Embedding(11, 8), Chain().layers, nn.Linear(8, 11)
+        if what == "parameter":
+            self.scale = nn.Parameter(torch.ones(8))
+        if what == "second list":
+            self.others = nn.ModuleList([nn.Linear(8, 8)])
+        if what == "between":
+            self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = x = self.embed(tokens)
+        if self.what == "parameter":
+            x = x * self.scale
+        layers = list(self.layers)
+        if self.what == "order":
+            layers.reverse()
+        for layer in layers[:-1] if self.what == "left out" else layers:
+            if self.what == "between" and layer is self.layers[2]:
+                x = self.norm(x)
+            x = layer(x) + embedded if self.what == "residual" else layer(x)
+        if self.what == "embedding behind":
+            x = x + embedded
+        return self.head(x)
+
+
+@on_ranks(4)
+def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(pp=2, tp=2)
+    reasons = {
+        "parameter": "'Odd' has parameters (scale) and is not called as a module",
+        "second list": "has 2 lists of layers ('layers', 'others')",
+        "between": "runs 'norm', which has parameters, between layers",
+        "order": "runs layer 3 of 'layers' where layer 0 was expected",
+        "left out": "Odd runs 'head', which has parameters, between layers",
+        "residual": "is not given what the layer before it returns",
+        "embedding behind": "needs what 'embed' returns, which the last stage does not have",
+    }
+    for what, says in reasons.items():
+        model = Odd(what)
+        before = [name for name, _ in model.named_modules()]
+        refused(ValueError, says, model, mesh, microbatches=4, loss_fn=mean_loss)
+        assert [name for name, _ in model.named_modules()] == before and model.training
+    model = make("llama", num_hidden_layers=4)
+    for says, keywords in {
+        "it must be one of GPipe": {"schedule": "2F2B", "microbatches": 4},
+        "at least one for each of the 2": {"microbatches": 1},
+        "needs at least 4, two for each": {"schedule": "DualPipeV", "microbatches": 3},
+        "needs a multiple of 2, such as 4": {"schedule": "Interleaved1F1B", "microbatches": 5},
+        "has 1 stage on each rank": {"virtual_stages": 2, "microbatches": 4},
+        "needs two or more on each rank": {"schedule": "interleaved", "virtual_stages": 1, "microbatches": 4},
+        "costs has 3 numbers for the 4 layers": {"costs": [1, 1, 1], "microbatches": 4},
+        "pp_dim='stage' is none of them": {"pp_dim": "stage", "microbatches": 4},
+        "microbatches is 0; it must be at least 1": {"microbatches": 0},
+        "4 layers cannot be shared out over 6": {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 4},
+        "no nn.ModuleList 'blocks'": {"layers": "blocks", "microbatches": 4},
+    }.items():
+        refused(ValueError, says, model, mesh, **keywords)
+    model.config.output_router_logits = True
+    refused(ValueError, "output_router_logits", model, mesh, microbatches=4)
+    refused(ValueError, "takes no labels; pass loss_fn", Odd(""), mesh, microbatches=4)
+    pipe = fused_tp.pipeline(make("llama", num_hidden_layers=4), mesh_of(pp=2, cp=2), microbatches=4)
+    tokens = make_tokens(8, 16)
+    for says, batch in {
+        "batch has no 'labels'": {"input_ids": tokens},
+        "batch has 6 rows, which 4 microbatches": {"input_ids": tokens[:6], "labels": tokens[:6]},
+        "needs a multiple of 4. Pad it": {"input_ids": tokens[:, :14], "labels": tokens[:, :14]},
+        "where 8 rows are needed": {"input_ids": tokens, "labels": tokens, "cu_seq_lens_q": torch.tensor([0, 4, 16])},
+    }.items():
+        error = error_of(pipe.step, batch)
+        assert isinstance(error, ValueError) and says in str(error), (says, error)
+    pipe.step({"input_ids": tokens, "labels": tokens})
+
+
+def refused(kind: type[Exception], says: str, model: nn.Module, mesh: DeviceMesh, **keywords: Any) -> None:
+    error = error_of(fused_tp.pipeline, model, mesh, **keywords)
+    assert isinstance(error, kind) and says in str(error), (says, error)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grad.clone(), None
+
+
+class SleepyLayer(nn.Module):
+    """Forward, the gradient of the input and that of the weight take `seconds` each."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.weight = seconds, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return _Sleep.apply(x, self.seconds) + _Sleep.apply(self.weight, self.seconds)
+
+
+class Sleepy(nn.Module):
+    def __init__(self, layers: int, seconds: float) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 4)
+        self.layers = nn.ModuleList(SleepyLayer(seconds) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def simulated(spans: list[Span], stages: int, seconds: Callable[[Span], float]) -> float:
+    """How long the computations take, in their order on each rank, if each begins as soon as it can."""
+    done: dict[tuple[str, int, int], float] = {}
+    queues = [sorted((s for s in spans if s.rank == rank), key=lambda s: s.start) for rank in range(4)]
+    clocks = [0.0] * 4
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                kind, stage, number = queue[0].kind, queue[0].stage, queue[0].microbatch
+                needs = {
+                    "forward": [("forward", stage - 1, number)] if stage else [],
+                    "backward": [("backward", stage + 1, number)] if stage + 1 < stages else [],
+                    "weights": [("backward", stage, number)],
+                }[kind]
+                if not all(need in done for need in needs):
+                    break
+                begins = max([clocks[rank], *(done[need] for need in needs)])
+                clocks[rank] = done[kind, stage, number] = begins + seconds(queue.pop(0))
+    return max(clocks)
+
+
+@on_ranks(4)
+def test_a_step_on_time_and_its_picture(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    """Layers that sleep in the place of computing: a step takes as long as its schedule does by arithmetic."""
+    microbatches, of_rank, bubbles = 8, 0.03, {}
+    batch = {"tokens": torch.zeros(8, 2, dtype=torch.long), "labels": torch.zeros(8, 2, 4)}
+    for schedule, stages in (("1F1B", 4), ("ZBV", 8)):
+        seconds = of_rank * 4 / stages
+        keywords = {"schedule": schedule, "microbatches": microbatches, "costs": [1] * stages}
+        pipe = fused_tp.pipeline(
+            Sleepy(stages, seconds), mesh_of(pp=4), loss_fn=lambda y, t: (y - t).mean(), **keywords
+        )
+        pipe.step(batch)
+        dist.barrier()
+        with pipe.recording() as own:
+            pipe.step(batch)
+        gathered: list[Any] = [None] * 4
+        dist.all_gather_object(gathered, own)
+        spans = [span for one in gathered for span in one]
+        took = max(s.stop for s in spans) - min(s.start for s in spans)
+        # Sleeping takes longer than it is told to: by the seconds that each computation has taken.
+        wanted = simulated(spans, stages, lambda span: span.stop - span.start)
+        assert wanted <= took < 1.05 * wanted, (schedule, took, wanted)
+        bubbles[schedule] = bubble(spans)
+        if schedule == "1F1B":  # all but three microbatches' time is work
+            assert bubbles[schedule] == pytest.approx(3 / (microbatches + 3), rel=0.05)
+        path = tmp_path / f"{schedule}.{dist.get_rank()}.png"
+        draw(spans, path)
+        assert path.stat().st_size > 10_000
+    assert bubbles["ZBV"] < 0.6 * bubbles["1F1B"], bubbles
