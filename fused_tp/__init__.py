@@ -34,6 +34,8 @@ from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLo
 if TYPE_CHECKING:
     from fused_tp import nn
     from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
+    from fused_tp.integrations.grad_sync import no_sync, sync_gradients
+    from fused_tp.integrations.mesh import fsdp_mesh, make_mesh
     from fused_tp.integrations.parallelize import parallelize
     from fused_tp.pipelining.pipeline import pipeline
 
@@ -41,7 +43,11 @@ _LAZY = {
     "FusedColwiseParallel": "fused_tp.integrations.dtensor",
     "FusedRowwiseParallel": "fused_tp.integrations.dtensor",
     "FusedSequenceParallel": "fused_tp.integrations.dtensor",
+    "fsdp_mesh": "fused_tp.integrations.mesh",
+    "make_mesh": "fused_tp.integrations.mesh",
     "nn": "fused_tp.nn",
+    "no_sync": "fused_tp.integrations.grad_sync",
+    "sync_gradients": "fused_tp.integrations.grad_sync",
     "parallelize": "fused_tp.integrations.parallelize",
     "pipeline": "fused_tp.pipelining.pipeline",
 }
@@ -73,6 +79,10 @@ __all__ = [
     "parallelize",
     "pipeline",
     "split_backward",
+    "make_mesh",
+    "fsdp_mesh",
+    "no_sync",
+    "sync_gradients",
     "FusedColwiseParallel",
     "FusedRowwiseParallel",
     "FusedSequenceParallel",

@@ -14,7 +14,8 @@ parameters they have summed, in which order: sums of two parameters of one shape
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fused_tp.integrations.batch_check import is_capturing
 from fused_tp.integrations.graph import leaves, nodes_of
+from fused_tp.integrations.model_check import MARK
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_captured
 from fused_tp.runtime.errors import RankMismatchError
@@ -38,6 +40,7 @@ from fused_tp.transport.base import checksum
 from fused_tp.transport.store import exchange
 
 _HOOKED = "_fused_tp_gradient_summed"
+GRADIENT_SYNCS = "_fused_tp_gradient_syncs"  # of a model, what sums its gradients
 
 
 class GradientSync:
@@ -62,6 +65,9 @@ class GradientSync:
         self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
         self._summed: list[str] = []  # the others that this backward has come to
         self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
+        self._watched: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
+        # Whether gradients stay with this rank for now, which ones have, and whether the next backward sums them.
+        self.deferring, self._deferred, self._owes = False, set[int](), False
         # What runs when backward ends, which alone holds it: one that has raised leaves nothing behind.
         self._queued: Callable[[], Callable[[], None] | None] = _nothing
 
@@ -111,6 +117,8 @@ class GradientSync:
             # By id: module.to() swaps no tensor that has weak references.
             hook = self._take_shares if self._is_dealt(parameter) else self._sum
             parameter.register_hook(partial(hook, name, id(parameter)))
+            if hook == self._sum:
+                self._watched[id(parameter)] = parameter
             setattr(parameter, _HOOKED, id(parameter))
 
     def _take_shares(self, name: str, key: int, grad: Tensor) -> Tensor:
@@ -135,6 +143,34 @@ class GradientSync:
     def partly(self) -> bool:
         """Whether some parameters were used by some ranks only: then every forward needs `note_use`."""
         return bool(self._partly_used)
+
+    @contextmanager
+    def defer(self) -> Iterator[None]:
+        """Inside, gradients stay with each rank, as its share times the number of ranks: of these and of sums that were
+        there before the mean over ranks is the sum. The next backward outside takes it, or `settle`."""
+        outer, self.deferring, self._owes = self.deferring, True, True
+        try:
+            yield
+        finally:
+            self.deferring = outer
+
+    @property
+    def defers(self) -> bool:
+        """Whether backward now leaves gradients to `settle`, which asks the ranks itself which they have."""
+        return self._owes
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Sums what has been deferred. A collective call."""
+        if not self._owes:
+            return
+        here = torch.tensor([key in self._deferred for key in self._watched], dtype=torch.float32)
+        counts = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
+        self._deferred, self._owes = set(), False
+        for parameter, count in zip(self._watched.values(), counts, strict=True):
+            if count:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = _sum_over(self.mesh, grad) / self.mesh.size()
 
     def note_use(self, model: nn.Module, outputs: Sequence[Tensor], *, routed: bool) -> None:
         """Find out which parameters only some ranks used for `outputs`. A collective call.
@@ -183,7 +219,11 @@ class GradientSync:
                 "backward was called with create_graph=True; gradients that are summed over context parallel ranks "
                 "cannot be differentiated again. Leave create_graph out."
             )
-        self._queue(grad)
+        if not self.deferring:
+            self._queue(grad)
+        if self._owes:
+            self._deferred.add(key)
+            return grad if self.mean else grad * self.mesh.size()
         if key not in self._partly_used:
             self._summed.append(name)
             return self._over_ranks(grad)
@@ -207,6 +247,9 @@ class GradientSync:
     def _end(self) -> None:
         held, summed, asked = self._held, self._summed, self._only_asked
         self._held, self._queued = {}, _nothing
+        if self._owes:
+            self.settle()
+            return
         self._compare(summed)
         if self._partly_used:
             self._sum_held(held, asked)
@@ -251,6 +294,60 @@ class GradientSync:
 
 def _nothing() -> None:
     return None
+
+
+def _syncs_of(model: nn.Module) -> list[GradientSync]:
+    found = (sync for module in model.modules() for sync in getattr(module, GRADIENT_SYNCS, ()))
+    return list({id(sync): sync for sync in found}.values())
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """A context in which backward communicates no gradients; the first backward after it sums all that have come up.
+
+    For the steps of an accumulation but the last. It holds for the context parallel ranks (and for expert parallel ones
+    of a dim of their own) of a model that `parallelize` has made with grad_sync=True, and for FSDP2. Inside, and until
+    the sum, `grad` is no gradient: clip and step after it. `model.no_sync()` is the same, which accelerate and
+    transformers' Trainer look for.
+
+    Raises:
+        TypeError: `model` is no model that `parallelize` has made, nor one under FSDP2.
+
+    Example:
+        >>> for i, batch in enumerate(batches):
+        ...     with nullcontext() if i + 1 == len(batches) else fused_tp.no_sync(model):
+        ...         model(**batch).loss.backward()
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded and not any(hasattr(module, MARK) for module in model.modules()):
+        raise TypeError(f"{type(model).__name__} has not been made parallel by parallelize or fully_shard.")
+    with ExitStack() as stack:
+        for sync in _syncs_of(model):
+            stack.enter_context(sync.defer())
+        for module in sharded:
+            module.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.set_requires_gradient_sync(True, recurse=False)
+
+
+def sync_gradients(model: nn.Module) -> None:
+    """Sums over ranks the gradients that backward has left inside `no_sync`, where no later backward does.
+
+    All ranks must call it. FSDP2 has no such call: its last backward must be outside of `no_sync`.
+
+    Example:
+        >>> with fused_tp.no_sync(model):
+        ...     for batch in batches:
+        ...         model(**batch).loss.backward()
+        >>> fused_tp.sync_gradients(model)
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("FSDP2 reduces gradients in backward only; leave the last backward outside of no_sync.")
+    for sync in _syncs_of(model):
+        sync.settle()
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.integrations.batch_check import BatchCheck
 from fused_tp.integrations.expert_parallel import Dealing
-from fused_tp.integrations.grad_sync import GradientSync
+from fused_tp.integrations.grad_sync import GRADIENT_SYNCS, GradientSync, no_sync
 from fused_tp.integrations.gradient_check import GradientCheck
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
 from fused_tp.integrations.layers import Sharding, check_layers, deal_experts, replicate_parameters, shard_layers
@@ -270,8 +270,12 @@ def parallelize(
     if tp_mesh is not None:
         model.register_forward_hook(GradientCheck(tp_mesh))
         model.register_forward_pre_hook(ModuleCheck(parallelism))
+    syncs = [] if sequence.sync is None else [sequence.sync]
     if own_dim and grad_sync:
-        model.register_forward_pre_hook(_Watch(GradientSync(own_dim[0], mean=True)))
+        syncs.append(GradientSync(own_dim[0], mean=True))
+        model.register_forward_pre_hook(_Watch(syncs[-1]))
+    setattr(model, GRADIENT_SYNCS, syncs)
+    model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
     for module in model.modules():
         if next(module.parameters(), None) is not None:  # others may be shared by models: activations of OpenAI GPT are
             setattr(module, MARK, parallelism)

@@ -442,7 +442,8 @@ class SequenceSharding:
             self._loss.check_returned(output, self._head_outputs)
         with_gradients = self.sync is not None and torch.is_grad_enabled()
         self._calls += with_gradients
-        if self.sync is not None and with_gradients and (self._routes or self.sync.partly or is_due(self._calls)):
+        asks = self._routes or (self.sync is not None and self.sync.partly) or is_due(self._calls)
+        if self.sync is not None and with_gradients and asks and not self.sync.defers:
             outputs = [t for t in tensors_in(output) if t.requires_grad]
             self.sync.note_use(model, outputs, routed=self._routes)
         if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
