@@ -22,6 +22,8 @@ from tests.workers import REPOSITORY, fresh_ranks, run_ranks
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 VOCABULARY, HIDDEN = 64, 32
+SHOWN_IN_PAGES = {"nn", "parallelize"}
+SHOWN_IN_PAGES |= {"pipeline", "split_backward", "make_mesh", "fsdp_mesh", "no_sync", "sync_gradients"}
 
 
 class MLP(nn.Module):
@@ -65,6 +67,7 @@ def theirs(checkpoint: str) -> dict[str, Any]:
 SMALLER = {
     '"path/to/llama"': "path",
     '"path/to/saved"': "path + '/saved'",
+    '"path/to/step.png"': "path + '/step.png'",
     "ParallelAttention(4096, 32, 8,": "ParallelAttention(256, 2, 2,",
 }
 
@@ -87,7 +90,7 @@ def run_page(group: dist.ProcessGroup, page: str, blocks: list[tuple[str, str]],
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
     )
     path = tmp_path_factory.mktemp("checkpoint")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
@@ -118,8 +121,8 @@ def test_reference_has_the_public_api() -> None:
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """(name, code) of all examples in docstrings of the public API; `parallelize` has that of README."""
-    public = [(name, getattr(fused_tp, name)) for name in fused_tp.__all__ if name not in ("nn", "parallelize")]
+    """(name, code) of all examples in docstrings of the public API, but of what pages show in whole programs."""
+    public = [(name, getattr(fused_tp, name)) for name in fused_tp.__all__ if name not in SHOWN_IN_PAGES]
     public += [(f"nn.{name}", getattr(fused_tp.nn, name)) for name in fused_tp.nn.__all__]
     for name, thing in public:
         found = re.search(r"^Example:\n(.*?)(?=^\S|\Z)", inspect.getdoc(thing) or "", re.M | re.S)

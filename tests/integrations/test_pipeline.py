@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.torch_dist import torch_dist
 from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens, parts_dims
 from tests.reference import seeded
-from tests.workers import error_of, on_ranks
+from tests.workers import error_of, fresh_ranks, on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
@@ -109,10 +109,22 @@ def compare(
     return pipe
 
 
+def cases(quick: set[tuple[Any, ...]], *parameters: Sequence[Any]) -> list[Any]:
+    """All combinations; those of `quick` run in `make test`, the others in `make test-all`."""
+    combined = itertools.product(*parameters)
+    return [one if one in quick else pytest.param(*one, marks=pytest.mark.full) for one in combined]
+
+
 @on_ranks(4)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("family", ["plain", "llama"])
-@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    ("schedule", "family", "sequence_parallel"),
+    cases(
+        {("1F1B", "llama", True), ("ZBVZeroBubble", "plain", True), ("Interleaved1F1B", "plain", False)},
+        sorted(SCHEDULES),
+        ["plain", "llama"],
+        [False, True],
+    ),
+)
 def test_every_schedule_with_tensor_parallel_stages(
     group: dist.ProcessGroup, schedule: str, family: str, sequence_parallel: bool
 ) -> None:
@@ -130,16 +142,21 @@ def test_every_schedule_with_tensor_parallel_stages(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
-@pytest.mark.parametrize("family", ["plain", "llama"])
+@pytest.mark.parametrize(("family", "schedule"), cases({("llama", "1F1B")}, ["plain", "llama"], ["1F1B", "ZBV"]))
 def test_context_parallel_stages(group: dist.ProcessGroup, family: str, schedule: str) -> None:
     compare(mesh_of(pp=2, cp=2), family, schedule=schedule, microbatches=4)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
-@pytest.mark.parametrize("layout", ["pp", "pp_tp", "pp_tp_lossparallel", "pp_cp"])
-@pytest.mark.parametrize("family", ["plain", "llama"])
+@pytest.mark.parametrize(
+    ("family", "layout", "schedule"),
+    cases(
+        {("llama", "pp_tp", "1F1B"), ("plain", "pp", "DualPipeV")},
+        ["plain", "llama"],
+        ["pp", "pp_tp", "pp_tp_lossparallel", "pp_cp"],
+        ["1F1B", "DualPipeV"],
+    ),
+)
 def test_tied_weights(group: dist.ProcessGroup, family: str, layout: str, schedule: str) -> None:
     mesh = {"pp": mesh_of(pp=4), "pp_cp": mesh_of(pp=2, cp=2)}.get(layout, mesh_of(pp=2, tp=2))
     layers = 8 if layout == "pp" else 4
@@ -156,6 +173,7 @@ def test_tied_weights(group: dist.ProcessGroup, family: str, layout: str, schedu
 
 
 @on_ranks(4)
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "mistral"])
 def test_families(group: dist.ProcessGroup, family: str) -> None:
     compare(
@@ -228,6 +246,18 @@ class Chain(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+@pytest.mark.full
+def test_three_kinds_of_parallelism_in_one() -> None:
+    for rank in fresh_ranks(8, three_kinds, timeout=300):
+        rank.unwrap()
+
+
+def three_kinds(group: dist.ProcessGroup) -> None:
+    mesh = fused_tp.make_mesh("cpu", pp=2, cp=2, tp=2)
+    for schedule in ("1F1B", "ZBV"):
+        compare(mesh, "llama", schedule=schedule, microbatches=4, sequence_parallel=True, loss_parallel=True)
 
 
 @on_ranks(4)
@@ -429,6 +459,7 @@ def simulated(spans: list[Span], stages: int, seconds: Callable[[Span], float]) 
     return max(clocks)
 
 
+@pytest.mark.full
 @on_ranks(4)
 def test_a_step_on_time_and_its_picture(group: dist.ProcessGroup, tmp_path: Path) -> None:
     """Layers that sleep in the place of computing: a step takes as long as its schedule does by arithmetic."""
