@@ -118,7 +118,10 @@ class GlobalLoss:
         loss = self._sum_of_own_tokens(logits, shard, shard.targets, vocab_size) / shard.target_count
         if self.cp_mesh is not None:
             loss = all_reduce(loss, group=self.cp_mesh)
-            loss = loss if self.grad_sync else scale_gradient(loss, self.cp_mesh.size())
+            if (
+                not self.grad_sync
+            ):  # cloned: of a view, as a custom function returns it, nobody could change a loss in place
+                loss = scale_gradient(loss, self.cp_mesh.size()).clone()
         self.computed.append(ComputedLoss.of(loss))
         return loss
 

@@ -218,6 +218,7 @@ class TransformersSequence(SequenceSharding):
         save_whole(model)
         if parallelism.shards_sequence:
             _own_config(model)
+            self.config = model.config  # which callers change: use_cache, ...
             if self.family.attention is not None:
                 replace_own_attention(self.own_attention, self.family.attention)
             model.config._attn_implementation = register_attention(model, self)

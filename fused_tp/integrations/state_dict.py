@@ -19,6 +19,8 @@ from fused_tp.nn.sharding import copy_full_, parts_dims
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_OF_RANKS = "distributed_config"  # of a transformers config
+
 
 @torch.no_grad()
 def load_full_state_dict(
@@ -144,4 +146,12 @@ def _save_pretrained(
         state_dict = gather_state_dict(model, rank0_only=True, device="cpu")
         writes = is_main_process and dist.get_rank() == 0
     if writes:
-        type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **keywords)
+        # What Trainer is told of ranks (`integrations.trainer`): transformers would gather once more, and wait for all.
+        of_ranks = model.config.__dict__.get(_OF_RANKS)
+        if of_ranks is not None:
+            setattr(model.config, _OF_RANKS, None)
+        try:
+            type(model).save_pretrained(model, save_directory, is_main_process, state_dict, *args, **keywords)
+        finally:
+            if of_ranks is not None:
+                setattr(model.config, _OF_RANKS, of_ranks)

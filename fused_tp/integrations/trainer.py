@@ -1,0 +1,193 @@
+"""transformers' Trainer, and classes made from it such as TRL's SFTTrainer, over models that are parallel already.
+
+Tensor and context parallel ranks are given the same batch, which is what Trainer does for what it calls tensor parallel
+ranks: their product is the size that it is told. So context parallel ranks need nothing of accelerate's own context
+parallelism, which takes no windows, no packed documents and no sinks. Trainer then divides its losses and counts of
+targets as they have to be.
+
+What Trainer refuses for such models, resuming, is done here by torch.distributed.checkpoint, at another size too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+
+from fused_tp.integrations.model_check import MARK
+from fused_tp.integrations.sequence import Parallelism
+from fused_tp.nn import original_shapes
+
+T = TypeVar("T", bound=type)
+
+FOLDER = "distributed"  # in a checkpoint of Trainer: weights and optimizer, for torch.distributed.checkpoint
+_SCHEDULER = "scheduler.pt"  # as Trainer calls it
+
+
+def parallel_trainer(kind: T) -> T:
+    """`kind`, a Trainer of transformers or a class made from it, that takes a model which `parallelize` has made.
+
+    It is used as `kind` is. All ranks of `tp` and `cp` get the same batches, ranks of other dims their own; losses,
+    their scale, gradient norms and accumulation are those of one process. Checkpoints hold the files of the whole
+    model, as `save_pretrained` writes them, next to weights and optimizer for torch.distributed.checkpoint:
+    `resume_from_checkpoint` takes them at another number of tensor, context or data parallel ranks.
+
+    With data parallel ranks, apply `fully_shard` to the model before, over `fsdp_mesh(mesh)`.
+
+    Args:
+        kind: such as transformers.Trainer or trl.SFTTrainer.
+
+    Returns:
+        A subclass of `kind`. Made with a model that is not parallel, or in a way that Trainer would get wrong, it
+        raises ValueError.
+
+    Example:
+        >>> mesh = fused_tp.make_mesh(cp=2, tp=4)
+        >>> model = fused_tp.parallelize(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B"), mesh)
+        >>> trainer = parallel_trainer(transformers.Trainer)(model=model, args=args, train_dataset=dataset)
+        >>> trainer.train(resume_from_checkpoint=True)
+    """
+    made: T = _made(kind)
+    return made
+
+
+@cache
+def _made(kind: Any) -> Any:
+    return type(f"Parallel{kind.__name__}", (_ParallelTrainer, kind), {"__doc__": kind.__doc__})
+
+
+def adopt(model: nn.Module) -> None:
+    """Marks a parallel model as Trainer marks those that transformers has sharded while loading them: it leaves them
+    where they are and wraps them in nothing.
+
+    Raises:
+        ValueError: it is not parallel, or in a way that Trainer would get wrong.
+    """
+    unwrap: Any = getattr(model, "get_base_model", None)  # of PEFT
+    base: Any = model if unwrap is None else unwrap()
+    parallelism: Parallelism | None = getattr(base, MARK, None)
+    if parallelism is None:
+        raise ValueError(f"{type(model).__name__} is not parallel; call fused_tp.parallelize(model, mesh) before.")
+    meshes = [mesh for mesh in (parallelism.cp_mesh, parallelism.tp_mesh) if mesh is not None]
+    same, place = 1, 0
+    for mesh in meshes:
+        same, place = same * mesh.size(), place * mesh.size() + mesh.get_local_rank()
+    if dist.get_rank() % same != place:
+        raise ValueError(
+            f"rank {dist.get_rank()} is number {place} of {same} ranks that share a batch, and Trainer gives the same "
+            f"batches to {same} ranks in a row; have 'cp' and 'tp' as the last dims of the mesh, as make_mesh does."
+        )
+    replicas, sharded = dist.get_world_size() // same, isinstance(base, FSDPModule)
+    if replicas > 1 and not sharded:
+        raise ValueError(
+            f"there are {replicas} groups of ranks with batches of their own, whose gradients Trainer does not average "
+            "for parallel models. Apply fully_shard over fused_tp.fsdp_mesh(mesh) to the model."
+        )
+    if sharded and parallelism.grad_sync and parallelism.cp_mesh is not None:
+        raise ValueError("the model is under FSDP2; pass grad_sync=False to parallelize.")
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    base._is_distributed_loading_by_transformers, base._tp_size = True, same
+    base.config.distributed_config = DistributedConfig(tp_size=same, tp_plan={}, fsdp_size=replicas)
+    if sharded:
+        base._is_fsdp_managed_module = True
+
+
+class _ParallelTrainer:
+    """What `parallel_trainer` puts in front of a Trainer."""
+
+    model: Any
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        model = kwargs.get("model", args[0] if args else None)
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                "model must be one that fused_tp.parallelize has made; a name, or model_init, is loaded whole."
+            )
+        adopt(model)
+        settings = kwargs.get("args", args[1] if len(args) > 1 else None)
+        with _may_resume(settings), _many_cpus():
+            super().__init__(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        dcp.save(self._distributed_state(), checkpoint_id=str(Path(output_dir, FOLDER)))
+        if self.args.should_save and self.lr_scheduler is not None:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+
+    def _distributed_state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self._plain_optimizer())
+        return original_shapes(self.model, {"model": model, "optimizer": optimizer})
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        found: Any = self.optimizer
+        return getattr(found, "optimizer", found)  # accelerate's wrapper has the one in it
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        model, optimizer = get_state_dict(self.model, self._plain_optimizer())
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        dcp.load(original_shapes(self.model, state), checkpoint_id=str(_folder_of(checkpoint)))
+        set_state_dict(
+            self.model,
+            self._plain_optimizer(),
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        scheduler = Path(checkpoint, _SCHEDULER)
+        if scheduler.exists():
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        state = {"model": get_model_state_dict(self.model)}
+        dcp.load(original_shapes(self.model, state), checkpoint_id=str(_folder_of(resume_from_checkpoint)))
+        self.model.load_state_dict(state["model"], strict=False)
+
+
+def _folder_of(checkpoint: str) -> Path:
+    folder = Path(checkpoint, FOLDER)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{checkpoint} has no folder {FOLDER!r}, which a Trainer of parallel_trainer writes unless "
+            "save_only_model=True; to start from its weights alone, load them by from_pretrained before parallelize."
+        )
+    return folder
+
+
+@contextmanager
+def _may_resume(settings: Any) -> Iterator[None]:
+    """Trainer refuses to be made for sharded models unless they are saved alone: it would lose their optimizer."""
+    if settings is None or settings.save_only_model:
+        yield
+        return
+    settings.save_only_model = True
+    try:
+        yield
+    finally:
+        settings.save_only_model = False
+
+
+@contextmanager
+def _many_cpus() -> Iterator[None]:
+    """accelerate (1.15) does not count several processes on CPUs as several devices, and then refuses tensor parallel
+    ones."""
+    from accelerate import Accelerator
+
+    if torch.accelerator.is_available():
+        yield
+        return
+    with mock.patch.object(Accelerator, "multi_device", property(lambda self: self.use_distributed)):
+        yield

@@ -1,0 +1,158 @@
+"""transformers' Trainer over parallel models: losses, gradient norms, checkpoints and resuming of one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import fused_tp
+from tests.integrations.models import VOCAB, make
+from tests.workers import error_of, fresh_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+pytest.importorskip("accelerate", reason="accelerate is not installed; pip install accelerate")
+
+SIZES: dict[str, dict[str, int]] = {
+    "one": {},
+    "cp2_tp2": {"cp": 2, "tp": 2},
+    "dp2_tp2": {"dp_shard": 2, "tp": 2},
+    "dp2_cp2": {"dp_shard": 2, "cp": 2},
+}
+STEPS, SAVED = 6, 3
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self) -> None:
+        self.rows = torch.randint(3, VOCAB, (64, 16), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.rows[index].clone()
+        labels[: index % 8] = -100  # batches have unequal numbers of targets
+        return {"input_ids": self.rows[index], "labels": labels}
+
+
+def parallel_model(sizes: dict[str, int], family: str, lora: bool) -> Any:
+    model = make(family)
+    replicas = sizes.get("dp_shard", 1)
+    if lora:
+        import peft
+
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
+    if sizes:
+        mesh = fused_tp.make_mesh("cpu", **sizes)
+        fused_tp.parallelize(model, mesh, grad_sync=replicas == 1, sequence_parallel="tp" in sizes)
+    if replicas > 1:
+        for layer in [*model.model.layers, model]:
+            fully_shard(layer, mesh=fused_tp.fsdp_mesh(mesh))
+    return model
+
+
+def train(
+    group: dist.ProcessGroup, folder: str, layout: str, resume: str | None, family: str, lora: bool, packed: bool
+) -> list[float]:
+    import transformers
+    from accelerate.state import AcceleratorState, PartialState
+
+    from fused_tp.integrations.trainer import parallel_trainer
+
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    sizes = SIZES[layout]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if sizes:  # what torchrun sets
+        rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ |= {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+    model = parallel_model(sizes, family, lora)
+    model.config.use_cache = False
+    args = transformers.TrainingArguments(
+        output_dir=str(Path(folder, layout)),
+        per_device_train_batch_size=4 // sizes.get("dp_shard", 1),
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        save_steps=SAVED,
+        eval_steps=SAVED,
+        eval_strategy="steps",
+        logging_steps=1,
+        weight_decay=0.1,
+        learning_rate=1e-3,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to=[],
+        seed=1,
+    )
+    kind = parallel_trainer(transformers.Trainer) if sizes else transformers.Trainer
+    collator = transformers.DataCollatorWithFlattening() if packed else None
+    trainer = kind(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), data_collator=collator)
+    checkpoint = None if resume is None else str(Path(folder, resume, f"checkpoint-{SAVED}"))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    named = ("loss", "eval_loss", "grad_norm", "learning_rate")
+    return [entry[key] for entry in trainer.state.log_history for key in named if key in entry]
+
+
+def run(folder: Path, layout: str, resume: str | None = None, family: str = "llama", **changes: bool) -> list[float]:
+    how = {"lora": False, "packed": False, **changes}
+    ranks = fresh_ranks(1 if layout == "one" else 4, train, str(folder), layout, resume, family, *how.values())
+    results = [rank.unwrap() for rank in ranks]
+    assert all(result == pytest.approx(results[0]) for result in results)
+    return list(results[0])
+
+
+@pytest.mark.full
+def test_losses_norms_and_resuming_at_another_size(tmp_path: Path) -> None:
+    wanted = run(tmp_path, "one")
+    assert len(wanted) == 3 * STEPS + 2
+    for layout in ("cp2_tp2", "dp2_tp2", "dp2_cp2"):
+        assert run(tmp_path, layout) == pytest.approx(wanted, rel=1e-5), layout
+    # The history in a checkpoint is that of the run that wrote it.
+    assert run(tmp_path, "dp2_cp2", "cp2_tp2") == pytest.approx(wanted, rel=1e-5)
+    assert run(tmp_path, "cp2_tp2", "dp2_tp2") == pytest.approx(wanted, rel=1e-5)
+    import transformers
+
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dp2_cp2" / f"checkpoint-{STEPS}")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one" / f"checkpoint-{STEPS}")
+    for (name, p), (_, q) in zip(saved.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.full
+def test_experts_adapters_and_packed_documents(tmp_path: Path) -> None:
+    for how in ({"family": "qwen3_moe"}, {"lora": True}, {"packed": True}):
+        wanted = run(tmp_path, "one", **how)
+        assert run(tmp_path, "cp2_tp2", **how) == pytest.approx(wanted, rel=2e-5), how
+        assert run(tmp_path, "cp2_tp2", "cp2_tp2", **how) == pytest.approx(wanted, rel=2e-5), how
+
+
+def refusals(group: dist.ProcessGroup) -> list[str]:
+    import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from fused_tp.integrations.trainer import parallel_trainer
+
+    kind = parallel_trainer(transformers.Trainer)
+    assert kind is parallel_trainer(transformers.Trainer) and issubclass(kind, transformers.Trainer)
+    errors = [error_of(kind, model=make("llama"))]
+    errors.append(error_of(kind, model_init=lambda: make("llama")))
+    half = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "cp"))
+    model = make("llama")
+    errors.append(error_of(kind, model=fused_tp.parallelize(model, half)))
+    return [str(error) for error in errors]
+
+
+@pytest.mark.full
+def test_what_trainer_would_get_wrong_is_refused() -> None:
+    for rank in fresh_ranks(2, refusals):
+        first, second, third = rank.unwrap()
+        assert "is not parallel; call fused_tp.parallelize" in first
+        assert "or model_init, is loaded whole" in second
+        assert "2 groups of ranks with batches of their own" in third
