@@ -42,11 +42,18 @@ class _Mode:
 
     depth = 0  # of split_backward
     pending: Pending | None = None  # of `DeferredWeightGradients`
+    task = -1  # the backward pass that it holds in, -1 outside of any: no other may leave its gradients there
 
 
 def is_split() -> bool:
     """Whether ops that are called now make separate nodes for the gradients of inputs and of weights."""
-    return _Mode.depth > 0 or _Mode.pending is not None
+    return _Mode.depth > 0 or _pending() is not None
+
+
+def _pending() -> Pending | None:
+    if _Mode.pending is None or torch._C._current_graph_task_id() != _Mode.task:
+        return None
+    return _Mode.pending
 
 
 @contextmanager
@@ -89,7 +96,7 @@ class DeferredWeightGradients:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        _Mode.pending = self._pending
+        _Mode.pending, _Mode.task = self._pending, torch._C._current_graph_task_id()
 
     def end(self) -> None:
         _Mode.pending = None
@@ -114,7 +121,7 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
         values: `args` one by one, without a NamedTuple inside another.
     """
     inputs, weights = _needing_grad(op, values, weights=False), _needing_grad(op, values, weights=True)
-    pending = _Mode.pending
+    pending = _pending()
     if not weights or not (inputs or pending is not None):
         return None
     with torch.no_grad():

@@ -35,7 +35,7 @@ class Layers:
         count: of layers.
         in_front: names of modules with parameters of their own that run before the layers.
         behind: of those that run after them.
-        returns_tuple: a layer returns its hidden state in a tuple.
+        returned: how many things a layer returns, the hidden state first, in a tuple; 0: the hidden state alone.
         hidden_size, dtype: of the hidden state [batch, seq, hidden].
     """
 
@@ -43,7 +43,7 @@ class Layers:
     count: int
     in_front: tuple[str, ...]
     behind: tuple[str, ...]
-    returns_tuple: bool
+    returned: int
     hidden_size: int
     dtype: torch.dtype
 
@@ -63,7 +63,35 @@ def find_layers(model: nn.Module, container: str | None, example: Mapping[str, A
     layers = model.get_submodule(name)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise ValueError(f"layers={name!r} is a {type(layers).__name__}; name an nn.ModuleList of one or more layers.")
-    return _Probe(model, name, layers).run(example)
+    # What is not known to a run on a few tokens must not be changed by it: counters, running means.
+    held = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        found = _Probe(model, name, layers).run(example)
+        _check_skeleton(model, found, example)
+        return found
+    finally:
+        with torch.no_grad():
+            for buffer, value in held:
+                buffer.copy_(value)
+
+
+def _check_skeleton(model: nn.Module, layers: Layers, example: Mapping[str, Any]) -> None:
+    """Refuse a model whose code does not run where its layers, and what is around them, are elsewhere."""
+    parts = [range(1), range(1, 1), range(1, layers.count)]
+    skeleton, boundary = take_stages(model, layers, parts, [1])[1]
+    tokens = next(t for t in example.values() if isinstance(t, Tensor) and t.ndim > 1)
+    device = next((p.device for p in model.parameters()), tokens.device)
+    boundary.received = torch.zeros(*tokens.shape[:2], layers.hidden_size, dtype=layers.dtype, device=device)
+    try:
+        with torch.no_grad():
+            skeleton(**example)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run without its layers, as stages do that have only some of them: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if boundary.sent is None:
+        raise ValueError(f"{type(model).__name__} has one layer, which cannot be shared out over stages.")
 
 
 def _container_name(model: nn.Module, given: str | None) -> str:
@@ -98,7 +126,7 @@ class _Probe:
         self.cut: list[Tensor] = []  # what each layer has returned
         self.in_front: dict[str, list[Tensor]] = {}  # what modules before the layers have returned
         self.behind: list[str] = []
-        self.returns_tuple = False
+        self.returned = 0
 
     def run(self, example: Mapping[str, Any]) -> Layers:
         inside = f"{self.container}."
@@ -126,7 +154,7 @@ class _Probe:
             len(self.layers),
             tuple(self.in_front),
             tuple(self.behind),
-            self.returns_tuple,
+            self.returned,
             self.hidden.shape[-1],
             self.hidden.dtype,
         )
@@ -147,11 +175,12 @@ class _Probe:
                 f"{name} is not given what the layer before it returns as its first argument; what happens to the "
                 "hidden state between the two would be lost where they are on different stages."
             )
-        others = [*enumerate(args[1:], 1), *((key, value) for key, value in kwargs.items() if value is not given)]
+        others: list[tuple[Any, Any]] = [*((f"argument {at}", value) for at, value in enumerate(args[1:], 1))]
+        others += [(key, value) for key, value in kwargs.items() if value is not given]
         for key, value in others:
             if any(t.requires_grad for t in tensors_in(value)):
                 raise ValueError(
-                    f"{name} is given {key!r}, which is made of embeddings or of what layers before it return; only "
+                    f"{name} is given {key}, which is made of embeddings or of what layers before it return; only "
                     "the hidden state travels from stage to stage."
                 )
 
@@ -162,11 +191,11 @@ class _Probe:
                 f"{self.container}.{index} returns {_shown(hidden)} where a pipeline needs its hidden state "
                 "[batch, seq, hidden], by itself or first in a tuple."
             )
-        self.returns_tuple = isinstance(output, tuple)
+        self.returned = len(output) if isinstance(output, tuple) else 0
         self.calls += 1
         leaf, self.hidden = _leaf_and_result(hidden)
         self.cut.append(leaf)
-        return (self.hidden, *output[1:]) if self.returns_tuple else self.hidden
+        return (self.hidden, *output[1:]) if self.returned else self.hidden
 
     def outside(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
         if self.calls == len(self.layers):
@@ -320,10 +349,10 @@ class Absent(nn.Identity):
     to be sent.
     """
 
-    def __init__(self, layer: nn.Module, boundary: Boundary, *, receives: bool, sends: bool, in_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, boundary: Boundary, *, receives: bool, sends: bool, returned: int) -> None:
         super().__init__()
         self.boundary = boundary
-        self.receives, self.sends, self.in_tuple = receives, sends, in_tuple
+        self.receives, self.sends, self.returned = receives, sends, returned
         for name, value in vars(layer).items():  # which models read from their layers, such as the kind of attention
             if name not in vars(self) and isinstance(value, (str, int, float, type(None))):
                 setattr(self, name, value)
@@ -334,24 +363,35 @@ class Absent(nn.Identity):
             hidden = self.boundary.received
         if self.sends:
             self.boundary.sent = hidden
-        return (hidden,) if self.in_tuple else hidden
+        return (hidden, *[None] * (self.returned - 1)) if self.returned else hidden
 
 
 class AbsentInFront(nn.Identity):
     """In the place of an embedding: zeros of the shape of the hidden state, which no layer sees."""
 
-    def __init__(self, boundary: Boundary) -> None:
+    def __init__(self, module: nn.Module, boundary: Boundary) -> None:
         super().__init__()
         self.boundary = boundary
+        self.weight = _nothing_like(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         received = self.boundary.received
         assert received is not None
-        return received.new_zeros(()).expand(received.shape)
+        return torch.zeros_like(received)
+
+
+def _nothing_like(module: nn.Module) -> Tensor | None:
+    """An empty tensor in the place of a weight, of which models ask the dtype and the device."""
+    weight = getattr(module, "weight", None)
+    return weight.detach().new_empty(0) if isinstance(weight, Tensor) else None
 
 
 class AbsentBehind(nn.Identity):
     """In the place of a norm or an output layer: what it is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.weight = _nothing_like(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()))
@@ -381,14 +421,14 @@ def take_stages(
                     boundary,
                     receives=index == part.start - 1,
                     sends=index == part.stop,
-                    in_tuple=layers.returns_tuple,
+                    returned=layers.returned,
                 )
             )
         for name in layers.in_front:
             module = model.get_submodule(name)
-            memo[id(module)] = module if stage == 0 else AbsentInFront(boundary)
+            memo[id(module)] = module if stage == 0 else AbsentInFront(module, boundary)
         for name in layers.behind:
             module = model.get_submodule(name)
-            memo[id(module)] = module if stage == last else AbsentBehind()
+            memo[id(module)] = module if stage == last else AbsentBehind(module)
         found[stage] = copy.deepcopy(model, memo), boundary
     return found

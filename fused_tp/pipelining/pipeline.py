@@ -16,14 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from fused_tp.integrations.batch_check import BatchCheck
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.plan import Style, resolve_plan
+from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import PASSES_ON
+from fused_tp.integrations.state_dict import load_full_state_dict
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.split_backward import split_backward
@@ -39,6 +43,7 @@ from fused_tp.pipelining.cut import (
 )
 from fused_tp.pipelining.schedules import ScheduleKind, find_schedule
 from fused_tp.pipelining.timeline import Recorder, Span
+from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.partition import shard_range
 
 if TYPE_CHECKING:
@@ -83,8 +88,9 @@ def pipeline(
     """This rank's part of `model` as a pipeline over `mesh[pp_dim]`, whose `step(batch)` returns the loss of the batch.
 
     The model is cut between the layers of one nn.ModuleList; embeddings stay with the first of them, norms and output
-    layers behind them with the last. Each stage is made parallel over the other dims as `parallelize` does it. It is
-    taken apart: use the pipeline from here on, not `model`.
+    layers behind them with the last. Each stage is made parallel over the other dims as `parallelize` does it.
+    `model` is taken apart, and what other ranks have leaves its memory: use the pipeline from here on, and give its
+    `parameters()` to optimizers. It must have values; the meta device is not served.
 
     Args:
         model: a transformers causal language model, or any nn.Module whose layers pass nothing on but a hidden state
@@ -107,7 +113,7 @@ def pipeline(
 
     Raises:
         TypeError, ValueError: an argument does not fit, or the model cannot be cut, with the reason; before anything is
-            changed or sent.
+            changed or sent. What `parallelize` refuses of one stage is raised on all ranks, with the model taken apart.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("pp", "tp"))
@@ -121,6 +127,8 @@ def pipeline(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("model is on the meta device; a pipeline is cut from a model that has values.")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}.")
     names = mesh.mesh_dim_names or ()
@@ -161,16 +169,31 @@ def pipeline(
     meshes = {dim: mesh[dim] for dim in dims if dim in names and mesh[dim].size() > 1}
     tp_mesh, cp_mesh = (meshes.get(dim) for dim in dims)
     tied = _tied_names(model, found)
-    if tied and tp_mesh is not None:
-        whole = resolve_plan(model, plan)  # which cuts an embedding as the output layer that shares its weight
-        plan = {**whole.modules, **whole.parameters}
+    adapted = hasattr(model, "peft_config")  # names in its plan are those without adapters
+    whole = resolve_plan(model, plan) if tp_mesh is not None and not adapted else None
+    concrete: dict[str, Style] | None = None if whole is None else {**whole.modules, **whole.parameters}
+    if tied and concrete is not None:
+        plan = concrete  # which cuts an embedding as the output layer that shares its weight
+    disable: Any = getattr(model, "disable_input_require_grads", None)
+    if disable is not None and getattr(model, "_require_grads_hooks", None):
+        disable()  # hooks that gradient_checkpointing_enable sets, and that parallel embeddings do not take
     stages: dict[int, Stage] = {}
-    for number, (part, boundary) in take_stages(model, found, parts, kind.stages_of(rank, ranks, of_rank)).items():
-        if number + 1 < len(parts):
-            setattr(part, PASSES_ON, True)
-        if meshes:
-            parallelize(part, mesh, plan=_within(part, plan), grad_sync=False, **keywords)
-        stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
+    refused: Exception | None = None
+    try:
+        for number, (part, boundary) in take_stages(model, found, parts, kind.stages_of(rank, ranks, of_rank)).items():
+            if number + 1 < len(parts):
+                setattr(part, PASSES_ON, True)
+            # A stage that has nothing to cut stays whole on all tensor parallel ranks.
+            whole_stage = concrete is not None and not keywords["sequence_parallel"] and not _within(part, concrete)
+            over = {dim: one for dim, one in meshes.items() if not (whole_stage and one is tp_mesh)}
+            if over:
+                named = mesh if len(over) == len(meshes) else next(iter(over.values()))
+                of_stage = keywords | {"loss_parallel": keywords["loss_parallel"] and not whole_stage}
+                parallelize(part, named, plan=_within(part, plan), grad_sync=False, **of_stage)
+            stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
+    except Exception as error:
+        refused = error
+    _agree(pp_mesh, refused)
     _release(model, stages.values())
     return Pipeline(
         stages,
@@ -221,6 +244,19 @@ def _within(part: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[s
     return {name: style for name, style in plan.items() if name in known or "*" in name}
 
 
+def _agree(pp_mesh: DeviceMesh, refused: Exception | None) -> None:
+    """Raises on all ranks of the pipeline what one has raised: the others would wait for it in their first step."""
+    said: list[Any] = [None] * pp_mesh.size()
+    dist.all_gather_object(said, None if refused is None else str(refused), group=pp_mesh.get_group())
+    if refused is not None:
+        raise refused
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise ValueError(
+                f"A stage of pipeline rank {rank} was refused, after parts of the model had been taken: {text}"
+            )
+
+
 def _release(model: nn.Module, stages: Iterable[Stage]) -> None:
     """Frees the memory of what other ranks have, which the caller's `model` still holds."""
     kept = {module for stage in stages for module in stage.modules()}
@@ -237,7 +273,6 @@ class Stage(nn.Module):
     Attributes:
         model: of the same class as the whole one, with others in the place of what other stages have.
         number, count: of this stage, of all.
-        target_count: by what the sum over targets is divided, in the batch that runs.
     """
 
     def __init__(
@@ -246,11 +281,12 @@ class Stage(nn.Module):
         super().__init__()
         self.model, self.boundary, self.number, self.count = model, boundary, number, count
         self.is_hf, self.loss_fn = is_hf, loss_fn
-        self.target_count: int | Tensor | None = None
+        self.common: dict[str, Any] = {}  # what all microbatches of the batch that runs are given
         self.microbatches = 1
         self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None  # that is sent and received
-        parameters = inspect.signature(model.forward).parameters
-        self._takes_count = _COUNT in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.takes_count = _COUNT in inspect.signature(model.forward).parameters
+        # transformers' own losses take it among other keywords; models that compute theirs otherwise would ignore it.
+        self.takes_count |= is_hf and forward_mentions(model, "loss_function", unknown=False)
 
     @property
     def is_last(self) -> bool:
@@ -258,12 +294,14 @@ class Stage(nn.Module):
 
     def forward(self, *received: Tensor, **batch: Any) -> Any:
         """The hidden state to send; of the last stage the loss, or the output where the batch has no labels."""
+        count = self.common.get(_COUNT)
+        batch |= {name: value for name, value in self.common.items() if name != _COUNT}
         labels = {name: batch.get(name) for name in _LABELS}
         own_loss = self.is_last and self.loss_fn is None and labels["labels"] is not None
         if not own_loss:
             batch = {name: value for name, value in batch.items() if name not in _LABELS}
-        elif self._takes_count:
-            batch[_COUNT] = self.target_count
+        elif self.takes_count:
+            batch[_COUNT] = count
         boundary = self.boundary
         boundary.received = received[0] if received else None
         try:
@@ -277,8 +315,7 @@ class Stage(nn.Module):
             return output.logits if self.is_hf else output
         if self.loss_fn is not None:
             return self.loss_fn(output.logits if self.is_hf else output, labels["labels"]) / self.microbatches
-        assert self.target_count is not None
-        return output.loss * (1 if self._takes_count else count_targets(labels) / self.target_count)
+        return output.loss * (1 if self.takes_count else 1 / self.microbatches)
 
     def _checked(self, sent: Tensor | None) -> Tensor:
         assert sent is not None and self.hidden is not None
@@ -335,7 +372,10 @@ class Pipeline:
             number: rank for rank in range(ranks) for number in kind.stages_of(rank, ranks, len(parts) // ranks)
         }
         a_stage = next(iter(stages.values()))
-        self._is_hf, self._own_loss = a_stage.is_hf, a_stage.loss_fn is None
+        self._is_hf, self._own_loss, self._takes_count = a_stage.is_hf, a_stage.loss_fn is None, a_stage.takes_count
+        first = next(iter(inspect.signature(a_stage.model.forward).parameters), "tokens")
+        self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first,)
+        self._check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
         self._recorder = Recorder()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -353,16 +393,19 @@ class Pipeline:
             TypeError, ValueError: the batch does not fit; raised before anything is sent.
         """
         check_bool(sync_gradients=sync_gradients)
+        self._check_parameters()
         prepared = self._prepared(batch, with_labels=True)
         held = [] if self._unsynced else self._set_aside()
-        with self._split():
-            losses = self._run(prepared)
-        self._unsynced = True
-        if sync_gradients:
-            self._sync_gradients()
-            self._unsynced = False
-        for parameter, grad in held:
-            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        try:
+            with self._split():
+                losses = self._run(prepared)
+            self._unsynced = True
+            if sync_gradients:
+                self._sync_gradients()
+                self._unsynced = False
+        finally:
+            for parameter, grad in held:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         return self._loss_everywhere(losses)
 
     @torch.no_grad()
@@ -376,6 +419,24 @@ class Pipeline:
             return self._loss_everywhere(outputs)
         return tree_map(_joined, *outputs) if outputs else None
 
+    def _check_parameters(self) -> None:
+        for name, parameter in self.named_parameters():
+            if getattr(parameter, "main_grad", None) is not None:
+                if self._tied is not None or (self._cp_mesh is not None and self._grad_sync):
+                    why = "the first stage and the last share a weight" if self._tied else "grad_sync=True sums over cp"
+                    raise ValueError(
+                        f"the gradient of {name!r} goes to its main_grad, and {why}, which looks at grad only. Remove "
+                        "main_grad."
+                    )
+                break
+        for stage in self.stages.values() if self._kind.splits else ():
+            for module in stage.modules():
+                if isinstance(module, FSDPModule) and reshards_after_forward(module):
+                    raise ValueError(
+                        f"schedule {self._kind.name!r} splits backward, of which torch's FSDP2 loses a half where it "
+                        "reshards in between. Call fully_shard with reshard_after_forward=False."
+                    )
+
     def _split(self) -> AbstractContextManager[None]:
         return split_backward() if self._kind.splits else nullcontext()
 
@@ -383,24 +444,27 @@ class Pipeline:
         """The losses of the microbatches, where the last stage is."""
         schedule, losses = self._schedule(batch), list[Tensor]()
         target = {"target": batch["labels"]} if self._has_last else {}
-        schedule.step(**self._begin(batch), **target, losses=losses, return_outputs=False)
+        try:
+            schedule.step(**self._begin(batch), **target, losses=losses, return_outputs=False)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, (ValueError, TypeError, FusedTPError)):
+                raise error.__cause__ from None  # torch puts all arguments in front of it
+            raise
         return losses
 
-    def _begin(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Tells the stages what all microbatches have in common; what forward is to be given of a batch."""
+    def _begin(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Tells the stages what all microbatches have in common; what is to be cut into microbatches."""
+        cut = {name: t for name, t in batch.items() if isinstance(t, Tensor) and t.ndim}
         for stage in self.stages.values():
-            stage.target_count, stage.hidden = batch.get(_COUNT), self._hidden(batch)
-        return {name: value for name, value in batch.items() if name != _COUNT}
+            stage.common = {name: value for name, value in batch.items() if name not in cut}
+            stage.hidden = self._hidden(batch)
+        return cut
 
     def _run_forward(self, batch: dict[str, Any]) -> list[Any]:
         """What the last stage returns for each microbatch, where it is. Rejected: `eval` of torch's schedules, which
         fails for those that are V-shaped (2.13) and learns shapes anew whenever training and it take turns."""
         given = self._begin(batch)
-        split = {
-            name: value.chunk(self.microbatches)
-            for name, value in given.items()
-            if isinstance(value, Tensor) and value.ndim
-        }
+        split = {name: t.chunk(self.microbatches) for name, t in given.items()}
         shape, dtype = self._hidden(batch)
         passed: dict[int, list[Any]] = {}  # from a stage of this rank to the next, which it has too
         sends: list[dist.Work] = []
@@ -413,7 +477,7 @@ class Pipeline:
                 elif number:
                     received.append(torch.empty(shape, dtype=dtype, device=self._pp_mesh.device_type))
                     dist.recv(received[0], self._global_rank_of(number - 1), group=self._group)
-                part = {name: split[name][index] if name in split else value for name, value in given.items()}
+                part = {name: parts[index] for name, parts in split.items()}
                 output = stage(*received, **part)
                 outputs.append(output)
                 if not stage.is_last and number + 1 not in self.stages:
@@ -439,8 +503,10 @@ class Pipeline:
         labels = found.get("labels")
         if labels is None and (with_labels or "shift_labels" in found):
             raise ValueError("batch has no 'labels'; step needs them for the loss.")
+        if found.get("return_dict") is False:
+            raise ValueError("batch has return_dict=False; a pipeline reads loss and logits by name. Leave it out.")
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor) and value.ndim}
-        rows = max((len(t) for t in tensors.values()), default=0)
+        rows = len(self._tokens(found))
         if not rows or rows % self.microbatches:
             raise ValueError(
                 f"batch has {rows} rows, which {self.microbatches} microbatches of equal size cannot share; pass a "
@@ -458,9 +524,35 @@ class Pipeline:
                 found[name] = t.expand(rows, *t.shape[1:])
         if self._is_hf:
             found.setdefault("use_cache", False)
-        if labels is not None and self._own_loss and found.get(_COUNT) is None:
-            found[_COUNT] = count_targets(found)
+        if labels is not None and self._own_loss:
+            if found.get(_COUNT) is None:
+                found[_COUNT] = count_targets(found)
+            if not self._takes_count:
+                self._check_equal_counts(found["labels"])
+        if self._check is not None:
+            self._check(next(iter(self.stages.values())), (), found)
         return found
+
+    def _check_equal_counts(self, labels: Tensor) -> None:
+        """The model's loss is a mean over targets by itself: that of the batch is the mean of the microbatches' only if
+        they have equally many. Whether it shifts labels is not known."""
+        counts = [
+            ((part != _IGNORED).sum(), (part[:, 1:] != _IGNORED).sum()) for part in labels.chunk(self.microbatches)
+        ]
+        for index, count in enumerate(counts):
+            if count != counts[0]:
+                raise ValueError(
+                    f"microbatch {index} has another number of targets ({int(count[0])}) than the first "
+                    f"({int(counts[0][0])}), and the model's own loss takes no num_items_in_batch: it would be a mean "
+                    "of means. Make them equal, or pass loss_fn(output, labels) to pipeline."
+                )
+
+    def _tokens(self, batch: Mapping[str, Any]) -> Tensor:
+        """The tokens of a batch, or their embeddings."""
+        for name in self._token_names:
+            if isinstance(t := batch.get(name), Tensor) and t.ndim > 1:
+                return t
+        raise ValueError(f"batch has no {' or '.join(map(repr, self._token_names))} [batch, seq]; it has {[*batch]}.")
 
     def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Gradients of earlier steps, which are summed over ranks already."""
@@ -485,7 +577,7 @@ class Pipeline:
 
     def _hidden(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of what goes from stage to stage of a microbatch."""
-        tokens = next(value for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1)
+        tokens = self._tokens(batch)
         rows, seq = tokens.shape[0] // self.microbatches, tokens.shape[1]
         return (rows, self._own_tokens(seq), self._layers.hidden_size), self._layers.dtype
 
@@ -540,9 +632,9 @@ class Pipeline:
 
     def _add_tied(self) -> None:
         """The first stage and the last share a parameter: each gets the sum of both gradients, in the same order."""
-        if self._tied is None:
-            return
         last = len(self.parts) - 1
+        if self._tied is None or not last:
+            return
         here: dict[int, nn.Parameter] = {
             number: self.stages[number].model.get_parameter(name)
             for number, name in zip((0, last), self._tied, strict=True)
@@ -574,6 +666,26 @@ class Pipeline:
         for number, parameter in here.items():
             parameter.grad = grads[number]
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """The norm of the gradients of all stages; where it is greater than `max_norm`, gradients are scaled to that.
+
+        All ranks of the pipeline must call it. A weight that two stages share counts once.
+        `torch.nn.utils.clip_grad_norm_(parameters(), ...)` would scale each stage by a norm of its own.
+        """
+        counted = {id(p): p for name, p in self.named_parameters() if not self._is_second_copy(name)}
+        grads = [p.grad for p in counted.values() if p.grad is not None]
+        own = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
+        square = (own.full_tensor() if isinstance(own, DTensor) else own).double().square()
+        square = square.to(self._pp_mesh.device_type)
+        dist.all_reduce(square, group=self._group)
+        total = square.sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def _is_second_copy(self, name: str) -> bool:
+        return self._tied is not None and len(self.parts) > 1 and name == self._tied[1]
+
     def recording(self) -> AbstractContextManager[list[Span]]:
         """A context that gives, at its end, what this rank's stages have computed inside it, and when; see `draw`.
 
@@ -603,7 +715,8 @@ class Pipeline:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gives, or what torch.distributed.checkpoint has loaded into that.
+        """Loads what `state_dict` gives, or what torch.distributed.checkpoint has loaded into that; or full tensors of
+        the whole model, of which each rank keeps its part.
 
         Raises:
             KeyError: something is missing.
@@ -613,13 +726,23 @@ class Pipeline:
             missing = [name for name in own if name not in state]
             if missing:
                 raise KeyError(f"state has no {missing[:4]}{' ...' if len(missing) > 4 else ''}.")
-            stage.model.load_state_dict({name: state[name] for name in own})
+            wanted = {name: state[name] for name in own}
+            if any(isinstance(own[name], DTensor) and not isinstance(t, DTensor) for name, t in wanted.items()):
+                load_full_state_dict(stage.model, wanted)
+            else:
+                stage.model.load_state_dict(wanted)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Puts all stages into training mode, or out of it."""
         for stage in self.stages.values():
             stage.train(mode)
         return self
+
+
+def reshards_after_forward(module: FSDPModule) -> bool:
+    """Whether FSDP2 frees the parameters of `module` between forward and backward; torch does not tell."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return group is not None and group._reshard_after_forward
 
 
 def _joined(*parts: Any) -> Any:

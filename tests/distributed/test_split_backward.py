@@ -237,3 +237,26 @@ def test_halves_let_go_of_their_tensors(group: dist.ProcessGroup) -> None:
             y.sum().backward()
         del x, y
     assert [one() for one in gone] == [None] * 4  # by counts of references alone
+
+
+@on_ranks(1)
+def test_a_deferring_module_leaves_others_alone(group: dist.ProcessGroup) -> None:
+    """Also where its backward has raised, or nobody has asked for its weights' gradients."""
+    one, other = Net(group), Net(group)
+    x = seeded(4, 6, dtype=torch.float64, seed=3).requires_grad_()
+    other(x).sum().backward()
+    wanted = grads_of(other)
+    build = dw_builder(one)
+
+    def fail(grad: Tensor) -> None:
+        raise ValueError("no")
+
+    for raises in (False, True):
+        y = one(x)
+        if raises:
+            x.register_hook(fail)
+        error = error_of(y.sum().backward)
+        assert isinstance(error, ValueError) == raises
+        other(x.detach().requires_grad_()).sum().backward()
+        assert_equal(grads_of(other), wanted, f"raises: {raises}")
+    build()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor.parallel import parallelize_module
@@ -25,6 +26,7 @@ from fused_tp.pipelining.schedules import SCHEDULES
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.torch_dist import torch_dist
 from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens, parts_dims
+from tests.integrations.sweep import make_model
 from tests.reference import seeded
 from tests.workers import error_of, fresh_ranks, on_ranks
 
@@ -489,3 +491,108 @@ def test_a_step_on_time_and_its_picture(group: dist.ProcessGroup, tmp_path: Path
         draw(spans, path)
         assert path.stat().st_size > 10_000
     assert bubbles["ZBV"] < 0.6 * bubbles["1F1B"], bubbles
+
+
+@pytest.mark.full
+@on_ranks(4)
+def test_models_with_other_losses_layers_and_outputs(group: dist.ProcessGroup) -> None:
+    """A loss that takes no count (Bart), layers that return several things (Bamba), code that asks modules of other
+    stages for their weights (Llama 4, Mamba), checkpoints, and masks of padding in front of the tokens."""
+    mesh = mesh_of(pp=2, tp=2)
+    for kind in ("bart", "bamba", "llama4_text", "mamba2", "x"):
+        inside = mesh_of(pp=2, dp=2) if kind == "bart" else mesh  # Bart has no plan
+        whole = make_model(kind) if kind == "bart" else make("llama" if kind == "x" else kind)
+        tokens = make_tokens(8, 16)
+        mask = torch.ones_like(tokens)
+        mask[0, 12:] = 0
+        labels = tokens.masked_fill(mask == 0, -100)
+        batch = {"attention_mask": mask, "input_ids": tokens, "labels": labels}
+        if kind != "x":
+            batch = {"input_ids": tokens, "labels": tokens if kind == "bart" else labels}
+        expected = whole.train()(**batch, use_cache=False).loss
+        expected.backward()
+        copied = copy_of(whole)
+        if kind == "x":
+            copied.gradient_checkpointing_enable()
+        pipe = fused_tp.pipeline(copied, inside, microbatches=4)
+        assert_near(pipe.step(batch), expected, f"loss of {kind}", TOLERANCE)
+        for name, parameter in pipe.named_parameters():
+            wanted = whole.get_parameter(name).grad
+            assert (wanted is None) == (parameter.grad is None), name
+            if wanted is None:
+                continue
+            found = full(parameter.grad)
+            assert_near(found.reshape(wanted.shape), wanted, f"{kind}: {name}", TOLERANCE)
+        if kind == "bart":
+            error = error_of(pipe.step, {"input_ids": tokens, "labels": labels})
+            assert "microbatch 1 has another number of targets (32) than the first (28)" in str(error)
+
+
+class Counted(Chain):
+    """Counts its forward passes in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(x)
+
+
+@on_ranks(4)
+def test_what_goes_wrong_is_said_on_all_ranks_and_costs_nothing(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(pp=2, tp=2)
+    counted = Counted()
+    pipe = fused_tp.pipeline(
+        counted, mesh_of(pp=4), microbatches=4, loss_fn=lambda y, t: y.mean(), example={"x": torch.zeros(1, 2, 8)}
+    )
+    assert not pipe.stages[dist.get_rank()].model.passes
+    whole = make("llama", num_hidden_layers=4, tied=True)
+    pipe = fused_tp.pipeline(copy_of(whole), mesh, microbatches=4)
+    batch = batch_of("llama", 16)
+    pipe.step(batch)
+    before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+    with torch.no_grad():
+        assert isinstance(error_of(pipe.step, batch), RuntimeError)
+    after = [p.grad for p in pipe.parameters() if p.grad is not None]
+    assert all(torch.equal(full(a), full(b)) for a, b in zip(before, after, strict=True))
+    other = {name: t.roll(mesh["pp"].get_local_rank(), 0) for name, t in batch.items()}
+    error = error_of(pipe.eval, other)
+    assert isinstance(error, fused_tp.RankMismatchError) and "pp" in str(error), error
+    whole(**batch).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    found = pipe.clip_grad_norm_(0.1)
+    assert_near(found.float(), norm, "norm", TOLERANCE)
+    assert_same_gradients(pipe, whole, TOLERANCE)
+    for parameter in pipe.parameters():
+        parameter.main_grad = torch.zeros(())
+    assert "goes to its main_grad, and the first stage and the last share" in str(error_of(pipe.step, batch))
+    one = fused_tp.pipeline(
+        copy_of(whole), DeviceMesh("cpu", [[0, 1, 2, 3]], mesh_dim_names=("pp", "cp")), microbatches=2
+    )
+    one.step(batch)
+    state = {name: torch.zeros_like(t) for name, t in whole.state_dict().items()}
+    pipe.load_state_dict(state)
+    assert not any(full(p).any() for p in pipe.parameters())
+
+
+@pytest.mark.full
+@on_ranks(4)
+def test_fsdp_around_stages(group: dist.ProcessGroup) -> None:
+    mesh = fused_tp.make_mesh("cpu", pp=2, dp_shard=2)
+    tokens = make_tokens(8, 16)
+    own = tokens.chunk(2)[mesh["dp_shard"].get_local_rank()]
+    for schedule, reshard in (("1F1B", True), ("ZBV", False), ("ZBV", True)):
+        whole = make("llama", num_hidden_layers=4)
+        pipe = fused_tp.pipeline(copy_of(whole), mesh, microbatches=4, schedule=schedule)
+        for stage in pipe.stages.values():
+            for layer in [one for one in stage.model.model.layers if any(True for _ in one.parameters())]:
+                fully_shard(layer, mesh=fused_tp.fsdp_mesh(mesh), reshard_after_forward=reshard)
+            fully_shard(stage, mesh=fused_tp.fsdp_mesh(mesh), reshard_after_forward=reshard)
+        if schedule == "ZBV" and reshard:
+            assert "reshard_after_forward=False" in str(error_of(pipe.step, {"input_ids": own, "labels": own}))
+            continue
+        pipe.step({"input_ids": own, "labels": own})
+        whole(input_ids=tokens, labels=tokens).loss.backward()
+        assert_same_gradients(pipe, whole, TOLERANCE)
