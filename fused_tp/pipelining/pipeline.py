@@ -403,9 +403,15 @@ class Pipeline:
             if sync_gradients:
                 self._sync_gradients()
                 self._unsynced = False
-        finally:
+        except BaseException:
+            # Of a step that has failed some parameters have a part of their gradients: none keeps it.
+            for parameter in () if self._unsynced else self.parameters():
+                parameter.grad = None
             for parameter, grad in held:
-                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+                parameter.grad = grad
+            raise
+        for parameter, grad in held:
+            parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
         return self._loss_everywhere(losses)
 
     @torch.no_grad()

@@ -152,12 +152,15 @@ def test_context_parallel_stages(group: dist.ProcessGroup, family: str, schedule
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("family", "layout", "schedule"),
-    cases(
-        {("llama", "pp_tp", "1F1B"), ("plain", "pp", "DualPipeV")},
-        ["plain", "llama"],
-        ["pp", "pp_tp", "pp_tp_lossparallel", "pp_cp"],
-        ["1F1B", "DualPipeV"],
-    ),
+    [
+        *cases(
+            {("llama", "pp_tp", "1F1B")},
+            ["llama"],
+            ["pp", "pp_tp", "pp_tp_lossparallel", "pp_cp"],
+            ["1F1B", "DualPipeV"],
+        ),
+        ("plain", "pp", "DualPipeV"),
+    ],
 )
 def test_tied_weights(group: dist.ProcessGroup, family: str, layout: str, schedule: str) -> None:
     mesh = {"pp": mesh_of(pp=4), "pp_cp": mesh_of(pp=2, cp=2)}.get(layout, mesh_of(pp=2, tp=2))
@@ -176,7 +179,7 @@ def test_tied_weights(group: dist.ProcessGroup, family: str, layout: str, schedu
 
 @on_ranks(4)
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3"])
 def test_families(group: dist.ProcessGroup, family: str) -> None:
     compare(
         mesh_of(pp=2, tp=2),

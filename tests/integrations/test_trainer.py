@@ -100,37 +100,49 @@ def train(
     return [entry[key] for entry in trainer.state.log_history for key in named if key in entry]
 
 
-def run(folder: Path, layout: str, resume: str | None = None, family: str = "llama", **changes: bool) -> list[float]:
-    how = {"lora": False, "packed": False, **changes}
-    ranks = fresh_ranks(1 if layout == "one" else 4, train, str(folder), layout, resume, family, *how.values())
-    results = [rank.unwrap() for rank in ranks]
-    assert all(result == pytest.approx(results[0]) for result in results)
-    return list(results[0])
+# (layout, of which layout a checkpoint is resumed from, family, LoRA, packed documents). The history in a checkpoint is
+# that of the run that wrote it.
+RUNS: list[tuple[str, str | None, str, bool, bool]] = [
+    ("cp2_tp2", None, "llama", False, False),
+    ("dp2_tp2", None, "llama", False, False),
+    ("dp2_cp2", None, "llama", False, False),
+    ("dp2_cp2", "cp2_tp2", "llama", False, False),
+    ("cp2_tp2", "dp2_tp2", "llama", False, False),
+    ("cp2_tp2", None, "qwen3_moe", False, False),
+    ("cp2_tp2", None, "llama", True, False),
+    ("cp2_tp2", "cp2_tp2", "llama", True, False),
+    ("cp2_tp2", None, "llama", False, True),
+    ("cp2_tp2", "cp2_tp2", "llama", False, True),
+]
+
+
+def train_all(group: dist.ProcessGroup, folder: str, runs: list[Any]) -> list[list[float]]:
+    """One after the other in the same processes, which take seconds to start."""
+    found = []
+    for layout, resume, *how in runs:
+        name = "-".join(map(str, how))
+        found.append(train(group, str(Path(folder, name)), layout, resume, *how))
+        dist.barrier()
+    return found
 
 
 @pytest.mark.full
 def test_losses_norms_and_resuming_at_another_size(tmp_path: Path) -> None:
-    wanted = run(tmp_path, "one")
-    assert len(wanted) == 3 * STEPS + 2
-    for layout in ("cp2_tp2", "dp2_tp2", "dp2_cp2"):
-        assert run(tmp_path, layout) == pytest.approx(wanted, rel=1e-5), layout
-    # The history in a checkpoint is that of the run that wrote it.
-    assert run(tmp_path, "dp2_cp2", "cp2_tp2") == pytest.approx(wanted, rel=1e-5)
-    assert run(tmp_path, "cp2_tp2", "dp2_tp2") == pytest.approx(wanted, rel=1e-5)
+    references = list({tuple(how): None for _, _, *how in RUNS})
+    (one,) = fresh_ranks(1, train_all, str(tmp_path), [("one", None, *how) for how in references], timeout=300)
+    wanted = dict(zip(references, one.unwrap(), strict=True))
+    ranks = [rank.unwrap() for rank in fresh_ranks(4, train_all, str(tmp_path), RUNS, timeout=300)]
+    for found in ranks:
+        for (layout, resume, *how), values in zip(RUNS, found, strict=True):
+            assert len(values) == 3 * STEPS + 2
+            assert values == pytest.approx(wanted[tuple(how)], rel=2e-5), (layout, resume, how)
     import transformers
 
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dp2_cp2" / f"checkpoint-{STEPS}")
-    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one" / f"checkpoint-{STEPS}")
+    folder = tmp_path / "llama-False-False"
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "dp2_cp2" / f"checkpoint-{STEPS}")
+    other = transformers.AutoModelForCausalLM.from_pretrained(folder / "one" / f"checkpoint-{STEPS}")
     for (name, p), (_, q) in zip(saved.named_parameters(), other.named_parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-
-
-@pytest.mark.full
-def test_experts_adapters_and_packed_documents(tmp_path: Path) -> None:
-    for how in ({"family": "qwen3_moe"}, {"lora": True}, {"packed": True}):
-        wanted = run(tmp_path, "one", **how)
-        assert run(tmp_path, "cp2_tp2", **how) == pytest.approx(wanted, rel=2e-5), how
-        assert run(tmp_path, "cp2_tp2", "cp2_tp2", **how) == pytest.approx(wanted, rel=2e-5), how
 
 
 def refusals(group: dist.ProcessGroup) -> list[str]:
