@@ -149,6 +149,11 @@ def pipeline(
     check_bool(**{key: keywords[key] for key in ("sequence_parallel", "loss_parallel")}, grad_sync=grad_sync)
     if virtual_stages is not None:
         check_int("virtual_stages", virtual_stages, 1)
+    needed = {"sequence_parallel": dims[0], "loss_parallel": dims[0], "ep_dim": keywords["ep_dim"]}
+    needed["ulysses_size"] = dims[1] if keywords["ulysses_size"] != 1 else None
+    for asked, dim in needed.items():
+        if keywords[asked] and dim is not None and dim not in names:
+            raise ValueError(f"{asked}={keywords[asked]} needs ranks along {dim!r}, and mesh has the dims {names}.")
     is_hf = is_transformers_model(model)
     if loss_fn is None and "labels" not in inspect.signature(model.forward).parameters:
         raise ValueError(f"{type(model).__name__}.forward takes no labels; pass loss_fn(output, labels), its loss.")

@@ -385,6 +385,9 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_changed(group: dist.Pr
         "no nn.ModuleList 'blocks'": {"layers": "blocks", "microbatches": 4},
     }.items():
         refused(ValueError, says, model, mesh, **keywords)
+    for asked in ({"sequence_parallel": True}, {"loss_parallel": True}, {"ulysses_size": 2}, {"ep_dim": "tp"}):
+        refused(ValueError, "needs ranks along", model, mesh_of(pp=4), microbatches=4, **asked)
+    refused(TypeError, "has no keyword 'sequence'", model, mesh, microbatches=4, sequence=True)
     model.config.output_router_logits = True
     refused(ValueError, "output_router_logits", model, mesh, microbatches=4)
     refused(ValueError, "takes no labels; pass loss_fn", Odd(""), mesh, microbatches=4)
