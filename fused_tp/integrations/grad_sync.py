@@ -115,7 +115,7 @@ class GradientSync:
                     del hooks[key]
                 parameter._backward_hooks = hooks
             # By id: module.to() swaps no tensor that has weak references.
-            hook = self._take_shares if self._is_dealt(parameter) else self._sum
+            hook = self._take_shares if is_dealt(parameter, self.mesh) else self._sum
             parameter.register_hook(partial(hook, name, id(parameter)))
             if hook == self._sum:
                 self._watched[id(parameter)] = parameter
@@ -125,12 +125,6 @@ class GradientSync:
         """Of experts that are dealt out over the ranks: what all tokens add is divided by their number when it comes
         here, as if each rank had its share of it. (So has each of what a caller adds to the loss.)"""
         return grad if self.mean else grad * self.mesh.size()
-
-    def _is_dealt(self, parameter: nn.Parameter) -> bool:
-        if not isinstance(parameter, DTensor):
-            return False
-        placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-        return any(name in (self.mesh.mesh_dim_names or ()) and cut.is_shard() for name, cut in placed)
 
     def _has_hook(self, parameter: nn.Parameter) -> bool:
         """Copies and pickles carry a parameter's attributes and not its hooks, and may have the id that it had; what
@@ -164,13 +158,9 @@ class GradientSync:
         """Sums what has been deferred. A collective call."""
         if not self._owes:
             return
-        here = torch.tensor([key in self._deferred for key in self._watched], dtype=torch.float32)
-        counts = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
+        used = [key in self._deferred for key in self._watched]
         self._deferred, self._owes = set(), False
-        for parameter, count in zip(self._watched.values(), counts, strict=True):
-            if count:
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                parameter.grad = _sum_over(self.mesh, grad) / self.mesh.size()
+        take_mean(self.mesh, list(self._watched.values()), used)
 
     def note_use(self, model: nn.Module, outputs: Sequence[Tensor], *, routed: bool) -> None:
         """Find out which parameters only some ranks used for `outputs`. A collective call.
@@ -184,7 +174,7 @@ class GradientSync:
             ValueError: there are such parameters, and what looks at their gradients in the middle of backward; or a
                 reentrant checkpoint in a model with experts, which hides what is used.
         """
-        parameters = [p for p in model.parameters() if p.requires_grad and not self._is_dealt(p)]
+        parameters = [p for p in model.parameters() if p.requires_grad and not is_dealt(p, self.mesh)]
         nodes = [node for t in outputs for node in nodes_of(t)]
         used = {id(leaf) for leaf in leaves(nodes)}
         hidden = routed and any(node.name() == "CheckpointFunctionBackward" for node in nodes)
@@ -294,6 +284,30 @@ class GradientSync:
 
 def _nothing() -> None:
     return None
+
+
+def is_dealt(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Whether each rank of `mesh` has other experts in it, whose gradients are not those of other ranks."""
+    if not isinstance(parameter, DTensor):
+        return False
+    placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+    return any(name in (mesh.mesh_dim_names or ()) and cut.is_shard() for name, cut in placed)
+
+
+@torch.no_grad()
+def take_mean(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
+    """The mean over the ranks of `mesh` of gradients that some of them have, in place. A collective call.
+
+    Args:
+        parameters: the same on all ranks, in one order.
+        used: whether this rank has something to add for each of them.
+    """
+    here = torch.tensor(used, dtype=torch.float32, device=mesh.device_type)
+    counts = all_reduce(here, group=mesh).tolist() if parameters else []
+    for parameter, count in zip(parameters, counts, strict=True):
+        if count:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = _sum_over(mesh, grad) / mesh.size()
 
 
 def _syncs_of(model: nn.Module) -> list[GradientSync]:

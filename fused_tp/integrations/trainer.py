@@ -110,6 +110,7 @@ class _ParallelTrainer:
     args: Any
     optimizer: Any
     lr_scheduler: Any
+    state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs.get("model", args[0] if args else None)
@@ -119,6 +120,10 @@ class _ParallelTrainer:
             )
         adopt(model)
         settings = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if settings is not None and settings.load_best_model_at_end and settings.save_only_model:
+            raise ValueError(
+                "load_best_model_at_end=True loads from what save_only_model=True leaves out; choose one of them."
+            )
         with _may_resume(settings), _many_cpus():
             super().__init__(*args, **kwargs)
 
@@ -154,7 +159,10 @@ class _ParallelTrainer:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         state = {"model": get_model_state_dict(self.model)}
         dcp.load(original_shapes(self.model, state), checkpoint_id=str(_folder_of(resume_from_checkpoint)))
-        self.model.load_state_dict(state["model"], strict=False)
+        self.model.load_state_dict(state["model"])
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
 
 
 def _folder_of(checkpoint: str) -> Path:

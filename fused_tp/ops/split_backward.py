@@ -243,4 +243,5 @@ class _JoinDeferred(Function):
 def _accumulate(ctx: Any, saved: Saved[Any], grads: Sequence[Tensor | None]) -> None:
     found = ctx.split.gradients(ctx, saved, grads, weights=True)
     pairs = [(edge, grad) for edge, grad in zip(ctx.edges, found, strict=True) if grad is not None]
-    torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+    if pairs:
+        torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fused_tp.integrations.batch_check import BatchCheck
+from fused_tp.integrations.grad_sync import is_dealt, take_mean
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.plan import Style, resolve_plan
@@ -29,7 +30,6 @@ from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import PASSES_ON
 from fused_tp.integrations.state_dict import load_full_state_dict
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.pipelining.cut import (
     PROBE_TOKENS,
@@ -177,8 +177,9 @@ def pipeline(
     adapted = hasattr(model, "peft_config")  # names in its plan are those without adapters
     whole = resolve_plan(model, plan) if tp_mesh is not None and not adapted else None
     concrete: dict[str, Style] | None = None if whole is None else {**whole.modules, **whole.parameters}
-    if tied and concrete is not None:
-        plan = concrete  # which cuts an embedding as the output layer that shares its weight
+    if concrete is not None and (tied or plan != "auto"):
+        # Which cuts an embedding as the output layer that shares its weight, and of whose names a stage may lack some.
+        plan = concrete
     disable: Any = getattr(model, "disable_input_require_grads", None)
     if disable is not None and getattr(model, "_require_grads_hooks", None):
         disable()  # hooks that gradient_checkpointing_enable sets, and that parallel embeddings do not take
@@ -291,7 +292,8 @@ class Stage(nn.Module):
         self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None  # that is sent and received
         self.takes_count = _COUNT in inspect.signature(model.forward).parameters
         # transformers' own losses take it among other keywords; models that compute theirs otherwise would ignore it.
-        self.takes_count |= is_hf and forward_mentions(model, "loss_function", unknown=False)
+        others = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+        self.takes_count |= is_hf and others and forward_mentions(model, "loss_function", unknown=False)
 
     @property
     def is_last(self) -> bool:
@@ -329,9 +331,8 @@ class Stage(nn.Module):
                 f"Stage {self.number} made a hidden state {tuple(sent.shape)} of {sent.dtype}, and the next expects "
                 f"{self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same autocast as its steps."
             )
-        return (
-            sent.clone() if sent._is_view() else sent.contiguous()
-        )  # torch detaches it in place, which no view can be
+        # torch detaches it in place, which no view can be.
+        return sent.clone() if sent._is_view() else sent.contiguous()
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
@@ -548,13 +549,14 @@ class Pipeline:
         """The model's loss is a mean over targets by itself: that of the batch is the mean of the microbatches' only if
         they have equally many. Whether it shifts labels is not known."""
         counts = [
-            ((part != _IGNORED).sum(), (part[:, 1:] != _IGNORED).sum()) for part in labels.chunk(self.microbatches)
+            (int((part != _IGNORED).sum()), int((part[:, 1:] != _IGNORED).sum()))
+            for part in labels.chunk(self.microbatches)
         ]
         for index, count in enumerate(counts):
             if count != counts[0]:
                 raise ValueError(
-                    f"microbatch {index} has another number of targets ({int(count[0])}) than the first "
-                    f"({int(counts[0][0])}), and the model's own loss takes no num_items_in_batch: it would be a mean "
+                    f"microbatch {index} has another number of targets ({count[0]}) than the first "
+                    f"({counts[0][0]}), and the model's own loss takes no num_items_in_batch: it would be a mean "
                     "of means. Make them equal, or pass loss_fn(output, labels) to pipeline."
                 )
 
@@ -635,10 +637,9 @@ class Pipeline:
     @torch.no_grad()
     def _sync_gradients(self) -> None:
         if self._cp_mesh is not None and self._grad_sync:
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    own = _local(parameter.grad)
-                    own.copy_(all_reduce(own.contiguous(), group=self._cp_mesh)).div_(self._cp_mesh.size())
+            mesh = self._cp_mesh
+            ours = [p for p in self.parameters() if p.requires_grad and not is_dealt(p, mesh)]
+            take_mean(mesh, ours, [p.grad is not None for p in ours])
         self._add_tied()
 
     def _add_tied(self) -> None:
@@ -659,7 +660,7 @@ class Pipeline:
         if len(here) == 1:
             ((number, own),) = grads.items()
             other = last - number
-            theirs = torch.empty_like(_local(own))
+            theirs = torch.empty_like(_local(own), memory_format=torch.contiguous_format)
             peer = self._global_rank_of(other)
             moves = [
                 dist.P2POp(dist.isend, _local(own).contiguous(), peer, group=self._group),

@@ -83,6 +83,7 @@ def train(
         save_steps=SAVED,
         eval_steps=SAVED,
         eval_strategy="steps",
+        load_best_model_at_end=resume is not None,  # by which a model is loaded in other ways
         logging_steps=1,
         weight_decay=0.1,
         learning_rate=1e-3,
