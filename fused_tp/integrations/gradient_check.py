@@ -91,6 +91,8 @@ class GradientCheck:
     def _whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in model.named_parameters():
             gradient = parameter.grad
+            if gradient is not None and getattr(parameter, "partition_dim", None) == -1:  # see `plain_parameters_`
+                yield name, gradient
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                 continue
             whole = all(placement.is_replicate() for placement in (*parameter.placements, *gradient.placements))

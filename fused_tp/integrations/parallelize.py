@@ -38,6 +38,7 @@ from fused_tp.integrations.plan import (
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
 from fused_tp.integrations.whole_blocks import find_blocks, join_behind, run_whole, split_before
+from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.runtime.availability import Availability
 from fused_tp.runtime.group import check_mesh_order, resolve_group
@@ -59,6 +60,7 @@ def parallelize(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     grad_sync: bool = True,
+    parameters: str = "dtensor",
 ) -> Model:
     """Make `model` compute over the ranks of `mesh`, in place; its callers need not change.
 
@@ -141,6 +143,9 @@ def parallelize(
             rank's.
         loss_parallel: leave the logits cut by vocabulary and compute the loss over the ranks.
         grad_sync: see above.
+        parameters: "dtensor" as above; "plain": each is a plain tensor of this rank's part, for what knows no DTensors
+            (DeepSpeed, Megatron-Core, DistributedDataParallel). See `fused_tp.nn.plain_parameters_`. A norm over all
+            gradients is then to be summed over the TP ranks: see `fused_tp.nn.clip_grad_norm_`.
 
     Raises:
         TypeError: an argument of another type; a model that is sharded already.
@@ -158,16 +163,25 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
     check_bool(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, grad_sync=grad_sync)
+    if parameters not in ("dtensor", "plain"):
+        raise ValueError(f"parameters is {parameters!r}; it must be 'dtensor' or 'plain'.")
     peft = _peft()
     if peft and isinstance(model, peft.PeftModel):
         keywords: dict[str, Any] = {"tp_dim": tp_dim, "cp_dim": cp_dim, "ep_dim": ep_dim, "plan": plan}
         keywords["ulysses_size"] = ulysses_size
         keywords |= {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "grad_sync": grad_sync}
+        keywords["parameters"] = parameters
         parallelize(peft.base_model(model), mesh, **keywords)
         model.save_pretrained = partial(peft.save_pretrained, model)
         return model
     tp_mesh, cp_mesh, ep_mesh = _find_dims(mesh, tp_dim, cp_dim, ep_dim)
     meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
+    if parameters == "plain" and ep_mesh is not None and ep_mesh is not tp_mesh:
+        raise ValueError(
+            f"parameters='plain' with experts dealt out over ep_dim={ep_dim!r}: what averages gradients over these "
+            "ranks would average those of different experts. Deal them out over tensor parallel ranks, or have "
+            "DTensors."
+        )
     own_dim = [] if ep_mesh is None or ep_mesh is tp_mesh or ep_mesh is cp_mesh else [ep_mesh]
     check_equal_models(model, [*own_dim, *meshes])  # before what one rank may refuse and another not
     if tp_mesh is None and (sequence_parallel or loss_parallel):
@@ -261,6 +275,8 @@ def parallelize(
         if grad_sync:
             replicate_parameters(model, Sharding(Plan(), dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
     materialize(model, mesh.device_type, hf=hf)
+    if parameters == "plain":
+        plain_parameters_(model)
     sequence.adapt(model)
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)

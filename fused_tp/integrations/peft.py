@@ -44,7 +44,6 @@ from fused_tp.integrations.plan import Plan, Style, spec_of, unread_of
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
-from fused_tp.nn.sharding import parts_dims
 
 if TYPE_CHECKING:
     from fused_tp.nn.sharding import Memo
@@ -299,7 +298,7 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
             for name, t in model.state_dict(keep_vars=True).items()
             if "lora_" in name or "modules_to_save." in name or name.endswith("bias") or id(t) in embeddings
         }
-        given["state_dict"] = gather_tensors(wanted, parts_dims(model), rank0_only=True, device="cpu")
+        given["state_dict"] = gather_tensors(wanted, model, rank0_only=True, device="cpu")
         writes = writes and dist.get_rank() == 0
     if writes:
         with _as_linear(layers[-1]):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.nn import gather_state_dict
-from fused_tp.nn.sharding import copy_full_, parts_dims
+from fused_tp.nn.sharding import as_dtensors, copy_full_, parts_dims
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,8 +46,9 @@ def load_full_state_dict(
         >>> with safetensors.safe_open("model.safetensors", "pt") as file:
         ...     load_full_state_dict(model, ((name, file.get_tensor(name)) for name in file.keys()))
     """
-    own = model.state_dict(keep_vars=True)
-    parts = parts_dims(model)
+    parts, dtensors = parts_dims(model), as_dtensors(model)
+    parts |= {id(dtensors[key]): dim for key, dim in parts.items() if key in dtensors}
+    own = {name: dtensors.get(id(t), t) for name, t in model.state_dict(keep_vars=True).items()}
     unknown, loaded = [], set()
     for name, full in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
         if name not in own:

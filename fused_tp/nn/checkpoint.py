@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fused_tp.nn.sharding import parts_dims
+from fused_tp.nn.sharding import as_dtensor, as_dtensors, parts_dims
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.store import exchange
 
@@ -41,25 +41,28 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, not {type(module).__name__}.")
-    return gather_tensors(module.state_dict(keep_vars=True), parts_dims(module), rank0_only=rank0_only, device=device)
+    state = module.state_dict(keep_vars=True)
+    return gather_tensors(state, module, rank0_only=rank0_only, device=device)
 
 
 @torch.no_grad()
 def gather_tensors(
-    tensors: Mapping[str, Any], parts: Mapping[int, int], *, rank0_only: bool, device: str | None
+    tensors: Mapping[str, Any], module: nn.Module, *, rank0_only: bool, device: str | None
 ) -> dict[str, Any]:
-    """The same of some entries of a state dict; `parts` are the module's `parts_dims`."""
+    """The same of some entries of a state dict of `module`, which are its parameters and not copies."""
+    parts, dtensors = parts_dims(module), as_dtensors(module)
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: state_dict() of tied names gives views of one tensor
-    _meet(tensors.values())
+    _meet(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
             if keep:
                 full[name] = tensor
             continue
         if id(tensor) not in gathered:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            cut = dtensors.get(id(tensor), tensor)
+            whole = cut.full_tensor() if isinstance(cut, DTensor) else cut
             if id(tensor) in parts:
                 whole = whole.flatten(parts[id(tensor)], parts[id(tensor)] + 1)
             if not keep:
@@ -84,9 +87,9 @@ def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     """`state_dict` for torch.distributed.checkpoint's `save` and `load`, in the shapes of the unsharded module.
 
     Packed parameters (gate and up of experts) are DTensors with a dim more than the original's, and so are an
-    optimizer's moments of them. Here these are in the original's shape, so that a checkpoint fits any number of tensor
-    parallel ranks, and a model without them. `load` writes into the tensors of `state_dict`. Of a module without packed
-    parameters nothing changes.
+    optimizer's moments of them; of plain parameters (`plain_parameters_`) a state dict has this rank's parts. Here
+    these are in the original's shape, so that a checkpoint fits any number of tensor parallel ranks, and a model
+    without them. `load` writes into the tensors of `state_dict`. Of a module without such parameters nothing changes.
 
     Args:
         module: the parallel module.
@@ -105,16 +108,18 @@ def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
     """
     from fused_tp.nn.in_original_shape import InOriginalShape  # which takes a while to import
 
-    parts = parts_dims(module)
-    named = {_without_wrappers(name): p for name, p in module.named_parameters() if id(p) in parts}
+    parts, dtensors = parts_dims(module), as_dtensors(module)
+    named = {_without_wrappers(name): p for name, p in module.named_parameters() if id(p) in parts or id(p) in dtensors}
 
     def original(path: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: original(f"{path}{key}.", one) for key, one in value.items()}
-        if isinstance(value, DTensor):
-            for name, parameter in named.items():
-                if value.shape == parameter.shape and f".{name}." in path:
-                    return InOriginalShape(value, parts[id(parameter)])
+        for name, parameter in named.items() if isinstance(value, Tensor) else ():
+            if value.shape == parameter.shape and f".{name}." in path:
+                cut = dtensors.get(id(parameter))
+                if cut is not None and not isinstance(value, DTensor):
+                    value = as_dtensor(value.detach(), cut.device_mesh, cut.placements[-1], cut.shape)
+                return InOriginalShape(value, parts[id(parameter)]) if id(parameter) in parts else value
         return value
 
     whole: dict[str, Any] = original(".", state_dict)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils.stateless import _reparametrize_module
 
-from fused_tp.nn.sharding import Memo, PartsCut, check_mesh, local, shard_parameter
+from fused_tp.nn.sharding import CUTS, Memo, PartsCut, check_mesh, local, shard_parameter
 from fused_tp.ops.collectives import copy_to_group
 from fused_tp.runtime.group import GroupLike
 
@@ -105,10 +105,18 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
             summed = bool(names) and sums()
             for name in names:
                 owner, _, leaf = name.rpartition(".")
-                parameter = self.get_submodule(owner)._parameters[leaf]  # which may be a plain tensor by now
+                holder = self.get_submodule(owner)
+                parameter = holder._parameters[leaf]  # which may be a plain tensor by now
                 if isinstance(parameter, DTensor):
-                    whole = parameter.placements[-1].is_replicate()
-                    own[name] = reduce_grad(parameter, self._grad_mesh) if summed and whole else local(parameter)
+                    placements = parameter.placements
+                elif isinstance(parameter, nn.Parameter) and leaf in getattr(holder, CUTS, {}):
+                    placements = getattr(holder, CUTS)[leaf].placements
+                else:
+                    continue
+                if summed and placements[-1].is_replicate():
+                    own[name] = reduce_grad(parameter, self._grad_mesh)
+                elif isinstance(parameter, DTensor) or name in self._parts_dims:
+                    own[name] = local(parameter)
         for name, dim in self._parts_dims.items():
             if name in own:
                 own[name] = own[name].flatten(dim, dim + 1)

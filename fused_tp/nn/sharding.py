@@ -1,4 +1,5 @@
-"""Parameters cut over a tensor parallel mesh: DTensors that hold exactly what `torch.distributed.tensor` would hold.
+"""Parameters cut over a tensor parallel mesh: DTensors that hold exactly what `torch.distributed.tensor` would hold, or
+plain tensors next to what a DTensor would say of them.
 
 Everything here is local. A rank slices its own copy of a weight (or draws the same full weight as its peers) instead of
 receiving it, so a model is converted without a byte being sent and without an order of conversion that ranks must keep.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, MutableMapping
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.runtime.partition import shard_range
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 Memo: TypeAlias = "MutableMapping[Tensor, nn.Parameter]"
 """Parameters already converted, by the one they came from. Passing the same memo to several `from_*` keeps tied weights
@@ -154,6 +157,76 @@ def parts_dims(module: nn.Module) -> dict[int, int]:
         id(child._parameters[key]): dim
         for child in module.modules()
         for key, dim in vars(child).get("_parts_dims", {}).items()  # wrappers have the attributes of what they wrap
+    }
+
+
+CUTS = "_fused_tp_cuts"  # of a module, by the name of a plain parameter
+
+
+class Cut(NamedTuple):
+    """What a DTensor knows and a plain parameter of its part does not."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def plain_parameters_(module: ModuleT) -> ModuleT:
+    """`module`, whose DTensor parameters have become plain ones in place: this rank's parts, of the same memory.
+
+    For what knows nothing of DTensors: DeepSpeed, Megatron-Core, flat parameters. Each parameter has the attributes by
+    which these tell what is cut, as Megatron-Core sets them: `tensor_model_parallel`, `partition_dim` (-1 where every
+    rank has it whole) and `partition_stride`. `state_dict` then is of the parts; `gather_state_dict` and
+    `load_full_state_dict` take the module as before. Tied parameters stay one.
+
+    Args:
+        module: with layers of fused_tp.nn, or a model that `parallelize` has made, before it computes anything.
+
+    Raises:
+        ValueError: a parameter that is cut over several dims of a mesh, as under FSDP2.
+
+    Example:
+        >>> mlp = plain_parameters_(ParallelMLP(512, 2048, mesh=mesh["tp"]))
+        >>> mlp.up_proj.weight.partition_dim
+        0
+    """
+    named = {id(p): (name, p) for name, p in module.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
+    for name, parameter in named.values():
+        if sum(placement.is_shard() for placement in parameter.placements) > 1:
+            raise ValueError(
+                f"{name!r} is cut over several dims of a mesh ({parameter.placements}), which plain parameters are not "
+                "told of; make parameters plain before fully_shard, and deal experts out over tensor parallel ranks "
+                "only."
+            )
+    made = {key: _plain(parameter) for key, (_, parameter) in named.items()}
+    for child in module.modules():
+        own: Any
+        for key, own in child._parameters.items():
+            if isinstance(own, DTensor):
+                child._parameters[key] = made[id(own)]
+                vars(child).setdefault(CUTS, {})[key] = Cut(own.device_mesh, own.placements, own.shape, own.stride())
+    return module
+
+
+def _plain(parameter: DTensor) -> nn.Parameter:
+    plain: Any = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+    cut = next((placement for placement in parameter.placements if isinstance(placement, Shard)), None)
+    plain.tensor_model_parallel, plain.partition_stride = cut is not None, 1
+    plain.partition_dim = -1 if cut is None else cut.dim
+    made: nn.Parameter = plain
+    return made
+
+
+def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
+    """What `plain_parameters_` has made plain, by id, as the DTensors that they were, of the same memory."""
+    return {
+        id(parameter): DTensor.from_local(
+            parameter.detach(), cut.mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride
+        )
+        for child in module.modules()
+        for key, cut in vars(child).get(CUTS, {}).items()
+        if (parameter := child._parameters[key]) is not None
     }
 
 

@@ -29,6 +29,7 @@ from fused_tp.integrations.plan import Style, resolve_plan
 from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import PASSES_ON
 from fused_tp.integrations.state_dict import load_full_state_dict
+from fused_tp.nn.grad_norm import grad_norm
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.pipelining.cut import (
@@ -686,10 +687,7 @@ class Pipeline:
         `torch.nn.utils.clip_grad_norm_(parameters(), ...)` would scale each stage by a norm of its own.
         """
         counted = {id(p): p for name, p in self.named_parameters() if not self._is_second_copy(name)}
-        grads = [p.grad for p in counted.values() if p.grad is not None]
-        own = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
-        square = (own.full_tensor() if isinstance(own, DTensor) else own).double().square()
-        square = square.to(self._pp_mesh.device_type)
+        square = grad_norm(counted.values()).square().to(self._pp_mesh.device_type)
         dist.all_reduce(square, group=self._group)
         total = square.sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)

@@ -1,0 +1,80 @@
+"""The norm of all gradients of a module whose parameters are cut, over one mesh or several, as DTensors or plain ones.
+
+    norm = sqrt(squares of whole gradients + sum over meshes, sum over ranks (squares of gradients cut over them))
+
+torch.nn.utils.clip_grad_norm_ takes DTensors of one mesh only, and of plain parameters this rank's part for all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from fused_tp.nn.sharding import as_dtensors
+from fused_tp.ops.collectives import all_reduce
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
+    """The norm of all gradients of `module` before; where it is greater than `max_norm` they are scaled to that.
+
+    A collective: all ranks that hold a part must call it. Every rank gets the same norm. Gradients must be complete:
+    over data parallel ranks averaged, or sharded as DTensors by FSDP2.
+
+    Args:
+        module: with plain parameters (`plain_parameters_`), DTensors of any meshes, or both.
+        max_norm: of all gradients together, the 2-norm; float("inf") scales nothing.
+
+    Returns:
+        float64 scalar.
+
+    Raises:
+        ValueError: a gradient that is a partial sum (`Partial()`).
+
+    Example:
+        >>> loss.backward()
+        >>> norm = clip_grad_norm_(model, 1.0)
+        >>> optimizer.step()
+    """
+    total = grad_norm(module.parameters(), module)
+    torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total)
+    return total
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor:
+    """The norm of the gradients of some parameters of `modules`."""
+    dtensors = {key: dtensor for module in modules for key, dtensor in as_dtensors(module).items()}
+    squares: dict[tuple[ProcessGroup, ...], Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        cut = grad if isinstance(grad, DTensor) else dtensors.get(id(parameter))
+        own = grad.to_local() if isinstance(grad, DTensor) else grad
+        over = () if cut is None else _groups(cut)
+        squares[over] = squares[over].to(own.device) + torch.linalg.vector_norm(own, dtype=torch.float32).double() ** 2
+    total = torch.zeros((), dtype=torch.float64)
+    # Ranks that share parameters come to the same groups in the same order: that of the parameters.
+    for over, square in squares.items():
+        for group in over:
+            square = all_reduce(square, group=group)
+        total = total.to(square.device) + square
+    return total.sqrt()
+
+
+def _groups(cut: DTensor) -> tuple[ProcessGroup, ...]:
+    """Those over whose ranks a tensor is cut."""
+    partial = [placement for placement in cut.placements if placement.is_partial()]
+    if partial:
+        raise ValueError(f"a gradient of shape {tuple(cut.shape)} is {partial[0]}; take the sum before its norm.")
+    mesh = cut.device_mesh
+    return tuple(
+        mesh.get_group(dim)
+        for dim, placement in enumerate(cut.placements)
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    )
