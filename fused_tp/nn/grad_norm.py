@@ -36,9 +36,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
         ValueError: a gradient that is a partial sum (`Partial()`).
 
     Example:
-        >>> loss.backward()
+        >>> model(tokens).sum().backward()
         >>> norm = clip_grad_norm_(model, 1.0)
-        >>> optimizer.step()
     """
     total = grad_norm(module.parameters(), module)
     torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total)

@@ -169,7 +169,6 @@ class Cut(NamedTuple):
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: torch.Size
-    stride: tuple[int, ...]
 
 
 def plain_parameters_(module: ModuleT) -> ModuleT:
@@ -205,7 +204,7 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
         for key, own in child._parameters.items():
             if isinstance(own, DTensor):
                 child._parameters[key] = made[id(own)]
-                vars(child).setdefault(CUTS, {})[key] = Cut(own.device_mesh, own.placements, own.shape, own.stride())
+                vars(child).setdefault(CUTS, {})[key] = Cut(own.device_mesh, own.placements, own.shape)
     return module
 
 
@@ -219,15 +218,28 @@ def _plain(parameter: DTensor) -> nn.Parameter:
 
 
 def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
-    """What `plain_parameters_` has made plain, by id, as the DTensors that they were, of the same memory."""
-    return {
-        id(parameter): DTensor.from_local(
-            parameter.detach(), cut.mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride
-        )
-        for child in module.modules()
-        for key, cut in vars(child).get(CUTS, {}).items()
-        if (parameter := child._parameters[key]) is not None
-    }
+    """What `plain_parameters_` has made plain, by id, as the DTensors that they were, of the same memory.
+
+    Raises:
+        ValueError: a parameter has other numbers than its part now.
+    """
+    made: dict[int, DTensor] = {}
+    for child in module.modules():
+        for key, cut in vars(child).get(CUTS, {}).items():
+            parameter = child._parameters[key]
+            if parameter is None:
+                continue
+            wanted = list(cut.shape)
+            for dim, _, length in _own_parts(cut.shape, cut.mesh, cut.placements[-1]):
+                wanted[dim] = length
+            if list(parameter.shape) != wanted:
+                raise ValueError(
+                    f"a rank's part of {key!r} is {tuple(wanted)}, and it has {tuple(parameter.shape)}; what shards "
+                    "parameters must give them back before. Under ZeRO 3 call this inside `with "
+                    "deepspeed.zero.GatheredParameters(list(model.parameters())):`."
+                )
+            made[id(parameter)] = as_dtensor(parameter.detach(), cut.mesh, cut.placements[-1], cut.shape)
+    return made
 
 
 @torch.no_grad()

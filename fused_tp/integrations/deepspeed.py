@@ -1,0 +1,147 @@
+"""DeepSpeed's ZeRO around models that `parallelize` has made, and its AutoTP with the collectives run with the matmuls.
+
+ZeRO shards flat buffers of plain tensors, so the model has plain parameters. What DeepSpeed asks of ranks:
+
+| DeepSpeed's name                                     | ranks     | for                                              |
+|------------------------------------------------------|-----------|--------------------------------------------------|
+| (tensor) model parallel                              | tp        | norms, overflow, names of checkpoint files       |
+| data parallel: size, rank                            | dp        | size of batches, samplers                        |
+| data parallel: group; sequence data parallel         | dp x cp   | mean of gradients, shards of ZeRO                |
+
+A context parallel rank has its tokens' share of the gradient times their number of ranks (grad_sync=False), of which
+the mean over dp x cp is the gradient. So DeepSpeed is told of no sequence parallel ranks: it would take their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+
+
+class MeshMPU:
+    """What `deepspeed.initialize(mpu=...)` asks for groups of ranks, by the dims of a mesh.
+
+    Args:
+        mesh: as `make_mesh` makes it. Dims other than `tp_dim` and `cp_dim` are data parallel.
+        tp_dim, cp_dim: as in `parallelize`.
+
+    Raises:
+        ValueError: a mesh with pipeline stages, or with experts on ranks of their own.
+
+    Example:
+        >>> mesh = fused_tp.make_mesh(dp_shard=4, cp=2, tp=8)
+        >>> fused_tp.parallelize(model, mesh, parameters="plain", grad_sync=False)
+        >>> engine, *_ = deepspeed.initialize(model=model, mpu=MeshMPU(mesh), config=config)
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, tp_dim: str = "tp", cp_dim: str = "cp") -> None:
+        names = mesh.mesh_dim_names or ()
+        for dim, why in (("pp", "DeepSpeed's pipelines take no mpu"), ("ep", "ZeRO would average different experts")):
+            if dim in names and mesh[dim].size() > 1:
+                raise ValueError(f"mesh has {mesh[dim].size()} ranks along {dim!r}, and {why}; have none there.")
+        batches = tuple(dim for dim in names if dim not in (tp_dim, cp_dim))
+        self._tp, self._dp = (_group(mesh, tuple(d for d in dims if d in names)) for dims in ((tp_dim,), batches))
+        self._sharding = _group(mesh, tuple(dim for dim in names if dim != tp_dim))
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        return self._tp
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._tp)
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._tp)
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self._sharding  # over which ZeRO 3 cuts parameters; ZeRO 1 and 2 ask for the sequence data parallel one
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._dp)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._dp)
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return dist.get_process_group_ranks(self._sharding)
+
+    def get_sequence_data_parallel_group(self) -> ProcessGroup:
+        return self._sharding
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._sharding)
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._sharding)
+
+
+def _group(mesh: DeviceMesh, dims: tuple[str, ...]) -> ProcessGroup:
+    """Of this rank and those that differ from it along `dims` only."""
+    if not dims:
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return (mesh[dims[0]] if len(dims) == 1 else mesh[dims]._flatten("_".join(dims))).get_group()
+
+
+def use() -> None:
+    """Has the linear layers that AutoTP makes run their collectives together with their matmuls, from now on.
+
+    For `{"tensor_parallel": {"autotp_size": W}}` in DeepSpeed's config, which stays as it is; so do parameters,
+    checkpoints and what else is DeepSpeed's. All models of this process that AutoTP has cut or will cut have it:
+
+    | layer of DeepSpeed | forward             | backward                                            |
+    |--------------------|---------------------|-----------------------------------------------------|
+    | LinearLayer        | matmul              | its all-reduce runs with the weight gradient        |
+    | LinearAllreduce    | `matmul_all_reduce` | matmul                                              |
+
+    DeepSpeed's own forward runs where a weight is quantized, where a layer was left whole, and under DeepCompile, which
+    puts collectives in by itself. Calling it again changes nothing.
+
+    Raises:
+        ImportError: DeepSpeed is not installed, or has no such layers.
+
+    Example:
+        >>> fused_tp.integrations.deepspeed.use()
+        >>> engine, *_ = deepspeed.initialize(model=model, config={"tensor_parallel": {"autotp_size": 2}, ...})
+    """
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+    for kind, forward in ((LinearAllreduce, _row_forward), (LinearLayer, _column_forward)):
+        if getattr(kind.forward, "__wrapped__", None) is None:
+            kind.forward = _or_own(kind.forward, forward)
+
+
+def _or_own(own: Callable[..., Tensor], forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
+    @wraps(own)
+    def either(layer: Any, input: Tensor) -> Tensor:
+        deferred = getattr(layer, "defer_collectives_to_compiler", False)
+        if layer.mp_group is None or deferred or layer.weight.dtype != input.dtype or layer.weight.ndim != 2:
+            return own(layer, input)
+        return forward(layer, input)
+
+    return either
+
+
+def _row_forward(layer: Any, x_shard: Tensor) -> Tensor:
+    return matmul_all_reduce(x_shard, layer.weight, layer.bias, group=layer.mp_group)
+
+
+def _column_forward(layer: Any, x: Tensor) -> Tensor:
+    from deepspeed.module_inject.layers import GatherFromTensorParallelRegion
+
+    y_shard = column_parallel_matmul(x, layer.weight, layer.bias, group=layer.mp_group)
+    if not layer.gather_output:
+        return y_shard
+    gathered: Tensor = GatherFromTensorParallelRegion.apply(layer.mp_group, y_shard, layer._partition_sizes)
+    return gathered
