@@ -36,7 +36,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
         ValueError: a gradient that is a partial sum (`Partial()`).
 
     Example:
-        >>> model(tokens).sum().backward()
+        >>> model(x).sum().backward()
         >>> norm = clip_grad_norm_(model, 1.0)
     """
     total = grad_norm(module.parameters(), module)
