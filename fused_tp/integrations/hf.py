@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_tp.attention.spec import read_bounds
+from fused_tp.integrations import scored_tokens
 from fused_tp.integrations.families import family_of
 from fused_tp.integrations.forward_shard import ForwardShard
 from fused_tp.integrations.hf_attention import has_eager, register_attention, replace_own_attention
@@ -202,6 +203,8 @@ class TransformersSequence(SequenceSharding):
         self._counts_positions: Any = next(counts, None)
         self._serves_logits = False  # of routers
         self._router_logits: Any = None  # of the last forward pass, those of all tokens
+        self._scored: Tensor | None = None  # targets of a forward pass that returns their log-probabilities
+        self._scored_count: Any = None
         self._attentions: list[tuple[Any, str]] = []  # what each config of the model names, once it is parallel
 
     def prepare(self, model: PreTrainedModel) -> None:
@@ -233,6 +236,8 @@ class TransformersSequence(SequenceSharding):
                 rotary.register_forward_hook(partial(_drop_last_position, self))
         if parallelism.computes_loss and not self.is_base:
             model.loss_function = self.global_loss(model.loss_function)
+        if parallelism.sequence_parallel and not self.joins:
+            model.base_model.register_forward_hook(self._gather_scored)
         inner = self.entrances(model)
         if parallelism.tp_mesh is not None and not (parallelism.computes_loss or self.is_base or len(inner) > 1):
             routers = _recorded_routers(model, inner[0])
@@ -253,6 +258,21 @@ class TransformersSequence(SequenceSharding):
             logits = tuple(gather(t, 1, group=mesh, gather_size=length).flatten(0, 1) for t in rows)
         output["router_logits"] = self._router_logits = logits
         self._head_outputs.note_whole(logits)
+
+    def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
+        self._scored = None
+        if not arguments.get(scored_tokens.ASKED):
+            return super()._targets(arguments, tokens, ignore_index)
+        if self.parallelism.shards_sequence:
+            self._scored = scored_tokens.take_targets(arguments, ignore_index)
+            self._scored_count = arguments.get("num_items_in_batch")
+        return None
+
+    def _gather_scored(self, base: nn.Module, args: Any, output: Any) -> None:
+        state = self.state_now()
+        if self._scored is not None and state.tp_sharded:
+            mesh, length = self.parallelism.tp_mesh, state.local_len
+            output.last_hidden_state = gather(output.last_hidden_state, 1, group=mesh, gather_size=length)
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         return super().is_cached(arguments) or arguments.get("use_cache") is True
@@ -420,16 +440,22 @@ class TransformersSequence(SequenceSharding):
         )
 
     def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
-        if shard is None or shard.cp is None:
+        if shard is None:
             return {}
+        scored = {} if self._scored is None else {"shift_labels": scored_tokens.own_targets(self._scored, shard)}
+        if shard.cp is None:
+            return scored
         # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
         # packed documents.
         ones = torch.ones((shard.batch, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
-        return {"attention_mask": ones}
+        return {"attention_mask": ones, **scored}
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:
             return output
+        if self._scored is not None:
+            whole = partial(self.whole, shard=shard)
+            return scored_tokens.whole_scores(output, shard, whole, self._scored_count)
         key: str | int = "last_hidden_state" if self.is_base else "logits"
         parts = dict(enumerate(output) if isinstance(output, tuple) else dict(output).items())
         if isinstance(output, tuple):  # numbers, which are losses, come first
@@ -567,6 +593,7 @@ def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor
 # look at positions.
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+NUMBERS = "seq_idx"  # [batch, seq], for kernels of state spaces: of which document each token is
 
 
 def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> tuple[int, ...]:
@@ -579,6 +606,7 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
             which transformers does not take them for documents.
     """
     bounds = _from_bounds({name: arguments.pop(name, None) for name in BOUNDS}, seq_len)
+    numbers = arguments.pop(NUMBERS, None)
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     counted = () if positions is None or positions.shape[-1] != seq_len else _from_positions(positions, mask)
     if counted and not bounds:
@@ -587,6 +615,11 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
         raise ValueError(
             f"cu_seq_lens_q has documents that begin at {_few(bounds[:-1])}, and position_ids start again at "
             f"{_few(counted)}; they must describe the same documents."
+        )
+    if numbers is not None and not bounds and not counted and bool((numbers.diff(dim=-1) != 0).any()):
+        raise ValueError(
+            f"{NUMBERS} has several documents in a row, and neither position_ids nor cu_seq_lens_q do; over context "
+            "parallel ranks these say where documents begin. Pass position_ids that start again at each."
         )
     return bounds or ((*counted, seq_len) if counted else ())
 

@@ -15,21 +15,25 @@ from tests.workers import REPOSITORY
 pytestmark = pytest.mark.full
 
 
-def run(name: str, ranks: int, **env: str) -> str:
+def run(name: str, ranks: int, *args: str, **env: str) -> str:
     """What an example prints, run by torchrun."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return execute([*torchrun, "-m", f"examples.{name}", *args], **env)
+
+
+def execute(command: list[str], **env: str) -> str:
     given = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_TP_")}
     given |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FUSED_TP_TIMEOUT": "60", **env}
     given["PYTHONPATH"] = str(REPOSITORY)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, "-m", f"examples.{name}"], env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=180
-    )
+    command = [sys.executable, "-m", *command]
+    done = subprocess.run(command, env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def losses(printed: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+def numbers(printed: str) -> list[float]:
+    """Losses and gradient norms."""
+    return [float(number) for pair in re.findall(r"loss ([\d.]+), gradient norm ([\d.]+)", printed) for number in pair]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -44,6 +48,19 @@ def test_fused_kernel_interpreted_on_three_ranks() -> None:
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 def test_deepspeed_zero() -> None:
     printed = run("deepspeed_zero", 4, DS_ACCELERATOR="cpu")
-    found = losses(printed)
+    found = numbers(printed)[::2]
     assert len(found) == 4 and found[-1] < 0.7 * found[0], printed
     assert "21 tensors, 94528 numbers" in printed
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
+def test_sft_of_packed_documents() -> None:
+    """One process, context x tensor parallel ranks by torchrun, and context parallel ranks by accelerate."""
+    accelerate = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    accelerate += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "examples.sft_packed", "--cp", "2"]
+    one, four = run("sft_packed", 1), run("sft_packed", 4, "--cp", "2", "--tp", "2")
+    two = execute(accelerate, ACCELERATE_USE_CPU="1")
+    wanted = numbers(one)
+    assert len(wanted) == 12
+    for printed in (four, two):
+        assert numbers(printed) == pytest.approx(wanted, rel=1e-5)
