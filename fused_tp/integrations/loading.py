@@ -1,0 +1,118 @@
+"""Models that transformers' own loader has sharded, with collectives that run together with the matmuls.
+
+transformers (5.23 and later) makes a model tensor parallel while it loads it: parameters become DTensors, and the
+forward of a planned layer is enclosed by DTensor operations. Here that forward is another one; parameters, loading,
+saving, FSDP2 and generation stay transformers':
+
+| style                                                 | transformers                | here                     |
+|-------------------------------------------------------|-----------------------------|--------------------------|
+| colwise, colwise_gather_output, colwise_rep           | matmul; all-reduce backward | `column_parallel_matmul` |
+| rowwise, rowwise_split_input, rowwise_rep             | matmul, then all-reduce     | `matmul_all_reduce`      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fused_tp.nn.linear import check_floating, check_width
+from fused_tp.nn.sharding import local
+from fused_tp.ops.collectives import gather, scatter
+from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+
+COLUMN = ("colwise", "colwise_gather_output", "colwise_rep")
+ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
+
+
+@contextmanager
+def fused_styles() -> Iterator[None]:
+    """A context in which transformers' loader makes layers whose collectives run together with their matmuls.
+
+    Models that were loaded outside of it, before or after, stay as they are. Sequence and context parallelism, and one
+    all-reduce for the gradients of q, k and v, come with `parallelize` only. Layers that a quantizer has put in, and
+    inputs that are DTensors, are transformers' own matter.
+
+    Raises:
+        ImportError: transformers has no such styles.
+
+    Example:
+        >>> from transformers.distributed.configuration_utils import DistributedConfig
+        >>> with fused_styles():
+        ...     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=2))
+    """
+    try:
+        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES as styles
+    except ImportError as error:
+        raise ImportError("fused_styles() needs transformers 5.23 or later, whose loader has such styles.") from error
+    column, row = _styles()
+    before = {name: styles._local_mapping.get(name) for name in (*COLUMN, *ROW)}
+    for names, kind in ((COLUMN, column), (ROW, row)):
+        for name in names:
+            own = styles[name]
+            styles[name] = kind(
+                input_layouts=own.input_layouts,
+                output_layouts=own.output_layouts,
+                use_local_output=own.use_local_output,
+            )
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            if own is None:
+                del styles[name]
+            else:
+                styles[name] = own
+
+
+@cache
+def _styles() -> tuple[Any, Any]:
+    """Subclasses of transformers' styles: their instances say how parameters are cut, loaded and saved."""
+    from transformers.distributed import tensor_parallel
+
+    class FusedColumn(tensor_parallel.ColwiseParallel):
+        def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+            plain = super().install_forward(module, mesh).forward
+            gathers = self.output_layouts.is_replicate()
+
+            def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if not _is_served(module, x):
+                    return plain(x, *args, **kwargs)
+                check_floating(x)
+                check_width(x, module.in_features, "in_features")
+                y_shard = column_parallel_matmul(x, local(module.weight), local(module.bias), group=mesh)
+                return gather(y_shard, -1, group=mesh, gather_size=module.out_features) if gathers else y_shard
+
+            module.forward = forward
+            return module
+
+    class FusedRow(tensor_parallel.RowwiseParallel):
+        def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+            plain = super().install_forward(module, mesh).forward
+            splits = self.input_layouts.is_replicate()
+
+            def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+                if not _is_served(module, x):
+                    return plain(x, *args, **kwargs)
+                check_floating(x)
+                x_shard = scatter(x, -1, group=mesh) if splits else x
+                weight = local(module.weight)
+                check_width(x_shard, weight.shape[1], "this rank's part of in_features")
+                return matmul_all_reduce(x_shard, weight, local(module.bias), group=mesh)
+
+            module.forward = forward
+            return module
+
+    return FusedColumn, FusedRow
+
+
+def _is_served(module: nn.Module, x: Any) -> bool:
+    # By its forward, for FSDP2 puts a module into a subclass of its class.
+    linear = type(module).forward is nn.Linear.forward and not getattr(module, "_hf_quantized_needs_local_tp", False)
+    return linear and isinstance(x, Tensor) and not isinstance(x, DTensor)
