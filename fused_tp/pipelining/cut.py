@@ -11,6 +11,7 @@ What autograd finds between two of these parts besides the hidden state is a con
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -252,6 +253,37 @@ def in_mode(models: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def with_zeros(model: nn.Module) -> Iterator[None]:
+    """Gives what `model` has on the meta device zeros, which take no memory: enough to see which way tensors go."""
+    held: list[tuple[dict[str, Any], str, Tensor]] = []
+    zeros: dict[int, Tensor] = {}  # of a tied weight one
+    for module in model.modules():
+        tensors: dict[str, Any]
+        for tensors in (module._parameters, module._buffers):
+            for name, t in tensors.items():
+                if t is not None and t.is_meta:
+                    held.append((tensors, name, t))
+                    zero = _unwritten_zeros(t)
+                    if isinstance(t, nn.Parameter):
+                        zero = nn.Parameter(zero, requires_grad=t.requires_grad)
+                    tensors[name] = zeros.setdefault(id(t), zero)
+    try:
+        yield
+    finally:
+        for tensors, name, t in held:
+            tensors[name] = t
+
+
+def _unwritten_zeros(t: Tensor) -> Tensor:
+    """Zeros like `t` on the CPU, whose pages have no memory until they are written to. (torch.zeros writes them. One zero
+    that is expanded has strides that not all ops take.)"""
+    if not t.numel():
+        return torch.zeros(t.shape, dtype=t.dtype)
+    pages = mmap.mmap(-1, t.numel() * t.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=t.dtype).view(t.shape)
 
 
 def _holds_parameters(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.plan import Style, resolve_plan
 from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import PASSES_ON
-from fused_tp.integrations.state_dict import load_full_state_dict
+from fused_tp.integrations.state_dict import check_buffers, load_full_state_dict, materialize
 from fused_tp.nn.grad_norm import grad_norm
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
@@ -41,6 +41,7 @@ from fused_tp.pipelining.cut import (
     in_mode,
     share_out,
     take_stages,
+    with_zeros,
 )
 from fused_tp.pipelining.schedules import ScheduleKind, find_schedule
 from fused_tp.pipelining.timeline import Recorder, Span
@@ -91,7 +92,8 @@ def pipeline(
     The model is cut between the layers of one nn.ModuleList; embeddings stay with the first of them, norms and output
     layers behind them with the last. Each stage is made parallel over the other dims as `parallelize` does it.
     `model` is taken apart, and what other ranks have leaves its memory: use the pipeline from here on, and give its
-    `parameters()` to optimizers. It must have values; the meta device is not served.
+    `parameters()` to optimizers. Of a model on the meta device each rank gets memory for what it holds, without values:
+    follow with `load_state_dict`.
 
     Args:
         model: a transformers causal language model, or any nn.Module whose layers pass nothing on but a hidden state
@@ -128,8 +130,6 @@ def pipeline(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("model is on the meta device; a pipeline is cut from a model that has values.")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}.")
     names = mesh.mesh_dim_names or ()
@@ -166,7 +166,9 @@ def pipeline(
     pp_mesh = mesh[pp_dim]
     ranks, rank = pp_mesh.size(), pp_mesh.get_local_rank()
     kind, of_rank = find_schedule(schedule, ranks, microbatches, virtual_stages)
-    found = find_layers(model, layers, example or _example(model, is_hf))
+    check_buffers(model, hf=is_hf)
+    with with_zeros(model):
+        found = find_layers(model, layers, example or _example(model, is_hf))
     if costs is None:
         costs = estimated_costs(model, found)
     elif len(costs) != found.count:
@@ -197,6 +199,8 @@ def pipeline(
                 named = mesh if len(over) == len(meshes) else next(iter(over.values()))
                 of_stage = keywords | {"loss_parallel": keywords["loss_parallel"] and not whole_stage}
                 parallelize(part, named, plan=_within(part, plan), grad_sync=False, **of_stage)
+            else:
+                materialize(part, mesh.device_type, hf=is_hf)
             stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
     except Exception as error:
         refused = error

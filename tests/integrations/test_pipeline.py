@@ -619,3 +619,28 @@ def test_experts_dealt_out_over_context_parallel_ranks_and_plans_of_some_layers(
         pipe = fused_tp.pipeline(copy_of(whole), mesh, microbatches=4, **keywords)
         pipe.step(batch)
         assert_same_gradients(pipe, whole, TOLERANCE)
+
+
+@on_ranks(4)
+def test_models_on_the_meta_device(group: dist.ProcessGroup) -> None:
+    """No rank ever holds the whole model: each gets memory for its own parts, and the values of these."""
+    tokens = make_tokens(4, 16)
+    for family, sizes in (
+        ("llama", {"pp": 2, "tp": 2}),
+        ("gemma2", {"pp": 2, "cp": 2}),
+        ("qwen3_moe", {"pp": 4}),
+        ("plain", {"pp": 2, "tp": 2}),
+    ):
+        layers = {"num_hidden_layers": 4} if family == "qwen3_moe" else {}
+        whole = make(family, tied=family == "llama", **layers)
+        with torch.device("meta"):
+            empty = make(family, tied=family == "llama", **layers)
+        pipe = fused_tp.pipeline(empty, mesh_of(**sizes), microbatches=4)
+        held = sum(full(p).numel() for p in pipe.parameters())
+        assert held < 0.8 * sum(p.numel() for p in whole.parameters()) and not any(p.is_meta for p in pipe.parameters())
+        pipe.load_state_dict(whole.state_dict())
+        loss = whole(tokens, labels=tokens)
+        loss = loss.loss if hasattr(loss, "loss") else loss[0]
+        assert_near(pipe.step({"input_ids" if family != "plain" else "tokens": tokens, "labels": tokens}), loss, family)
+        loss.backward()
+        assert_same_gradients(pipe, whole, TOLERANCE)
