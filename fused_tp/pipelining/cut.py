@@ -261,8 +261,8 @@ def with_zeros(model: nn.Module) -> Iterator[None]:
     held: list[tuple[dict[str, Any], str, Tensor]] = []
     zeros: dict[int, Tensor] = {}  # of a tied weight one
     for module in model.modules():
-        tensors: dict[str, Any]
-        for tensors in (module._parameters, module._buffers):
+        of_module: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in of_module:
             for name, t in tensors.items():
                 if t is not None and t.is_meta:
                     held.append((tensors, name, t))
@@ -278,8 +278,8 @@ def with_zeros(model: nn.Module) -> Iterator[None]:
 
 
 def _unwritten_zeros(t: Tensor) -> Tensor:
-    """Zeros like `t` on the CPU, whose pages have no memory until they are written to. (torch.zeros writes them. One zero
-    that is expanded has strides that not all ops take.)"""
+    """Zeros like `t` on the CPU, whose pages have no memory until they are written to. (Rejected: torch.zeros, which
+    writes them; one zero that is expanded, whose strides not all ops take.)"""
     if not t.numel():
         return torch.zeros(t.shape, dtype=t.dtype)
     pages = mmap.mmap(-1, t.numel() * t.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
