@@ -60,6 +60,7 @@ class Sharding:
         sequence: what cuts a forward pass.
         config: the model's, if it has one.
         dealing: of experts over other ranks.
+        plain: parameters are plain tensors in the end, see `plain_parameters_`.
     """
 
     plan: Plan
@@ -68,6 +69,7 @@ class Sharding:
     sequence: SequenceSharding
     config: Any = None
     dealing: Dealing | None = None
+    plain: bool = False
 
 
 def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:

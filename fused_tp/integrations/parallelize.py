@@ -250,7 +250,7 @@ def parallelize(
     if tp_mesh is not None:
         memo = WeakIdKeyDictionary()
         config = getattr(model, "config", None)
-        sharding = Sharding(resolved, tp_mesh, meshes, sequence, config, dealing)
+        sharding = Sharding(resolved, tp_mesh, meshes, sequence, config, dealing, plain=parameters == "plain")
         with adapters.taken_out() if adapters else nullcontext():
             warn_of_small_share(model, resolved)
             shard_layers(model, sharding, memo)

@@ -44,6 +44,7 @@ from fused_tp.integrations.plan import Plan, Style, spec_of, unread_of
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
+from fused_tp.nn.sharding import plain_parameters_
 
 if TYPE_CHECKING:
     from fused_tp.nn.sharding import Memo
@@ -201,6 +202,8 @@ class ParallelLoraLinear(Linear):
             layer = self.place.shard(key, module, memo)
             self.set_submodule(key, layer)
             sharding.sequence.add_layer(f"{self.place.name}.{key}", layer)
+        if sharding.plain:
+            plain_parameters_(self)
         for module in self.modules():
             setattr(module, MARK, sharding.sequence.parallelism)
         if sharding.sequence.head in (self, self.base_layer):

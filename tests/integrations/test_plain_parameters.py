@@ -164,6 +164,31 @@ def test_distributed_data_parallel(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+def test_adapters(group: dist.ProcessGroup) -> None:
+    """LoRA in the model before it is parallel, and put in after."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed; pip install peft")
+    from fused_tp.integrations.peft import parallel_config
+
+    def adapted(model: nn.Module, prepare: Any = lambda config: config) -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "o_proj", "down_proj"])
+        return peft.get_peft_model(model, prepare(config))
+
+    tokens, keywords = make_tokens(2, 16), {"parameters": "plain", "sequence_parallel": True}
+    mesh = mesh_of(group, 1, 2)
+    whole = adapted(make("llama"))
+    whole(input_ids=tokens, labels=tokens).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), float("inf"))
+    before = fused_tp.parallelize(adapted(make("llama")), mesh, **keywords)
+    base = fused_tp.parallelize(make("llama"), mesh, **keywords)
+    after = adapted(base, lambda config: parallel_config(base, config))
+    for parallel in (before, after):
+        assert not any(isinstance(p, DTensor) for p in parallel.parameters())
+        parallel(input_ids=tokens, labels=tokens).loss.backward()
+        torch.testing.assert_close(clip_grad_norm_(parallel, float("inf")).float(), norm)
+
+
+@on_ranks(2)
 def test_what_is_refused(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group, 2, 1)
     refused = error_of(fused_tp.parallelize, make("qwen3_moe"), mesh, ep_dim="cp", parameters="plain")
