@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -128,8 +130,10 @@ class _ParallelStrategy:
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
-        dcp.load(original_shapes(self.model, state), checkpoint_id=str(folder))
-        set_model_state_dict(self.model, state["state_dict"])
+        strict = self.lightning_module.strict_loading
+        planner = DefaultLoadPlanner(allow_partial_load=not strict)
+        dcp.load(original_shapes(self.model, state), checkpoint_id=str(folder), planner=planner)
+        set_model_state_dict(self.model, state["state_dict"], options=StateDictOptions(strict=strict))
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{number}"])
         metadata: dict[str, Any] = torch.load(folder / _METADATA, weights_only=weights_only)

@@ -1,14 +1,15 @@
 """The functions of ring-flash-attention (Zhu, 2024) by `ring_attention`: the same names, signatures and token orders.
 
-Change the import, and keep the calls and the way in which tokens are cut:
+Change the import, and keep the calls and the way in which tokens are cut. Of [batch, seq, heads, head_dim] a rank holds
 
-| functions | a rank holds | tensors |
-|---|---|---|
-| `ring_flash_attn_*` | chunk r of W of the sequence | [batch, seq / W, heads, head_dim] |
-| `zigzag_ring_flash_attn_*` | chunks r and 2W-1-r of 2W of the sequence | [batch, seq / W, heads, head_dim] |
-| `ring_flash_attn_varlen_*` | chunk r of W of each document | [tokens / W, heads, head_dim] |
-| `zigzag_ring_flash_attn_varlen_*` | chunks r and 2W-1-r of 2W of each document | [tokens / W, heads, head_dim] |
-| `llama3_flash_attn_varlen_*` | chunk r of W of all tokens, wherever documents begin | [tokens / W, heads, head_dim] |
+- `ring_flash_attn_*`: chunk r of W of the sequence;
+- `zigzag_ring_flash_attn_*`: chunks r and 2W-1-r of 2W of the sequence;
+
+and of packed documents, [tokens, heads, head_dim],
+
+- `ring_flash_attn_varlen_*`: chunk r of W of each document;
+- `zigzag_ring_flash_attn_varlen_*`: chunks r and 2W-1-r of 2W of each document;
+- `llama3_flash_attn_varlen_*`: chunk r of W of all tokens, wherever documents begin.
 
 Each is there as `_func` (q, k, v), `_kvpacked_func` (q, kv with 2 before heads) and `_qkvpacked_func` (qkv with 3).
 

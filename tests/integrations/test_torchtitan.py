@@ -72,7 +72,7 @@ def made(config: Any) -> Any:
     return model
 
 
-def parallelized(model: Any, dims: Any, *, sp: bool, ac: Any = None) -> Any:
+def parallelized(model: Any, dims: Any, *, sp: bool, ac: Any = None, precision: str = "float32") -> Any:
     """By torchtitan's own function."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.models.llama3 import parallelize_llama
@@ -80,7 +80,7 @@ def parallelized(model: Any, dims: Any, *, sp: bool, ac: Any = None) -> Any:
     parallelize_llama(
         model,
         parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param="float32"),
+        training=TrainingConfig(mixed_precision_param=precision),
         parallelism=ParallelismConfig(spmd_backend=dims.spmd_backend, enable_sequence_parallel=sp),
         compile_config=CompileConfig(),
         ac_config=ac,
@@ -331,6 +331,27 @@ def test_ring_over_packed_documents(group: dist.ProcessGroup, cp: int, tp: int, 
             dim = 1 if name.endswith(("wo.weight", "w2.weight")) else 0
             good = good.chunk(tp, dim)[dims.get_mesh("tp").get_local_rank()]
         assert_near(gradient, good, f"gradient of {name}", 1e-5)
+
+
+@on_ranks(4)
+def test_ring_of_one_rank_and_bf16(group: dist.ProcessGroup) -> None:
+    """Through torchtitan's own function, which mixes precisions by default."""
+    dims = dims_of("partial_dtensor", dp=2, tp=2)
+    whole = made(config_of(change=half_the_key_heads))
+    for layer in whole.layers.values():
+        layer.attention.inner_attention.forward = attend_densely
+    tokens, labels, own, own_labels = batch_of(dims)
+    wanted = loss_of(whole(tokens, positions_of()), labels)
+    wanted.backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    for precision, tolerance in (("float32", 1e-5), ("bfloat16", 5e-2)):
+        model = made(config_of(RING, change=half_the_key_heads))
+        parallelized(model, dims, sp=True, precision=precision)
+        positions = positions_of().chunk(2)[dims.get_mesh("batch").get_local_rank()]
+        loss = loss_of(model(own, positions).float(), own_labels)
+        loss.backward()
+        for name, p in model.named_parameters():
+            assert_near(p.grad, expected[name], f"gradient of {name}", tolerance)
 
 
 @on_ranks(4)
