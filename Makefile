@@ -45,13 +45,20 @@ $(VENV)/installed-nccl: | $(VENV)/installed
 		echo "There is no NCCL for this platform; the tests that need it will be skipped."
 	touch $@
 
+# What `make test-all` trains with. Of the second line what the tests import, without what else these want (wandb, ...).
+$(VENV)/installed-stacks: constraints.txt | $(VENV)/installed
+	$(PIP) "fused-tp[trl]"
+	$(PIP) --no-deps lightning lightning-utilities torchmetrics \
+		torchtitan spmd_types torchdata torch_checkpointing tyro docstring_parser typeguard
+	touch $@
+
 demo: $(VENV)/installed $(VENV)/installed-demo
 	$(BIN)/fused-tp demo --out out/demo $(ARGS)
 
 test: $(VENV)/installed $(VENV)/installed-test
 	$(BIN)/python -m pytest -q $(ARGS)
 
-test-all: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-release $(VENV)/installed-nccl
+test-all: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-stacks $(VENV)/installed-release $(VENV)/installed-nccl
 	$(BIN)/python -m pytest -q -m "" $(ARGS)
 
 lint: $(VENV)/installed $(VENV)/installed-dev

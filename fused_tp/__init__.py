@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
     from fused_tp.integrations.grad_sync import no_sync, sync_gradients
     from fused_tp.integrations.mesh import fsdp_mesh, make_mesh
+    from fused_tp.integrations.model_check import is_parallelized
     from fused_tp.integrations.parallelize import parallelize
     from fused_tp.pipelining.pipeline import pipeline
 
@@ -44,6 +45,7 @@ _LAZY = {
     "FusedRowwiseParallel": "fused_tp.integrations.dtensor",
     "FusedSequenceParallel": "fused_tp.integrations.dtensor",
     "fsdp_mesh": "fused_tp.integrations.mesh",
+    "is_parallelized": "fused_tp.integrations.model_check",
     "make_mesh": "fused_tp.integrations.mesh",
     "nn": "fused_tp.nn",
     "no_sync": "fused_tp.integrations.grad_sync",
@@ -77,6 +79,7 @@ __all__ = [
     "all_reduce",
     "nn",
     "parallelize",
+    "is_parallelized",
     "pipeline",
     "split_backward",
     "make_mesh",

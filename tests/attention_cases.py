@@ -209,6 +209,12 @@ FEATURES: dict[str, Case] = {
     "documents": case(37, causal=True, cu_seqlens=DOCUMENTS),
     "documents seen from both sides": case(37, cu_seqlens=DOCUMENTS, layout="contiguous"),
     "documents, balanced": case(37, causal=True, cu_seqlens=DOCUMENTS, layout="balanced", batch=2),
+    "documents, zigzag in each": case(
+        60, causal=True, cu_seqlens=[0, 12, 12, 48, 60], layout="zigzag_documents", batch=2
+    ),
+    "documents, contiguous in each": case(
+        24, cu_seqlens=[0, 12, 24], window=(4, 9), alibi=True, layout="contiguous_documents"
+    ),
     "documents, window, softcap": case(37, causal=True, cu_seqlens=DOCUMENTS, window=(4, 0), softcap=3.0),
     "softcap": case(23, causal=True, softcap=2.0),
     "ALiBi": case(23, causal=True, alibi=True),

@@ -3,7 +3,10 @@
 "contiguous" cuts the sequence into W chunks (sizes as torch.tensor_split) and rank r holds chunk r. "zigzag" cuts it
 into 2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, which
 is why it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
-arXiv:2407.21783). "balanced" is for packed documents: see `balance`. All keep a rank's tokens in ascending order.
+arXiv:2407.21783). "balanced" is for packed documents: see `balance`. "zigzag_documents" and "contiguous_documents" cut
+each document by itself, which costs every rank a step of every document's ring and is what others' packed sequences
+look like: ring-flash-attention's, Transformer Engine's and Megatron-Core's ("thd"). All keep a rank's tokens in
+ascending order.
 
 A cache of keys and values, which grows, has a block-cyclic layout: no token ever moves.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +24,9 @@ from fused_tp.attention.balance import balanced_ranges, chunk_range, merged, zig
 
 Ints = NDArray[np.int64]
 
-LAYOUTS = ("zigzag", "contiguous", "balanced")
+_EACH_DOCUMENT = {"zigzag_documents": "zigzag", "contiguous_documents": "contiguous"}  # and how it is cut
+OF_DOCUMENTS = ("balanced", *_EACH_DOCUMENT)
+LAYOUTS = ("zigzag", "contiguous", *OF_DOCUMENTS)
 DEFAULT_BLOCK = 64  # tokens of a cache that lie on one rank in a row
 
 
@@ -67,12 +73,12 @@ class Tokens:
 
 
 def check_layout(layout: object, *, documents: bool = False) -> None:
-    """Raise ValueError unless `layout` is one of LAYOUTS and, for "balanced", there are `documents`."""
+    """Raise ValueError unless `layout` is one of LAYOUTS and, for one of OF_DOCUMENTS, there are `documents`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
-    if layout == "balanced" and not documents:
+    if layout in OF_DOCUMENTS and not documents:
         raise ValueError(
-            "layout 'balanced' shares out packed documents and needs their cu_seqlens; for one sequence 'zigzag' is "
+            f"layout {layout!r} shares out packed documents and needs their cu_seqlens; for one sequence 'zigzag' is "
             "balanced."
         )
 
@@ -99,11 +105,31 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     check_layout(layout, documents=bool(cu_seqlens))
     if layout == "balanced":
         ranges = balanced_ranges(cu_seqlens, world_size)
-    elif layout == "zigzag":
-        ranges = zigzag_ranges(seq_len, world_size)
+    elif layout in _EACH_DOCUMENT:
+        ranges = _document_ranges(cu_seqlens, world_size, _EACH_DOCUMENT[layout])
     else:
-        ranges = [merged([chunk_range(seq_len, world_size, rank)]) for rank in range(world_size)]
+        ranges = _ranges(seq_len, world_size, layout)
     return tuple(map(Tokens, ranges))
+
+
+def _ranges(seq_len: int, world_size: int, layout: str) -> list[tuple[range, ...]]:
+    if layout == "zigzag":
+        return zigzag_ranges(seq_len, world_size)
+    return [merged([chunk_range(seq_len, world_size, rank)]) for rank in range(world_size)]
+
+
+def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) -> list[tuple[range, ...]]:
+    """Each document in `layout`. Ranks hold equally many tokens of each, so that lengths alone tell how many in all."""
+    held: list[list[range]] = [[] for _ in range(world_size)]
+    for number, (start, stop) in enumerate(pairwise(cu_seqlens)):
+        if (stop - start) % world_size:
+            raise ValueError(
+                f"document {number} has {stop - start} tokens, which {world_size} ranks cannot share evenly as layout "
+                f"'{layout}_documents' does; pad documents to a multiple of {world_size}, or have layout 'balanced'."
+            )
+        for tokens, ranges in zip(held, _ranges(stop - start, world_size, layout), strict=True):
+            tokens += [range(start + r.start, start + r.stop) for r in ranges]
+    return list(map(merged, held))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,18 @@ _SAMPLE, _MOST = 1021, 1 << 20
 MARK, SHARDING = "_fused_tp_parallelism", "_fused_tp_sharding"
 
 
+def is_parallelized(model: nn.Module) -> bool:
+    """Whether `parallelize` has made `model`, or a module in it, parallel.
+
+    Hooks such as Lightning's `configure_model` are called more than once, and `parallelize` takes a model once.
+
+    Example:
+        >>> if not fused_tp.is_parallelized(self.model):
+        ...     fused_tp.parallelize(self.model, self.device_mesh, tp_dim="tensor_parallel")
+    """
+    return any(hasattr(module, MARK) for module in model.modules())
+
+
 class ModuleCheck:
     """A forward pre-hook that refuses modules with parameters that were put into a tensor parallel model after it was
     cut, at its first calls and now and then: what they add is that of a rank's part, and nothing fails.

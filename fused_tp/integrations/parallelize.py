@@ -20,7 +20,7 @@ from fused_tp.integrations.grad_sync import GRADIENT_SYNCS, GradientSync, no_syn
 from fused_tp.integrations.gradient_check import GradientCheck
 from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
 from fused_tp.integrations.layers import Sharding, check_layers, deal_experts, replicate_parameters, shard_layers
-from fused_tp.integrations.model_check import MARK, SHARDING, ModuleCheck, check_equal_models
+from fused_tp.integrations.model_check import MARK, SHARDING, ModuleCheck, check_equal_models, is_parallelized
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
     Plan,
@@ -194,7 +194,7 @@ def parallelize(
             "model is in a DistributedDataParallel, which holds the parameters that parallelize replaces; parallelize "
             "the model inside, and wrap that."
         )
-    if any(hasattr(module, MARK) for module in model.modules()):
+    if is_parallelized(model):
         raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
     _check_ulysses(
         model, ulysses_size, 1 if cp_mesh is None else cp_mesh.size(), 1 if tp_mesh is None else tp_mesh.size()

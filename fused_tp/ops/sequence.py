@@ -45,7 +45,7 @@ def sequence_positions(
             "balanced": as many tokens as with "contiguous", of documents that stay whole where they can, so that all
             ranks have nearly the same attention to compute (`fused_tp.sequence_balance` tells).
         cu_seqlens: int32 or int64 [documents + 1], where packed documents begin, and the end: (0, ..., seq_len). Needed
-            for "balanced" and `within_documents`. Pass it on the CPU: from elsewhere every call copies it there.
+            for layouts of documents and `within_documents`. Pass it on the CPU: elsewhere every call copies it there.
         within_documents: count from the begin of each document, as rotary embeddings of packed documents do, and not
             from that of the sequence.
         device: of the result; None is the default device.
@@ -84,8 +84,8 @@ def shard_sequence(
         x: any shape and dtype, the same on all ranks; the sequence runs along `dim`.
         dim: may be negative.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        layout: "zigzag", "contiguous" or "balanced", see `sequence_positions`.
-        cu_seqlens: int32 or int64 [documents + 1], the same on all ranks: needed for "balanced", see
+        layout: "zigzag", "contiguous", "balanced", ..., see `sequence_positions`.
+        cu_seqlens: int32 or int64 [documents + 1], the same on all ranks: needed for layouts of documents, see
             `sequence_positions`; best on the CPU.
 
     Returns:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +65,17 @@ def test_sft_of_packed_documents() -> None:
     assert len(wanted) == 12
     for printed in (four, two):
         assert numbers(printed) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed; pip install lightning")
+def test_lightning_trains_alike_at_all_sizes_and_resumes(tmp_path: Path) -> None:
+    one, four = str(tmp_path / "one"), str(tmp_path / "four")
+    printed = [
+        run("lightning_llama", 1, "--folder", one),
+        run("lightning_llama", 4, "--cp", "2", "--tp", "2", "--folder", four),
+        run("lightning_llama", 4, "--dp", "2", "--tp", "2", "--resume", four, "--steps", "5"),
+    ]
+    found = [re.search(r"^losses: (.*)$", text, re.M) for text in printed]
+    losses = [[float(loss) for loss in one[1].split()] for one in found if one is not None]
+    assert [len(of_run) for of_run in losses] == [3, 3, 2], printed
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fused_tp.attention import ring_fused
 from fused_tp.attention.all_to_all import Share, places_of
-from fused_tp.attention.layout import LAYOUTS, TokenLayout, Tokens, all_tokens, local_length
+from fused_tp.attention.layout import LAYOUTS, OF_DOCUMENTS, TokenLayout, Tokens, all_tokens, local_length
 from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, make_step
 from fused_tp.attention.ring_fused import kv_chunks
 from fused_tp.attention.spec import AttentionMask, read_bounds
@@ -34,6 +34,12 @@ class Case:
     @property
     def lengths(self) -> tuple[int, int]:
         return sum(q for q, _ in self.documents), sum(k for _, k in self.documents)
+
+    def shareable(self, layout: str, world_size: int) -> Case:
+        """With documents that ranks can share as `layout` does."""
+        if not layout.endswith("_documents"):
+            return self
+        return replace(self, documents=tuple((q * world_size, k * world_size) for q, k in self.documents))
 
     def mask(self) -> AttentionMask:
         bounds: list[tuple[int, ...]] = [(), ()]
@@ -64,7 +70,7 @@ layouts, world_sizes = st.sampled_from(LAYOUTS), st.integers(1, 5)
 
 
 def plan_of(case: Case, world_size: int, layout: str) -> RingPlan:
-    layout = layout if case.packed or layout != "balanced" else "zigzag"
+    layout = layout if case.packed or layout not in OF_DOCUMENTS else "zigzag"
     return RingPlan(case.mask(), world_size, TokenLayout(layout))
 
 
@@ -88,7 +94,8 @@ def test_a_mask_is_an_interval_for_each_query(case: Case) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(lengths, min_size=1, max_size=8), world_sizes, layouts)
 def test_ranks_hold_every_token_once(documents: list[int], world_size: int, layout: str) -> None:
-    bounds = tuple(accumulate(documents, initial=0))
+    scale = world_size if layout.endswith("_documents") else 1
+    bounds = tuple(accumulate((length * scale for length in documents), initial=0))
     held = all_tokens(bounds[-1], world_size, layout, bounds)
     assert sorted(np.concatenate([tokens.indices for tokens in held])) == list(range(bounds[-1]))
     for rank, tokens in enumerate(held):
@@ -158,6 +165,7 @@ def check_compact(
 @example(Case(((4, 2), (3, 5)), True, True, (-1, -1)), 3, "balanced")
 @example(Case(((0, 4), (5, 0), (1, 1)), True, False, (2, 0)), 2, "zigzag")
 def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: str) -> None:
+    case = case.shareable(layout, world_size)
     plan, dense = plan_of(case, world_size, layout), case.dense()
     whole, places = np.zeros(dense.shape, dtype=int), case.mask().seen(np.arange(dense.shape[0]))[0]
     for rank in range(world_size):
@@ -223,6 +231,7 @@ def test_chunks_of_a_launch_have_what_each_query_sees(
     case: Case, world_size: int, layout: str, size: tuple[int, int]
 ) -> None:
     """Each query finds every key that it sees once, inside of its tile's bounds, and unmasked blocks are all seen."""
+    case = case.shareable(layout, world_size)
     plan = plan_of(case, world_size, layout)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring_fused, "_ROWS_OF_A_CHUNK", 7)

@@ -24,6 +24,7 @@ import torch, torch.distributed as dist
 
 class Missing:
     names = {*"transformers triton matplotlib rich psutil deepspeed megatron peft yaml pytest".split()}
+    names |= {*"lightning torchtitan spmd_types".split()}
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in self.names:
             raise ModuleNotFoundError(f"import fused_tp must not need {name}", name=name)
@@ -31,7 +32,8 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import fused_tp
 for module in pkgutil.walk_packages(fused_tp.__path__, "fused_tp."):
-    of_a_library = module.name == "fused_tp.integrations.peft"  # imported where that has been
+    # Imported where their library has been, or by it.
+    of_a_library = module.name in ("fused_tp.integrations.peft", "fused_tp.integrations.torchtitan")
     if not of_a_library and module.name.split(".")[1] not in ("triton_kernels", "_core", "_cuda", "__main__"):
         importlib.import_module(module.name)
 assert not dist.is_initialized() and not torch.cuda.is_initialized()

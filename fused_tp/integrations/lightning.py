@@ -1,0 +1,140 @@
+"""Lightning's ModelParallelStrategy over meshes of more dims than two, and with checkpoints that fit any of them.
+
+A model that is tensor parallel, with FSDP2 over data parallel ranks or without, needs nothing of this module:
+`parallelize(self.model, self.device_mesh, tp_dim="tensor_parallel")` in `configure_model`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from fused_tp.integrations.mesh import ORDER, make_mesh
+from fused_tp.integrations.model_check import is_parallelized
+from fused_tp.nn import original_shapes
+
+T = TypeVar("T", bound=type)
+
+_METADATA = "meta.pt"  # as Lightning calls what is in a checkpoint besides weights and optimizers
+_OWN_BATCHES = ("dp_replicate", "dp_shard", "ep")
+
+
+def parallel_strategy(kind: T) -> T:
+    """`kind`, the ModelParallelStrategy of `lightning` or of `pytorch_lightning`, over a mesh of `make_mesh`.
+
+    Its instances take the keywords of `make_mesh` (dp_replicate, dp_shard, ep, cp, tp) in the place of Lightning's
+    sizes, besides `process_group_backend` and `timeout`. `self.device_mesh` of the LightningModule is that mesh. Ranks
+    along cp and tp get the same batches, the others their own. Checkpoints are folders of torch.distributed.checkpoint
+    in the original model's shapes, which load over a mesh of other sizes.
+
+    Args:
+        kind: lightning.pytorch.strategies.ModelParallelStrategy, or a class made from it.
+
+    Returns:
+        A subclass of `kind`. Fitting raises ValueError where `configure_model` has left undone what the mesh needs:
+        `parallelize` for cp and tp, `fully_shard` for ranks with batches of their own.
+
+    Example:
+        >>> strategy = parallel_strategy(ModelParallelStrategy)(dp_shard=-1, cp=2, tp=4)
+        >>> trainer = lightning.Trainer(strategy=strategy, devices=8, num_nodes=4)
+    """
+    made: T = _made(kind)
+    return made
+
+
+@cache
+def _made(kind: Any) -> Any:
+    return type(f"Parallel{kind.__name__}", (_ParallelStrategy, kind), {"__doc__": kind.__doc__})
+
+
+class _ParallelStrategy:
+    """What `parallel_strategy` puts in front of a ModelParallelStrategy."""
+
+    model: Any
+    lightning_module: Any
+    optimizers: list[torch.optim.Optimizer]
+    root_device: torch.device
+    device_mesh: DeviceMesh
+    _setup_distributed: Any
+    broadcast: Any
+
+    def __init__(self, *, process_group_backend: str | None = None, timeout: Any = None, **sizes: int) -> None:
+        given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        super().__init__(process_group_backend=process_group_backend, **given)  # type: ignore[call-arg]
+        if "pp" in sizes:
+            raise ValueError("Lightning calls forward and backward of a whole model, and pp=... needs schedules.")
+        if unknown := sorted(sizes.keys() - set(ORDER)):
+            raise TypeError(f"{unknown[0]!r} is no dim of a mesh; give sizes of some of {', '.join(ORDER[1:])}.")
+        self._sizes = sizes
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        self._device_mesh = make_mesh(self.root_device.type, **self._sizes)
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)  # type: ignore[misc]
+        mesh, dims = self.device_mesh, self.device_mesh.mesh_dim_names or ()
+        cut = [dim for dim in ("cp", "tp") if dim in dims and mesh[dim].size() > 1]
+        if cut and not is_parallelized(self.model):
+            raise ValueError(
+                f"the mesh has {' and '.join(cut)}, and configure_model has not called fused_tp.parallelize("
+                "self.model, self.device_mesh), without which these ranks compute the same."
+            )
+        replicas = self.distributed_sampler_kwargs["num_replicas"]
+        if replicas > 1 and not any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            raise ValueError(
+                f"there are {replicas} groups of ranks with batches of their own, whose gradients nothing averages. "
+                "Apply fully_shard over fused_tp.fsdp_mesh(self.device_mesh) to the model in configure_model."
+            )
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        names, number, rank = self.device_mesh.mesh_dim_names or (), 1, 0
+        for name in _OWN_BATCHES:
+            if name in names:
+                mesh = self.device_mesh[name]
+                number, rank = number * mesh.size(), rank * mesh.size() + mesh.get_local_rank()
+        return {"num_replicas": number, "rank": rank}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options is not served; a checkpoint is a folder of torch.distributed.checkpoint.")
+        folder = Path(self.broadcast(filepath))
+        state = {"state_dict": checkpoint.pop("state_dict")}
+        optimizers = checkpoint.pop("optimizer_states", [])
+        state |= {f"optimizer_{number}": one for number, one in enumerate(optimizers)}
+        dcp.save(original_shapes(self.model, state), checkpoint_id=str(folder))
+        if torch.distributed.get_rank() == 0:
+            torch.save(checkpoint, folder / _METADATA)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        folder = Path(self.broadcast(checkpoint_path))
+        if not (folder / _METADATA).exists():  # a file of one process, or nothing
+            found: dict[str, Any] = super().load_checkpoint(folder, weights_only)  # type: ignore[misc]
+            return found
+        state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
+        for number, optimizer in enumerate(self.optimizers):
+            state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
+        strict = self.lightning_module.strict_loading
+        planner = DefaultLoadPlanner(allow_partial_load=not strict)
+        dcp.load(original_shapes(self.model, state), checkpoint_id=str(folder), planner=planner)
+        set_model_state_dict(self.model, state["state_dict"], options=StateDictOptions(strict=strict))
+        for number, optimizer in enumerate(self.optimizers):
+            set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{number}"])
+        metadata: dict[str, Any] = torch.load(folder / _METADATA, weights_only=weights_only)
+        return metadata

@@ -1,0 +1,60 @@
+"""The ring attention of ms-swift's sequence parallelism, by `ring_attention`.
+
+ms-swift has a ring where `sequence_parallel_size` is more than the heads can be shared by; its function needs CUDA and
+flash-attn. ms-swift (4.6) takes it from one module, where this one goes before training starts:
+
+    import swift.sequence_parallel.sequence_parallel as sequence_parallel
+    from fused_tp.integrations.ms_swift import zigzag_ring_flash_attn_varlen_func
+    sequence_parallel.zigzag_ring_flash_attn_varlen_func = zigzag_ring_flash_attn_varlen_func
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fused_tp.integrations.ring_flash_attention import Found, attend
+
+
+def zigzag_ring_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | int = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Found:
+    """out [1, tokens / W, heads, head_dim] of attention within documents: of each, rank r holds chunks r and 2W-1-r.
+
+    Unlike ring-flash-attention's function of this name, ms-swift's has a batch of one row, and `cu_seqlens` of the
+    whole documents, each of which W divides.
+
+    Args:
+        q, k, v: [1, tokens / W, heads, head_dim].
+        cu_seqlens: int32 or int64 [documents + 1], of the whole.
+        window_size: (left, right), or transformers' sliding_window, which ms-swift passes on: n for (n - 1, 0).
+
+    The other arguments are those of `fused_tp.integrations.ring_flash_attention`.
+    """
+    window = (window_size - 1, 0) if isinstance(window_size, int) else window_size
+    return attend(
+        q,
+        k,
+        v,
+        return_attn_probs,
+        layout="zigzag_documents",
+        cu_seqlens=cu_seqlens,
+        group=group,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window,
+        alibi_slopes=alibi_slopes,
+    )

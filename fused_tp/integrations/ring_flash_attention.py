@@ -1,0 +1,353 @@
+"""The functions of ring-flash-attention (Zhu, 2024) by `ring_attention`: the same names, signatures and token orders.
+
+Change the import, and keep the calls and the way in which tokens are cut. Of [batch, seq, heads, head_dim] a rank holds
+
+- `ring_flash_attn_*`: chunk r of W of the sequence;
+- `zigzag_ring_flash_attn_*`: chunks r and 2W-1-r of 2W of the sequence;
+
+and of packed documents, [tokens, heads, head_dim],
+
+- `ring_flash_attn_varlen_*`: chunk r of W of each document;
+- `zigzag_ring_flash_attn_varlen_*`: chunks r and 2W-1-r of 2W of each document;
+- `llama3_flash_attn_varlen_*`: chunk r of W of all tokens, wherever documents begin.
+
+Each is there as `_func` (q, k, v), `_kvpacked_func` (q, kv with 2 before heads) and `_qkvpacked_func` (qkv with 3).
+
+All devices and dtypes of `ring_attention` are served, so are CPU ranks, and what the library refuses or does wrongly:
+windows (of the whole sequence), ALiBi, dropout, sequences without a causal mask in zigzag order. Sums have one order,
+with `deterministic` and without. `max_seqlen`, which sizes CUDA launches there, decides nothing here.
+
+Arguments, where they are the same for all:
+
+- `dropout_p`, `softmax_scale` (None: head_dim ** -0.5), `causal`, `window_size` and `alibi_slopes` [heads] are those of
+  flash-attn, and go to `ring_attention`, which says more.
+- `cu_seqlens` of the varlen functions is int32 or int64 [documents + 1], of what a rank holds: that of the documents
+  divided by W. Best on the CPU: elsewhere reading it waits for the device.
+- `return_attn_probs`: return (out, lse, None), lse [batch, heads, seq / W], of varlen functions [heads, tokens / W].
+- `group`: a ProcessGroup, or None for the world.
+
+Not there: `stripe_flash_attn_*`, whose order of tokens no layout of fused_tp has; the zigzag order balances as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fused_tp.ops.arguments import check_bool, check_int
+from fused_tp.ops.attention_arguments import on_host
+from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.runtime.group import group_identity
+
+Found: TypeAlias = "Tensor | tuple[Tensor, Tensor, None]"
+
+__all__ = [
+    f"{name}{kind}_func"
+    for name in (
+        "ring_flash_attn",
+        "zigzag_ring_flash_attn",
+        "ring_flash_attn_varlen",
+        "zigzag_ring_flash_attn_varlen",
+        "llama3_flash_attn_varlen",
+    )
+    for kind in ("", "_kvpacked", "_qkvpacked")
+] + ["llama3_flash_attn_prepare_cu_seqlens"]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool, **keywords: Any) -> Found:
+    """What the functions return, for these keywords of `ring_attention`."""
+    check_bool(return_attn_probs=return_attn_probs)
+    if not return_attn_probs:
+        return ring_attention(q, k, v, **keywords)
+    out, lse = ring_attention(q, k, v, return_lse=True, **keywords)
+    return out, lse, None
+
+
+def _attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    return_attn_probs: bool,
+    *,
+    whole: Tensor | None = None,
+    cu_seqlens: Any = None,
+    **keywords: Any,
+) -> Found:
+    """`whole`: bounds of the documents of all ranks; None: they follow from `cu_seqlens` of this rank's parts."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim != 3:
+            raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be [tokens of this rank, heads, head_dim].")
+    bounds = _of_all_ranks(cu_seqlens, q, keywords["group"]) if whole is None else whole
+    found = attend(q[None], k[None], v[None], return_attn_probs, cu_seqlens=bounds, **keywords)
+    if isinstance(found, Tensor):
+        return found[0]
+    out, lse, _ = found
+    return out[0], lse[0], None
+
+
+def _of_all_ranks(cu_seqlens: Any, q: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Where documents begin in the whole, for `cu_seqlens` of this rank's parts of them."""
+    bounds = cast("Tensor", on_host("cu_seqlens", cu_seqlens))
+    if not torch.compiler.is_compiling() and len(bounds) and int(bounds[-1]) != q.shape[0]:
+        raise ValueError(
+            f"cu_seqlens ends with {int(bounds[-1])}, and q has {q.shape[0]} tokens on this rank; pass that of this "
+            "rank's parts of the documents, cu_seqlens of the whole divided by the number of ranks."
+        )
+    return bounds.long() * group_identity(group)[1]
+
+
+def ring_flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Found:
+    """out [batch, seq / W, heads, head_dim] of attention over a sequence of which rank r holds chunk r."""
+    return attend(
+        q,
+        k,
+        v,
+        return_attn_probs,
+        layout="contiguous",
+        group=group,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def zigzag_ring_flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Found:
+    """out [batch, seq / W, heads, head_dim] of attention over a sequence of which rank r holds chunks r and 2W-1-r."""
+    return attend(
+        q,
+        k,
+        v,
+        return_attn_probs,
+        layout="zigzag",
+        group=group,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def ring_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Found:
+    """out [tokens / W, heads, head_dim] of attention within documents, of each of which rank r holds chunk r."""
+    return _attend_packed(
+        q,
+        k,
+        v,
+        return_attn_probs,
+        cu_seqlens=cu_seqlens,
+        layout="contiguous_documents",
+        group=group,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def zigzag_ring_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Found:
+    """out [tokens / W, heads, head_dim] of attention within documents: of each, rank r holds chunks r and 2W-1-r."""
+    return _attend_packed(
+        q,
+        k,
+        v,
+        return_attn_probs,
+        cu_seqlens=cu_seqlens,
+        layout="zigzag_documents",
+        group=group,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+@dataclass(frozen=True)
+class KeySlice:
+    """In the place of the slice of all keys that a rank's queries see; it knows the documents of all ranks, too."""
+
+    start: int
+    stop: int
+    cu_seqlens: Tensor
+
+
+def llama3_flash_attn_prepare_cu_seqlens(
+    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
+) -> tuple[Tensor, Tensor, int, int, KeySlice]:
+    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice), of `rank`, for
+    `llama3_flash_attn_varlen_func`.
+
+    Args:
+        cu_seqlens: int32 or int64 [documents + 1], of the documents of all ranks together; best on the CPU.
+        causal: as given to the function.
+        rank, world_size: in the group that shares the tokens.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the ranks cannot share the tokens evenly.
+    """
+    check_bool(causal=causal)
+    check_int("world_size", world_size, least=1)
+    check_int("rank", rank, least=0)
+    if rank >= world_size:
+        raise ValueError(f"rank is {rank}; of {world_size} ranks the last is {world_size - 1}.")
+    whole = cast("Tensor", on_host("cu_seqlens", cu_seqlens))
+    bounds: list[int] = whole.tolist()
+    total = bounds[-1]
+    if total % world_size:
+        raise ValueError(f"{total} tokens cannot be shared evenly by {world_size} ranks; pad them.")
+    start, stop = rank * total // world_size, (rank + 1) * total // world_size
+    inside = [bound for bound in bounds if start < bound < stop]
+    first = max(bound for bound in bounds if bound <= start)
+    last = stop if causal else min(bound for bound in bounds if bound >= stop)
+    queries, keys = [start, *inside, stop], [first, *inside, last]
+
+    def counted(ends: list[int]) -> tuple[Tensor, int]:
+        found = torch.tensor(ends, dtype=cu_seqlens.dtype) - ends[0]
+        return found.to(cu_seqlens.device), int(found.diff().max())
+
+    (of_queries, longest), (of_keys, longest_keys) = counted(queries), counted(keys)
+    return of_queries, of_keys, longest, longest_keys, KeySlice(first, last, whole)
+
+
+def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    heads_k_stride: int,
+    local_k_slice: KeySlice,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: ProcessGroup | None = None,
+) -> Found:
+    """out [tokens / W, heads, head_dim] of attention within documents, of all of whose tokens rank r holds chunk r.
+
+    The library gathers all keys of `heads_k_stride` heads at a time. Here keys pass the queries in a ring, those alone
+    that some query sees, whatever the stride. `local_k_slice` is what `llama3_flash_attn_prepare_cu_seqlens` of this
+    module has returned; the other lengths follow from it.
+
+    Raises:
+        TypeError: `local_k_slice` is another's.
+    """
+    if not isinstance(local_k_slice, KeySlice):
+        raise TypeError(
+            "local_k_slice must be what llama3_flash_attn_prepare_cu_seqlens of fused_tp has returned, which knows the "
+            f"documents of all ranks, not {type(local_k_slice).__name__}; import it from the same module."
+        )
+    return _attend_packed(
+        q,
+        k,
+        v,
+        return_attn_probs,
+        whole=local_k_slice.cu_seqlens,
+        layout="contiguous",
+        group=group,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def _packed(function: Callable[..., Found], name: str, count: int) -> Callable[..., Found]:
+    """`function` with its last `count` of (q, k, v) in one tensor, one behind the other before the heads."""
+
+    def call(*args: Any, **keywords: Any) -> Found:
+        given = signature.bind(*args, **keywords).arguments
+        packed = given.pop(name)
+        if packed.ndim < 3 or packed.shape[-3] != count:
+            raise ValueError(f"{name} has shape {tuple(packed.shape)}; it must be [..., {count}, heads, head_dim].")
+        own = () if count == 3 else (given.pop("q"),)
+        return function(*own, *packed.unbind(-3), **given)
+
+    inspected = inspect.signature(function)
+    first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Tensor")
+    parameters = list(inspected.parameters.values())
+    signature = inspected.replace(parameters=[*parameters[: 3 - count], first, *parameters[3:]])
+    call.__name__ = call.__qualname__ = function.__name__.replace("_func", f"_{name}packed_func")
+    call.__doc__ = f"`{function.__name__}` of {name} [..., {count}, heads, head_dim]."
+    vars(call)["__signature__"] = signature
+    return call
+
+
+ring_flash_attn_kvpacked_func = _packed(ring_flash_attn_func, "kv", 2)
+ring_flash_attn_qkvpacked_func = _packed(ring_flash_attn_func, "qkv", 3)
+zigzag_ring_flash_attn_kvpacked_func = _packed(zigzag_ring_flash_attn_func, "kv", 2)
+zigzag_ring_flash_attn_qkvpacked_func = _packed(zigzag_ring_flash_attn_func, "qkv", 3)
+ring_flash_attn_varlen_kvpacked_func = _packed(ring_flash_attn_varlen_func, "kv", 2)
+ring_flash_attn_varlen_qkvpacked_func = _packed(ring_flash_attn_varlen_func, "qkv", 3)
+zigzag_ring_flash_attn_varlen_kvpacked_func = _packed(zigzag_ring_flash_attn_varlen_func, "kv", 2)
+zigzag_ring_flash_attn_varlen_qkvpacked_func = _packed(zigzag_ring_flash_attn_varlen_func, "qkv", 3)
+llama3_flash_attn_varlen_kvpacked_func = _packed(llama3_flash_attn_varlen_func, "kv", 2)
+llama3_flash_attn_varlen_qkvpacked_func = _packed(llama3_flash_attn_varlen_func, "qkv", 3)

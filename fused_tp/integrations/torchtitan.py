@@ -1,0 +1,427 @@
+"""Overrides of torchtitan (0.3): projections by fused ops, and context parallel attention as a ring.
+
+    ./run_train.sh ... --parallelism.tensor_parallel_degree 8 --override.imports \\
+        fused_tp.integrations.torchtitan.attention fused_tp.integrations.torchtitan.feed_forward
+
+They take the place of modules in any model that is made of torchtitan's GQAttention and FeedForward, before it is
+built: its own `parallelize_fn`, activation checkpointing, FSDP2 and checkpoints stay, under the same names of
+parameters. What they are for, and what torchtitan's `tp_gemm_backend="dist_gemm"` leaves to others: CPUs, several
+hosts, sequence parallelism off, separate q, k and v, biases, all SPMD backends.
+
+| module | without | here |
+|---|---|---|
+| q, k and v; w1 and w3 | all-gather, matmuls | `all_gather_matmul` of all |
+| wo, w2 | matmul, reduce-scatter | `matmul_reduce_scatter` |
+| without sequence parallelism | matmuls, all-reduce | `matmul_all_reduce`, whose backward is `column_parallel_matmul` |
+| `attention` with `ring` | keys and values of all context parallel ranks gathered | `ring_attention` |
+
+torchtitan is imported with this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from torchtitan.config import derive, override
+from torchtitan.models.common.attention import (
+    FusedQKVLinear,
+    GQAttention,
+    QKVLinear,
+    ScaledDotProductAttention,
+    VarlenAttention,
+    VarlenMetadata,
+)
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_sequence_parallel_placement
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
+
+from fused_tp.attention.layout import check_layout
+from fused_tp.nn.linear import column_matmul, row_matmul
+from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.sequence import unshard_sequence
+
+if TYPE_CHECKING:
+    from torchtitan.distributed import ParallelDims
+
+
+_HEADS = dense_activation_placement(tp=spmd.S(2))  # q, k, v, what attention returns, and its features
+
+
+class _Projections(Module):
+    """What the modules below share: they have the tensor parallel ranks, and know whether tokens are cut over them."""
+
+    tp_mesh: DeviceMesh | None = None
+    sequence_dim: int | None = None  # of what is cut over these ranks between the modules; None: nothing is
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        # Not read from the mesh of the forward, which is set in torchtitan's training step alone: a call from elsewhere
+        # would compute a rank's part and add nothing up.
+        self.tp_mesh = parallel_dims.get_optional_mesh("tp")
+        super().parallelize(parallel_dims)
+
+
+def _column(module: _Projections, x: Tensor, layers: list[Linear]) -> list[Tensor]:
+    assert module.tp_mesh is not None
+    weights, biases = [_local(layer.weight) for layer in layers], [_local(layer.bias) for layer in layers]
+    return list(column_matmul(x, weights, biases, module.tp_mesh, module.sequence_dim))
+
+
+def _row(module: _Projections, x: Tensor, layer: Linear) -> Tensor:
+    assert module.tp_mesh is not None
+    return row_matmul(x, _local(layer.weight), None, module.tp_mesh, module.sequence_dim)
+
+
+def _local(t: Any) -> Any:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
+    """torchtitan's FusedQKVLinear by one op: (q, k, v) [batch, seq, heads / W, head_dim] of x [batch, seq / W, dim]."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FusedQKVLinear.Config):
+        sequence_dim: int | None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sequence_dim = config.sequence_dim
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.tp_mesh is None:
+            return FusedQKVLinear.forward(self, x)
+        with spmd.no_typecheck():
+            (qkv,) = _column(self, x, [self.wqkv])
+            parts = qkv.unflatten(-1, (-1, self.r_dim, self.head_dim)).split([self.heads_per_kv, 1, 1], dim=-2)
+            q, k, v = (part.flatten(2, 3).contiguous() for part in parts)
+        return q, k, v
+
+
+class GatherQKVLinear(_Projections, QKVLinear):
+    """torchtitan's QKVLinear by one op for wq, wk and wv; shapes as in FusedGatherQKVLinear."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QKVLinear.Config):
+        sequence_dim: int | None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sequence_dim = config.sequence_dim
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.tp_mesh is None:
+            return QKVLinear.forward(self, x)
+        with spmd.no_typecheck():
+            q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in _column(self, x, [self.wq, self.wk, self.wv]))
+        return q, k, v
+
+
+class ScatterLinear(_Projections, Linear):
+    """torchtitan's row-parallel Linear by one op: [batch, seq / W, out] of input [batch, seq, in / W]."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        sequence_dim: int | None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sequence_dim = config.sequence_dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.tp_mesh is None:
+            return Linear.forward(self, input)
+        with spmd.no_typecheck():
+            return _row(self, input, self)
+
+
+class FusedFeedForward(_Projections, FeedForward):
+    """torchtitan's FeedForward by two ops: [batch, seq / W, dim] of x [batch, seq / W, dim]."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        sequence_dim: int | None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sequence_dim = config.sequence_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tp_mesh is None:
+            return FeedForward.forward(self, x)
+        with spmd.no_typecheck():
+            gate, up = _column(self, x, [self.w1, self.w3])
+            return _row(self, F.silu(gate) * up, self.w2)
+
+
+class RingAttention(Module):
+    """Causal attention of torchtitan's inner modules, over tokens that are cut over the context parallel ranks.
+
+    Keys travel from rank to rank, those alone that some query sees. Documents begin where positions are 0.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        layout: str
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        check_layout(config.layout)
+        self.layout = config.layout
+        self.cp_mesh: DeviceMesh | None = None
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        self.cp_mesh = parallel_dims.get_optional_mesh("cp")
+        super().parallelize(parallel_dims)
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Tensor | None = None,
+        scale: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """`attention_masks`: positions [batch, seq / W] in documents, or None; see PositionsAttention."""
+        with spmd.no_typecheck():
+            documents = None
+            if attention_masks is not None:
+                documents = _documents_at(_local(attention_masks), self.cp_mesh, self.layout)
+            how = {"causal": True, "scale": scale, "layout": self.layout}
+            return _attend(q_BLNH, k_BLNH, v_BLNH, self.cp_mesh, documents, **how)
+
+
+class PositionsAttention(GQAttention):
+    """torchtitan's GQAttention, whose inner module gets the positions of its tokens, and no masks made of them."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        pass
+
+    def forward(self, x_BLD: Tensor, attention_masks: Any, positions: Tensor | None = None) -> Tensor:
+        if attention_masks is not None:
+            raise ValueError(
+                "attention_masks were given to attention with ring=..., which is causal within the documents that "
+                "positions tell; remove the override, or give no masks."
+            )
+        return super().forward(x_BLD, positions, positions)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh | None, documents: list[Tensor] | None, **how: Any
+) -> Tensor:
+    """out [batch, seq / W, heads, head_dim]; rows have documents of their own, if any."""
+    how["alone"] = mesh is None
+    if documents is None:
+        return attention_over(q, k, v, mesh, **how)
+    rows = [slice(i, i + 1) for i in range(q.shape[0])]
+    outs = [
+        attention_over(q[row], k[row], v[row], mesh, cu_seqlens=bounds, **how)
+        for row, bounds in zip(rows, documents, strict=True)
+    ]
+    return torch.cat(outs)
+
+
+def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh) -> None:
+    """Makes inner attention modules attend in a ring over the ranks of `cp_mesh`: torchtitan's function of this name.
+
+    For a `parallelize_fn` of one's own, called before `Module.parallelize` as torchtitan's is. Unlike that it takes
+    variable lengths (VarlenAttention, with its window), in any floating point dtype. Tokens are cut as torchtitan's
+    "headtail" balancer does. `attention_masks`, a VarlenMetadata, is that of the whole batch, not cut.
+
+    Raises:
+        NotImplementedError: a FlexAttention, whose masks are any function of two positions.
+    """
+    for module in attention_modules:
+        if isinstance(module, VarlenAttention):
+            module.forward = partial(_varlen_ring, cp_mesh, module.window_size)
+        elif isinstance(module, ScaledDotProductAttention):
+            module.forward = partial(_causal_ring, cp_mesh)
+        else:
+            raise NotImplementedError(
+                f"{type(module).__name__} has masks that a ring cannot read; take attn_backend='varlen', or "
+                "torchtitan's own apply_cp_to_forward."
+            )
+
+
+def _causal_ring(
+    mesh: DeviceMesh,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attention_masks: Any = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    **kwargs: Any,
+) -> Tensor:
+    if attention_masks is not None:
+        raise ValueError("ScaledDotProductAttention takes no attention_masks; have VarlenAttention for documents.")
+    return _attend(q, k, v, mesh, None, causal=is_causal, scale=scale)
+
+
+def _varlen_ring(
+    mesh: DeviceMesh,
+    window: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attention_masks: VarlenMetadata,
+    scale: float | None = None,
+    out_transform: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    if out_transform is not None:
+        raise NotImplementedError("out_transform is not served over context parallel ranks.")
+    bounds, rows = attention_masks.cu_seq_q.cpu().long(), q.shape[0]
+    length = int(bounds[-1]) // rows
+    if length != q.shape[1] * mesh.size():
+        raise ValueError(
+            f"attention_masks is of {rows} rows of {length} tokens, and {mesh.size()} ranks hold {q.shape[1]} of each; "
+            "give the VarlenMetadata of the whole batch, made before its tokens are cut."
+        )
+    starts = [row * length for row in range(rows)]
+    documents = [bounds[(bounds >= start) & (bounds <= start + length)] - start for start in starts]
+    return _attend(q, k, v, mesh, documents, scale=scale, window=window)
+
+
+# All layers are given the same positions, which are gathered once.
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@torch.compiler.disable
+def _documents_at(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> list[Tensor]:
+    """cu_seqlens of each row.
+
+    Raises:
+        ValueError: positions do not count up within documents: tokens are cut in another layout.
+    """
+    known = _known.get(positions)
+    if known is not None and known[0] == positions._version:
+        return known[1]
+    whole = positions if mesh is None else unshard_sequence(positions.contiguous(), 1, group=mesh, layout=layout)
+    whole, documents = whole.cpu(), []
+    steps = whole.diff(dim=1)
+    if not bool(((steps == 1) | (whole[:, 1:] == 0)).all()):
+        raise ValueError(
+            f"positions neither count up by one nor begin at 0 where tokens are taken to be cut in layout {layout!r}; "
+            "ring='zigzag' goes with parallelism.context_parallel_load_balancer='headtail', 'contiguous' with None."
+        )
+    for row in whole:
+        begins = (row == 0).nonzero().flatten().tolist()
+        documents.append(torch.tensor(sorted({0, *begins, len(row)})))
+    _known[positions] = positions._version, documents
+    return documents
+
+
+def _sequence_dim(name: str, sharding: ShardingConfig | None, x: str) -> int | None:
+    """The dim in which x of a module comes cut over tensor parallel ranks, None where these have it whole."""
+    layout = None if sharding is None or sharding.in_src_shardings is None else sharding.in_src_shardings.get(x)
+    if layout == dense_sequence_parallel_placement():
+        return 1
+    if layout == dense_activation_placement(tp=spmd.I):
+        return None
+    raise ValueError(
+        f"{name} is sharded in a way that the override does not know ({sharding}). Overrides come after "
+        "update_from_config, which shards the stock modules: leave tp_gemm_backend at 'default'."
+    )
+
+
+def _local_region(
+    states: ShardingConfig | None, inputs: dict[str, Any], outputs: Any, grads: tuple[Any, ...] | None = None
+) -> ShardingConfig:
+    """Of a module that computes on local tensors and does its own communication."""
+    return ShardingConfig(
+        state_shardings={} if states is None else states.state_shardings,
+        in_src_shardings=inputs,
+        in_dst_shardings=inputs,
+        out_src_shardings=outputs,
+        local_map=LocalMapConfig(in_grad_placements=tuple(inputs.values()) if grads is None else grads),
+    )
+
+
+def _check_linears(what: str, *layers: Any, bias: bool = True) -> None:
+    for layer in layers:
+        if type(layer) is not Linear.Config:
+            raise ValueError(
+                f"{what} has a {type(layer).__qualname__}, whose arithmetic is its own (quantization, adapters); the "
+                "override takes torchtitan's Linear. Leave one of the two out."
+            )
+        if layer.bias and not bias:
+            raise ValueError(f"{what} has a row-parallel layer with a bias, which torchtitan adds once for each rank.")
+
+
+@override(
+    target=GQAttention.Config, fqns=["*.attention"], exact=True, description="fused_tp: projections, ring attention"
+)
+def attention(cfg: GQAttention.Config, *, ring: str | None = None) -> GQAttention.Config:
+    """GQAttention.Config whose projections are one op each with their communication.
+
+    Args:
+        ring: attend by `ring_attention` over the context parallel ranks, causally and within the documents that
+            positions tell, instead of by the configured inner module: "zigzag" where torchtitan's load balancer is
+            "headtail", its default; "contiguous" where it is None. On the command line
+            `fused_tp.integrations.torchtitan.attention={"ring":"zigzag"}`. Not for models whose layers have windows.
+
+    Raises:
+        ValueError: projections that are no plain Linear, or that are sharded in an unknown way.
+    """
+    sequence_dim = _sequence_dim("attention", cfg.sharding_config, "x_BLD")
+    x = dense_activation_placement(tp=spmd.I) if sequence_dim is None else dense_sequence_parallel_placement()
+    fused = isinstance(cfg.qkv_linear, FusedQKVLinear.Config)
+    columns = [cfg.qkv_linear.wqkv] if fused else [cfg.qkv_linear.wq, cfg.qkv_linear.wkv]
+    _check_linears("attention", *columns)
+    _check_linears("attention", cfg.wo, bias=False)
+    own = {"sequence_dim": sequence_dim}
+    qkv = derive(
+        cfg.qkv_linear,
+        FusedGatherQKVLinear.Config if fused else GatherQKVLinear.Config,
+        sharding_config=_local_region(cfg.qkv_linear.sharding_config, {"x": x}, (_HEADS,) * 3),
+        **own,
+    )
+    wo = derive(
+        cfg.wo,
+        ScatterLinear.Config,
+        sharding_config=_local_region(cfg.wo.sharding_config, {"input": _HEADS}, x),
+        **own,
+    )
+    changed: dict[str, Any] = {"qkv_linear": qkv, "wo": wo, "sharding_config": None}
+    if ring is None:
+        return derive(cfg, GQAttention.Config, **changed)
+    window = getattr(cfg.inner_attention, "window_size", (-1, 0))
+    if window != (-1, 0):
+        raise ValueError(f"attention has the window {window}, which ring= would drop; leave ring out for this model.")
+    inputs = dict.fromkeys(("q_BLNH", "k_BLNH", "v_BLNH"), _HEADS)
+    inner = RingAttention.Config(layout=ring, sharding_config=_local_region(None, inputs, _HEADS))
+    return derive(cfg, PositionsAttention.Config, inner_attention=inner, **changed)
+
+
+@override(target=FeedForward.Config, fqns=["*.feed_forward"], exact=True, description="fused_tp: w1, w3 and w2")
+def feed_forward(cfg: FeedForward.Config) -> FusedFeedForward.Config:
+    """FeedForward.Config that gathers, multiplies and scatters in two ops.
+
+    Raises:
+        ValueError: as `attention`.
+    """
+    sequence_dim = _sequence_dim("feed_forward", cfg.sharding_config, "x")
+    x = dense_activation_placement(tp=spmd.I) if sequence_dim is None else dense_sequence_parallel_placement()
+    _check_linears("feed_forward", cfg.w1, cfg.w3)
+    _check_linears("feed_forward", cfg.w2, bias=False)
+    w2 = derive(
+        cfg.w2, Linear.Config, sharding_config=ShardingConfig(state_shardings=cfg.w2.sharding_config.state_shardings)
+    )
+    region = _local_region(None, {"x": x}, x)
+    return derive(cfg, FusedFeedForward.Config, w2=w2, sharding_config=region, sequence_dim=sequence_dim)
