@@ -209,6 +209,7 @@ FEATURES: dict[str, Case] = {
     "documents": case(37, causal=True, cu_seqlens=DOCUMENTS),
     "documents seen from both sides": case(37, cu_seqlens=DOCUMENTS, layout="contiguous"),
     "documents, balanced": case(37, causal=True, cu_seqlens=DOCUMENTS, layout="balanced", batch=2),
+    "documents, zigzag each": case(72, causal=True, cu_seqlens=[0, 24, 24, 72], layout="document_zigzag"),
     "documents, window, softcap": case(37, causal=True, cu_seqlens=DOCUMENTS, window=(4, 0), softcap=3.0),
     "softcap": case(23, causal=True, softcap=2.0),
     "ALiBi": case(23, causal=True, alibi=True),

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -206,6 +207,27 @@ def zigzag_ranges(seq_len: int, world_size: int) -> list[tuple[range, ...]]:
     """What each rank holds of a sequence that is cut into 2 W chunks: numbers r and 2 W - 1 - r."""
     chunks = [chunk_range(seq_len, 2 * world_size, index) for index in range(2 * world_size)]
     return [merged((chunks[rank], chunks[-1 - rank])) for rank in range(world_size)]
+
+
+def document_zigzag_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[range, ...]]:
+    """What each rank holds where every document is cut by itself, as zigzag cuts a sequence, into 2 W equal chunks.
+
+    >>> document_zigzag_ranges((0, 4, 12), 2)
+    [(range(0, 1), range(3, 6), range(10, 12)), (range(1, 3), range(6, 10))]
+
+    Raises:
+        ValueError: a document has no 2 W chunks of equal length.
+    """
+    held: list[list[range]] = [[] for _ in range(world_size)]
+    for start, stop in pairwise(cu_seqlens):
+        if world_size > 1 and (stop - start) % (2 * world_size):
+            raise ValueError(
+                f"layout 'document_zigzag' over {world_size} ranks cuts each document into {2 * world_size} equal "
+                f"chunks, and one has {stop - start} tokens; pad documents to a multiple of {2 * world_size}."
+            )
+        for own, ranges in zip(held, zigzag_ranges(stop - start, world_size), strict=True):
+            own.extend(range(start + r.start, start + r.stop) for r in ranges)
+    return [merged(ranges) for ranges in held]
 
 
 def triangle(n: int) -> int:

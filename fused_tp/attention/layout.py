@@ -3,7 +3,9 @@
 "contiguous" cuts the sequence into W chunks (sizes as torch.tensor_split) and rank r holds chunk r. "zigzag" cuts it
 into 2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, which
 is why it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
-arXiv:2407.21783). "balanced" is for packed documents: see `balance`. All keep a rank's tokens in ascending order.
+arXiv:2407.21783). "balanced" is for packed documents: see `balance`. "document_zigzag" cuts each of them as "zigzag"
+cuts a sequence: the order in which Megatron-Core and Transformer Engine hold packed documents. All keep a rank's tokens
+in ascending order.
 
 A cache of keys and values, which grows, has a block-cyclic layout: no token ever moves.
 """
@@ -16,11 +18,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fused_tp.attention.balance import balanced_ranges, chunk_range, merged, zigzag_ranges
+from fused_tp.attention.balance import balanced_ranges, chunk_range, document_zigzag_ranges, merged, zigzag_ranges
 
 Ints = NDArray[np.int64]
 
-LAYOUTS = ("zigzag", "contiguous", "balanced")
+LAYOUTS = ("zigzag", "contiguous", "balanced", "document_zigzag")
+OF_DOCUMENTS = ("balanced", "document_zigzag")  # layouts that need their bounds
 DEFAULT_BLOCK = 64  # tokens of a cache that lie on one rank in a row
 
 
@@ -67,12 +70,12 @@ class Tokens:
 
 
 def check_layout(layout: object, *, documents: bool = False) -> None:
-    """Raise ValueError unless `layout` is one of LAYOUTS and, for "balanced", there are `documents`."""
+    """Raise ValueError unless `layout` is one of LAYOUTS and, where it shares out documents, there are `documents`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
-    if layout == "balanced" and not documents:
+    if layout in OF_DOCUMENTS and not documents:
         raise ValueError(
-            "layout 'balanced' shares out packed documents and needs their cu_seqlens; for one sequence 'zigzag' is "
+            f"layout {layout!r} shares out packed documents and needs their cu_seqlens; for one sequence 'zigzag' is "
             "balanced."
         )
 
@@ -99,6 +102,8 @@ def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int
     check_layout(layout, documents=bool(cu_seqlens))
     if layout == "balanced":
         ranges = balanced_ranges(cu_seqlens, world_size)
+    elif layout == "document_zigzag":
+        ranges = document_zigzag_ranges(cu_seqlens, world_size)
     elif layout == "zigzag":
         ranges = zigzag_ranges(seq_len, world_size)
     else:

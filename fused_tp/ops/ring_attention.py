@@ -77,7 +77,8 @@ def ring_attention(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         causal: each token sees itself and those before it in the whole sequence.
         scale: of the scores; None is head_dim ** -0.5.
-        layout: "zigzag", "contiguous" or, with documents, "balanced", as given to `shard_sequence`.
+        layout: "zigzag", "contiguous" or, with documents, "balanced" or "document_zigzag", as given to
+            `shard_sequence`.
         window: (left, right): how many keys before and after itself a token sees; -1 for no limit. transformers'
             sliding_window=n is (n - 1, 0).
         softcap: scores x become softcap * tanh(x / softcap), as in Gemma 2; 0.0 leaves them.

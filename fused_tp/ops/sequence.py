@@ -43,9 +43,11 @@ def sequence_positions(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         layout: "zigzag" (chunks r and 2W-1-r of 2W, sizes as torch.tensor_split), "contiguous" (chunk r of W), or
             "balanced": as many tokens as with "contiguous", of documents that stay whole where they can, so that all
-            ranks have nearly the same attention to compute (`fused_tp.sequence_balance` tells).
+            ranks have nearly the same attention to compute (`fused_tp.sequence_balance` tells); or "document_zigzag":
+            "zigzag" of each document, whose lengths are multiples of 2W, as Megatron-Core has packed documents.
         cu_seqlens: int32 or int64 [documents + 1], where packed documents begin, and the end: (0, ..., seq_len). Needed
-            for "balanced" and `within_documents`. Pass it on the CPU: from elsewhere every call copies it there.
+            for "balanced", "document_zigzag" and `within_documents`. Pass it on the CPU: from elsewhere every call
+            copies it there.
         within_documents: count from the begin of each document, as rotary embeddings of packed documents do, and not
             from that of the sequence.
         device: of the result; None is the default device.
@@ -84,8 +86,8 @@ def shard_sequence(
         x: any shape and dtype, the same on all ranks; the sequence runs along `dim`.
         dim: may be negative.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        layout: "zigzag", "contiguous" or "balanced", see `sequence_positions`.
-        cu_seqlens: int32 or int64 [documents + 1], the same on all ranks: needed for "balanced", see
+        layout: one of "zigzag", "contiguous", "balanced" and "document_zigzag", see `sequence_positions`.
+        cu_seqlens: int32 or int64 [documents + 1], the same on all ranks: needed for the last two, see
             `sequence_positions`; best on the CPU.
 
     Returns:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fused_tp.attention import ring_fused
 from fused_tp.attention.all_to_all import Share, places_of
-from fused_tp.attention.layout import LAYOUTS, TokenLayout, Tokens, all_tokens, local_length
+from fused_tp.attention.layout import LAYOUTS, OF_DOCUMENTS, TokenLayout, Tokens, all_tokens, local_length
 from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, make_step
 from fused_tp.attention.ring_fused import kv_chunks
 from fused_tp.attention.spec import AttentionMask, read_bounds
@@ -64,7 +64,9 @@ layouts, world_sizes = st.sampled_from(LAYOUTS), st.integers(1, 5)
 
 
 def plan_of(case: Case, world_size: int, layout: str) -> RingPlan:
-    layout = layout if case.packed or layout != "balanced" else "zigzag"
+    equal = all(length % (2 * world_size) == 0 for pair in case.documents for length in pair)
+    if (not case.packed and layout in OF_DOCUMENTS) or (layout == "document_zigzag" and not equal):
+        layout = "zigzag"
     return RingPlan(case.mask(), world_size, TokenLayout(layout))
 
 
@@ -88,6 +90,8 @@ def test_a_mask_is_an_interval_for_each_query(case: Case) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(lengths, min_size=1, max_size=8), world_sizes, layouts)
 def test_ranks_hold_every_token_once(documents: list[int], world_size: int, layout: str) -> None:
+    if layout == "document_zigzag":
+        documents = [2 * world_size * length for length in documents]
     bounds = tuple(accumulate(documents, initial=0))
     held = all_tokens(bounds[-1], world_size, layout, bounds)
     assert sorted(np.concatenate([tokens.indices for tokens in held])) == list(range(bounds[-1]))
@@ -156,6 +160,7 @@ def check_compact(
 @given(cases(), world_sizes, layouts)
 @example(Case(((40, 40),), False, True, (2, 3)), 2, "zigzag")
 @example(Case(((4, 2), (3, 5)), True, True, (-1, -1)), 3, "balanced")
+@example(Case(((8, 8), (0, 0), (4, 4), (12, 12)), True, True, (5, -1)), 2, "document_zigzag")
 @example(Case(((0, 4), (5, 0), (1, 1)), True, False, (2, 0)), 2, "zigzag")
 def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: str) -> None:
     plan, dense = plan_of(case, world_size, layout), case.dense()
