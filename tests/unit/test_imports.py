@@ -31,7 +31,8 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import fused_tp
 for module in pkgutil.walk_packages(fused_tp.__path__, "fused_tp."):
-    of_a_library = module.name == "fused_tp.integrations.peft"  # imported where that has been
+    # Imported where the library has been, whose classes theirs are made from.
+    of_a_library = module.name.startswith(("fused_tp.integrations.peft", "fused_tp.integrations.megatron"))
     if not of_a_library and module.name.split(".")[1] not in ("triton_kernels", "_core", "_cuda", "__main__"):
         importlib.import_module(module.name)
 assert not dist.is_initialized() and not torch.cuda.is_initialized()
