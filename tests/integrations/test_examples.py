@@ -64,3 +64,10 @@ def test_sft_of_packed_documents() -> None:
     assert len(wanted) == 12
     for printed in (four, two):
         assert numbers(printed) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
+def test_megatron_gpt() -> None:
+    one, four = ([float(x) for x in re.findall(r"loss ([\d.]+)", run("megatron_gpt", ranks))] for ranks in (1, 4))
+    assert len(one) == 10 and one[-1] < 0.5 * one[0]
+    assert four == pytest.approx(one, abs=1e-4)
