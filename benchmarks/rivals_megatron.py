@@ -4,8 +4,8 @@ Megatron-Core is made for GPUs. On CPU ranks its layers need three things, none 
 
 1. `use_cpu_initialization=True` and `perform_initialization=False`: weights live on the CPU, and are copied in here.
 2. `gradient_accumulation_fusion=False`: the fused weight gradient is a CUDA extension of APEX.
-3. Buffers for gathered and scattered tensors are made on `torch.cuda.current_device()`, which fails without a GPU. In
-   ranks that run Megatron that function answers "cpu"; nothing else here asks it.
+3. Buffers for gathered and scattered tensors are made on `torch.cuda.current_device()`, which fails without a GPU.
+   Ranks that run Megatron stay inside of `fused_tp.integrations.megatron.on_cpu()`, where it answers "cpu".
 
 CUDA_DEVICE_MAX_CONNECTIONS, which it warns about, orders CUDA streams and has no meaning here.
 """
@@ -13,7 +13,7 @@ CUDA_DEVICE_MAX_CONNECTIONS, which it warns about, orders CUDA streams and has n
 from __future__ import annotations
 
 import warnings
-from unittest import mock
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,19 @@ def prepare(context: RankContext) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about Transformer Engine and APEX, which are for GPUs
             from megatron.core import parallel_state
+
+            from fused_tp.integrations.megatron import on_cpu
     except ImportError as error:
         raise Unavailable(f"Megatron-Core is not installed ({error}); pip install megatron-core.") from error
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=context.world_size)
-        mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")).start()  # for good: the rank ends with us
+        _for_good.enter_context(on_cpu())
         # It calls collectives by names that torch deprecates, and recommends settings of CUDA.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", module="megatron")
+
+
+_for_good = ExitStack()  # the rank ends with us
 
 
 class MegatronLayers(Layers):

@@ -28,6 +28,7 @@ myst_substitutions = tables.all_tables()
 default_role = "code"
 autodoc_typehints = "none"  # docstrings say shapes and dtypes, which types do not
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["megatron"]  # whose classes ours are made from; the documentation is built without it
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|transformers|typing)\..*|.*(Module|Exception|Error|ParallelStyle|object)")
 ]

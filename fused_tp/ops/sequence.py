@@ -43,7 +43,8 @@ def sequence_positions(
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         layout: "zigzag" (chunks r and 2W-1-r of 2W, sizes as torch.tensor_split), "contiguous" (chunk r of W), or
             "balanced": as many tokens as with "contiguous", of documents that stay whole where they can, so that all
-            ranks have nearly the same attention to compute (`fused_tp.sequence_balance` tells).
+            ranks have nearly the same attention to compute (`fused_tp.sequence_balance` tells); or "zigzag_documents"
+            and "contiguous_documents": these cuts of each document, whose length is a multiple of W.
         cu_seqlens: int32 or int64 [documents + 1], where packed documents begin, and the end: (0, ..., seq_len). Needed
             for layouts of documents and `within_documents`. Pass it on the CPU: elsewhere every call copies it there.
         within_documents: count from the begin of each document, as rotary embeddings of packed documents do, and not

@@ -63,8 +63,7 @@ def sequence_balance(
         seq_len: its length then; with cu_seqlens it is their last.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world; or else
         world_size: how many ranks there would be, where there is no group to ask.
-        layout: "zigzag", "contiguous" or "balanced", see `sequence_positions`; None is "balanced" with cu_seqlens and
-            "zigzag" without.
+        layout: as `sequence_positions` has it; None is "balanced" with cu_seqlens and "zigzag" without.
         causal, window: as `ring_attention` has them.
 
     Returns:

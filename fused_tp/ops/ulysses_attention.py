@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from fused_tp.attention.spec import AttentionArguments
 from fused_tp.ops.all_to_all import (
@@ -101,9 +100,9 @@ def ulysses_attention(
 
 
 def attention_of_heads_over(
-    q: Tensor, k: Tensor, v: Tensor, inner: GroupLike, ring: DeviceMesh | None, first_head: int, **keywords: Any
+    q: Tensor, k: Tensor, v: Tensor, inner: GroupLike, ring: GroupLike, first_head: int, **keywords: Any
 ) -> Tensor:
-    """out of `context_parallel_attention`, whose q begins with that head of the whole; no ring of one rank."""
+    """out of `context_parallel_attention`, whose q begins with that head of the whole; `ring` None: no ring."""
     arguments = arguments_of(OP, keywords, first_head=first_head)
     outer = ALONE if ring is None else group_identity(ring)
     out = attention_by_heads(q, k, v, arguments, group_identity(inner), outer, return_lse=False)

@@ -79,3 +79,10 @@ def test_lightning_trains_alike_at_all_sizes_and_resumes(tmp_path: Path) -> None
     losses = [[float(loss) for loss in one[1].split()] for one in found if one is not None]
     assert [len(of_run) for of_run in losses] == [3, 3, 2], printed
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")
+def test_megatron_gpt() -> None:
+    one, four = ([float(x) for x in re.findall(r"loss ([\d.]+)", run("megatron_gpt", ranks))] for ranks in (1, 4))
+    assert len(one) == 10 and one[-1] < 0.5 * one[0]
+    assert four == pytest.approx(one, abs=1e-4)

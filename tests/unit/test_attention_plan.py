@@ -163,6 +163,7 @@ def check_compact(
 @given(cases(), world_sizes, layouts)
 @example(Case(((40, 40),), False, True, (2, 3)), 2, "zigzag")
 @example(Case(((4, 2), (3, 5)), True, True, (-1, -1)), 3, "balanced")
+@example(Case(((8, 8), (0, 0), (4, 4), (12, 12)), True, True, (5, -1)), 2, "zigzag_documents")
 @example(Case(((0, 4), (5, 0), (1, 1)), True, False, (2, 0)), 2, "zigzag")
 def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: str) -> None:
     case = case.shareable(layout, world_size)

@@ -32,8 +32,9 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import fused_tp
 for module in pkgutil.walk_packages(fused_tp.__path__, "fused_tp."):
-    # Imported where their library has been, or by it.
-    of_a_library = module.name in ("fused_tp.integrations.peft", "fused_tp.integrations.torchtitan")
+    # Imported where their library has been, whose classes theirs are made from, or by it.
+    libraries = tuple(f"fused_tp.integrations.{name}" for name in ("peft", "torchtitan", "megatron"))
+    of_a_library = module.name.startswith(libraries)
     if not of_a_library and module.name.split(".")[1] not in ("triton_kernels", "_core", "_cuda", "__main__"):
         importlib.import_module(module.name)
 assert not dist.is_initialized() and not torch.cuda.is_initialized()

@@ -1,0 +1,318 @@
+"""Megatron-Core (0.16 and later): its parallel linear layers and core attention, on the ops of fused_tp.
+
+The layers are subclasses of Megatron's: what they are initialised with, what they say of their parameters and how they
+are saved is Megatron's; parameters are plain tensors and groups those of `parallel_state` or a `pg_collection`, so that
+its DistributedDataParallel, optimizers, pipeline schedules and checkpoints take them as they are. Only forward differs,
+and tensors stay in Megatron's order, [seq, batch, hidden]:
+
+| layer               | sequence_parallel | forward                | gradient of the input   |
+|---------------------|-------------------|------------------------|-------------------------|
+| column              | no                | local matmul           | `matmul_all_reduce`     |
+| column              | yes               | `all_gather_matmul`    | `matmul_reduce_scatter` |
+| row                 | no                | `matmul_all_reduce`    | local matmul            |
+| row                 | yes               | `matmul_reduce_scatter`| `all_gather_matmul`     |
+
+Core attention, over context parallel ranks too, is in `megatron_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, random
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from torch import Tensor
+
+from fused_tp.integrations.megatron_attention import FusedDotProductAttention
+from fused_tp.ops.all_gather_matmul import all_gather_matmul
+from fused_tp.ops.collectives import all_reduce, gather, reduce_scatter, scatter
+from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+from fused_tp.ops.main_grad import into_main_grad
+from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from fused_tp.ops.sequence import shard_sequence
+
+__all__ = [
+    "layer_spec",
+    "fused_layers",
+    "on_cpu",
+    "FusedColumnParallelLinear",
+    "FusedRowParallelLinear",
+    "FusedVocabParallelEmbedding",
+    "FusedDotProductAttention",
+    "SequenceParallelNorm",
+]
+
+
+def layer_spec(config: Any, base: Any = None) -> Any:
+    """`base` with fused layers in the place of Megatron's column- and row-parallel linear layers and core attention.
+
+    Norms of torch, which Megatron refuses under sequence_parallel, become `SequenceParallelNorm`. Activations, routers
+    and whatever else is in `base` stay, and so do grouped experts. Experts of linear layers are replaced, too; their
+    token dispatcher communicates, and they do not.
+
+    Args:
+        config: the TransformerConfig of the model.
+        base: a ModuleSpec of a layer, the submodules of a block (`get_gpt_decoder_block_spec`,
+            `get_gpt_mtp_block_spec`), or None for `get_gpt_layer_local_spec` as `config` wants it.
+
+    Returns:
+        What `base` is, for `transformer_layer_spec=` (or `mtp_block_spec=`). `base` is left as it was.
+
+    Raises:
+        ValueError: `base` has no such layers: those of Transformer Engine have a norm inside or fp8 weights. With
+            base=None, not all layers of `config` are alike. Or it has multi_latent_attention.
+
+    Example:
+        >>> with fused_layers():
+        ...     model = GPTModel(config, layer_spec(config), vocab_size=32_000, max_sequence_length=4096)
+    """
+    if config.multi_latent_attention:
+        raise ValueError(
+            "multi_latent_attention=True is built of Transformer Engine's classes only; use their spec as it is."
+        )
+    if base is None:
+        if config.num_moe_experts and config.moe_layer_freq != 1:
+            raise ValueError(
+                f"moe_layer_freq is {config.moe_layer_freq}, so that layers differ; pass "
+                "base=get_gpt_decoder_block_spec(config, use_transformer_engine=False)."
+            )
+        base = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+        )
+    found: list[type] = []
+    spec = _fused(base, found)
+    if not {ColumnParallelLinear, RowParallelLinear, DotProductAttention}.intersection(found):
+        named = sorted({kind.__name__ for kind in found if "Linear" in kind.__name__ or "Attention" in kind.__name__})
+        raise ValueError(
+            "base has no ColumnParallelLinear, RowParallelLinear or DotProductAttention, but "
+            f"{', '.join(named) or 'no layers'}; make it with a local spec, such as get_gpt_layer_local_spec()."
+        )
+    return spec
+
+
+@contextmanager
+def fused_layers() -> Iterator[None]:
+    """A context in which models that are built get fused layers where Megatron names the class itself: the embedding
+    and the output layer, with weights that are tied or not, and the last norm.
+
+    Example:
+        >>> with fused_layers():
+        ...     model = GPTModel(config, layer_spec(config), vocab_size=32_000, max_sequence_length=4096)
+    """
+    norm = transformer_block.LayerNormImpl
+    with (
+        mock.patch.object(tensor_parallel, "ColumnParallelLinear", FusedColumnParallelLinear),
+        mock.patch.object(tensor_parallel, "RowParallelLinear", FusedRowParallelLinear),
+        mock.patch.object(tensor_parallel, "VocabParallelEmbedding", FusedVocabParallelEmbedding),
+        mock.patch.object(transformer_block, "LayerNormImpl", _FUSED.get(norm, norm)),
+    ):
+        yield
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """A context in which Megatron-Core builds and runs models on the CPU over gloo, to test without a GPU.
+
+    Set use_cpu_initialization=True, hidden_dropout=0.0, bias_dropout_fusion=False and masked_softmax_fusion=False in
+    the config. Megatron's optimizers and pipeline schedules still need a GPU: step with one of torch, whose parameters
+    get their `main_grad` as `grad`.
+
+    Example:
+        >>> with on_cpu():
+        ...     model(tokens, positions, None, labels=labels).mean().backward()
+    """
+    with (
+        mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")),
+        mock.patch.multiple("torch.cuda", synchronize=lambda: None, current_stream=lambda: None),
+        # Positions go through pinned memory, and there are no generators of a GPU.
+        mock.patch.object(
+            rotary_pos_embedding,
+            "get_pos_emb_on_this_cp_rank",
+            lambda x, dim, group: shard_sequence(x, dim, group=group),
+        ),
+        mock.patch.multiple(random, _get_cuda_rng_state=lambda **_: None, _set_cuda_rng_state=lambda *_, **__: None),
+        mock.patch.object(random.CudaRNGStatesTracker, "fork", lambda self, name="": nullcontext()),
+    ):
+        yield
+
+
+class FusedColumnParallelLinear(ColumnParallelLinear):
+    """Megatron's ColumnParallelLinear, whose gather, or sum of input gradients, hides behind its matmuls.
+
+    Arguments, attributes and results are the parent's. Gradients are added to the `main_grad` of parameters that have
+    one, with gradient_accumulation_fusion and without, rounded to the dtype of the parameter once. Nothing of APEX is
+    needed.
+
+    Raises:
+        ValueError: the config asks for what only Transformer Engine has (fp8, fp4, delayed weight gradients, offloading
+            of activations), or for deferred gradients of the embedding (defer_embedding_wgrad_compute).
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
+        if keywords.get("embedding_activation_buffer") is not None:
+            raise ValueError(
+                "embedding_activation_buffer was given, as with defer_embedding_wgrad_compute=True; weight gradients "
+                "are computed in backward here, so set it to False."
+            )
+        _check_config(config)
+        # The parent demands an extension of APEX for what the ops do.
+        given = copy(config)
+        given.gradient_accumulation_fusion = False
+        super().__init__(input_size, output_size, config=given, **keywords)
+        self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
+        _check_uncut(self)
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output, bias where skip_bias_add), of `input_` [seq, batch, input_size] or [tokens, input_size]."""
+        weight = self.weight if weight is None else weight
+        wanted = (self.output_size_per_partition, self.input_size)
+        if weight is None or tuple(weight.shape) != wanted:
+            given = "None" if weight is None else f"of shape {tuple(weight.shape)}"
+            raise ValueError(f"weight is {given}; it must be {list(wanted)}, this rank's rows.")
+        _check_weight(weight)
+        bias = None if self.skip_bias_add else self.bias
+        if self.explicit_expert_comm or (self.disable_grad_reduce and not self.sequence_parallel):
+            output = F.linear(input_, into_main_grad(weight), bias)
+        elif self.sequence_parallel:
+            output = all_gather_matmul(input_, weight, bias, group=self.tp_group)
+        else:
+            output = column_parallel_matmul(input_, weight, bias, group=self.tp_group)
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+            output = gather(output, -1, group=self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+
+class FusedRowParallelLinear(RowParallelLinear):
+    """Megatron's RowParallelLinear, whose sum over ranks hides behind its matmul.
+
+    Arguments, attributes and results are the parent's, and gradients as of `FusedColumnParallelLinear`.
+
+    Raises:
+        ValueError: the config asks for what only Transformer Engine has: fp8, fp4, delayed weight gradients, offloading
+            of activations. Or an expert's layer is to add its bias, which its token dispatcher does.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
+        _check_config(config)
+        super().__init__(input_size, output_size, config=config, **keywords)
+        _check_uncut(self)
+        if self.explicit_expert_comm and not self.skip_bias_add:
+            raise ValueError("an expert's output is summed by its token dispatcher; set skip_bias_add=True.")
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output, bias where skip_bias_add), of `input_` [seq, batch, features], this rank's where
+        input_is_parallel."""
+        x = input_ if self.input_is_parallel else scatter(input_, -1, group=self.tp_group)
+        _check_weight(self.weight)
+        bias = None if self.skip_bias_add else self.bias
+        if self.explicit_expert_comm:
+            output = F.linear(x, into_main_grad(self.weight))
+        elif self.sequence_parallel:
+            output = matmul_reduce_scatter(x, self.weight, group=self.tp_group)
+            # Not in the op, whose gradient of a bias is complete: Megatron sums that of this rank's tokens over ranks.
+            output = output if bias is None else output + bias
+        else:
+            output = matmul_all_reduce(x, self.weight, bias, group=self.tp_group)
+        return output, self.bias if self.skip_bias_add else None
+
+
+class FusedVocabParallelEmbedding(VocabParallelEmbedding):
+    """Megatron's VocabParallelEmbedding, whose sum over ranks is an op of fused_tp: the same arguments and results."""
+
+    def __init__(self, *sizes: int, **keywords: Any) -> None:
+        super().__init__(*sizes, **keywords)
+        _check_uncut(self)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """[seq / ranks, batch, embedding_dim] where reduce_scatter_embeddings, else [batch, seq, embedding_dim], of
+        `input_` [batch, seq]."""
+        ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_
+        elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
+        rows = (ids - self.vocab_start_index).masked_fill(elsewhere, 0)
+        # As the parent does: on GPUs the gradient of F.embedding depends on timing.
+        found = self.weight[rows] if self.deterministic_mode else F.embedding(rows, self.weight)
+        partial_sum = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter(partial_sum, 0, group=self.tp_group)
+        return all_reduce(partial_sum, group=self.tp_group)
+
+
+class SequenceParallelNorm(WrappedTorchNorm):
+    """torch's LayerNorm or RMSNorm as Megatron's WrappedTorchNorm makes it, with sequence_parallel, too: Megatron sums
+    gradients of what is marked over the ranks, in finalize_model_grads."""
+
+    def __new__(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
+        given = copy(config)
+        given.sequence_parallel = False
+        norm = WrappedTorchNorm(given, *arguments, **keywords)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+def _check_config(config: Any) -> None:
+    for name in ("fp8", "fp4", "delay_wgrad_compute", "cpu_offloading"):
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} needs layers of Transformer Engine; unset it, or leave their spec "
+                "as it is."
+            )
+
+
+def _check_uncut(layer: Any) -> None:
+    """Of Megatron-Core 0.19: weights may be cut over data parallel ranks, too."""
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise ValueError(
+            f"the weight is cut over {layer.gtp_remat_size} more ranks (generalized tensor parallelism), which "
+            f"{type(layer).__name__} does not gather; set its size to 1."
+        )
+
+
+def _check_weight(weight: Tensor) -> None:
+    if hasattr(weight, "__fsdp_param__"):
+        raise ValueError(
+            "the weight belongs to Megatron-FSDP, in whose main_grad a gradient replaces the one before; fused layers "
+            "add to it. Use Megatron's DistributedDataParallel."
+        )
+
+
+_FUSED: dict[type, type] = {
+    ColumnParallelLinear: FusedColumnParallelLinear,
+    RowParallelLinear: FusedRowParallelLinear,
+    WrappedTorchNorm: SequenceParallelNorm,
+    DotProductAttention: FusedDotProductAttention,
+}
+
+
+def _fused(spec: Any, found: list[type]) -> Any:
+    """A copy of a part of a spec with other classes; `found` gets all classes that are in it."""
+    if isinstance(spec, type):
+        found.append(spec)
+        return _FUSED.get(spec, spec)
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(_fused(one, found) for one in spec)
+    if isinstance(spec, partial):  # what 0.19 has in the place of some specs
+        keywords = {name: _fused(value, found) for name, value in spec.keywords.items()}
+        return partial(_fused(spec.func, found), *spec.args, **keywords)
+    if is_dataclass(spec) and not isinstance(spec, type):
+        return replace(spec, **{one.name: _fused(getattr(spec, one.name), found) for one in fields(spec) if one.init})
+    return spec

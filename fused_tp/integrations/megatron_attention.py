@@ -1,0 +1,195 @@
+"""Core attention of Megatron-Core, over context parallel ranks as well.
+
+Megatron cuts a sequence over them as "zigzag" does, and each packed document by itself as "zigzag_documents" does;
+rotary embeddings follow. `cp_comm_type` decides how keys and values get to the queries:
+
+| cp_comm_type     | runs                                                                                  |
+|------------------|---------------------------------------------------------------------------------------|
+| "p2p", None      | `ring_attention`                                                                      |
+| "a2a"            | `ulysses_attention`                                                                   |
+| "a2a+p2p"        | both, as `context_parallel_attention`: over hierarchical_context_parallel_sizes       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fused_tp.ops.ring_attention import attention_over
+from fused_tp.ops.sequence import sequence_positions
+from fused_tp.ops.ulysses_attention import attention_of_heads_over
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
+
+
+class FusedDotProductAttention(DotProductAttention):
+    """Megatron's DotProductAttention with context parallelism: causal or not, grouped heads, windows, attention sinks
+    (softmax_type "learnable" or "off-by-one"), packed documents and dropout.
+
+    Shapes on a rank: query [seq, batch, heads, head_dim], key and value the same with fewer heads; of packed documents
+    (qkv_format "thd") [tokens, heads, head_dim]. Returns [seq, batch, heads * head_dim] or [tokens, heads * head_dim].
+
+    `cu_seqlens` are of the documents of all ranks, as Megatron makes them, with lengths that are multiples of 2 cp.
+    Where they are padded, cu_seqlens_q_padded counts: padding is behind the tokens of a document, which do not see it.
+    Dropout does not depend on the number of ranks, where those of a context parallel group have torch's CPU generator
+    in equal states, as Megatron seeds it. Gradients of sinks are those of this rank's tokens, which Megatron sums with
+    those of all other parameters.
+
+    Args:
+        config, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, pg_collection: as
+            DotProductAttention has them.
+        cp_comm_type: "p2p", "a2a" or "a2a+p2p"; None is the first.
+
+    Raises:
+        ValueError: cross-attention, cp_comm_type="all_gather", qk_clip, log_max_attention_logit; at a call: an
+            attention_bias, an attention_mask that is not the causal one, or padding without documents.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        if attention_type != "self":
+            raise ValueError(
+                f"attention_type is {attention_type!r}; leave the core attention of these layers as it is."
+            )
+        for name in ("qk_clip", "log_max_attention_logit"):
+            if getattr(config, name, False):
+                raise ValueError(f"{name}=True needs the largest score, which is not kept here; set it to False.")
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        given = copy(config)
+        given.context_parallel_size = 1  # which is all that the parent takes
+        kind, dropout = attn_mask_type, attention_dropout
+        super().__init__(given, layer_number, kind, attention_type, dropout, softmax_scale, None, pg_collection)
+        self.config = config
+        if config.softmax_type == "learnable":  # heads are cut, which norms of gradients must know
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        # The parent divides it by a number that its softmax multiplies by again, against overflows in fp16.
+        self.softmax_scale *= self.layer_number if config.apply_query_key_layer_scaling else 1
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = tuple(config.window_size) if windowed else None
+        self.cp_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self._attend = _attention(self.cp_group, cp_comm_type, pg_collection)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """See the class."""
+        kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        causal = kind in _CAUSAL
+        if attention_bias is not None:
+            raise ValueError("attention_bias was given, of which the whole would have to be on every rank; pass None.")
+        if kind == AttnMaskType.arbitrary or (kind == AttnMaskType.padding and packed_seq_params is None):
+            raise ValueError(
+                f"attn_mask_type is {kind}; it must be causal or no_mask. Pack documents of several lengths, and pass "
+                "packed_seq_params."
+            )
+        keywords: dict[str, Any] = {"causal": causal, "scale": self.softmax_scale, "window": self.window}
+        keywords |= {"sinks": self.softmax_offset, "first_head": query.shape[-2] * self.tp_group.rank()}
+        keywords["dropout_p"] = self.attention_dropout.p if self.training else 0.0
+        if packed_seq_params is not None:
+            q, k, v = (t.unsqueeze(0) for t in (query, key, value))
+            keywords |= _documents(packed_seq_params, causal)
+            return self._attend(q, k, v, **keywords).squeeze(0).flatten(1)
+        if len(key) != len(query):
+            if self.cp_group is not None:
+                raise ValueError(
+                    f"there are {len(query)} queries and {len(key)} keys on a context parallel rank; decode without "
+                    "context parallelism."
+                )
+            keywords["seq_len_kv"] = len(key)
+        if causal:
+            self._check_mask(attention_mask, len(query), len(key))
+        elif attention_mask is not None and len(query) > 1:
+            raise ValueError(f"attn_mask_type is {kind} and an attention_mask was given; pass None.")
+        q, k, v = (t.transpose(0, 1) for t in (query, key, value))
+        return self._attend(q, k, v, **keywords).transpose(0, 1).flatten(2)
+
+    def _check_mask(self, mask: Tensor | None, queries: int, keys: int) -> None:
+        """Masks are not read but for this check, once each: Megatron-LM makes causal ones unless told not to."""
+        if mask is None or mask in _CAUSAL_MASKS:
+            return
+        if self.cp_group is None:
+            seen = torch.arange(keys - queries, keys)
+        else:
+            keys *= self.cp_group.size()
+            seen = sequence_positions(keys, group=self.cp_group)
+        hidden = torch.arange(keys) > seen[:, None]
+        if mask.shape[-2:] != hidden.shape or not (mask == hidden.to(mask.device)).all():
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)} is not the causal mask, which is all that is computed "
+                "here. Pass None (--no-create-attention-mask-in-dataloader), and documents by packed_seq_params."
+            )
+        _CAUSAL_MASKS[mask] = True
+
+
+_CAUSAL_MASKS = WeakIdKeyDictionary()  # all layers are given the same one
+
+
+def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> Callable[..., Tensor]:
+    if cp_group is None:
+        return partial(attention_over, group=None, alone=True)
+    if cp_comm_type in (None, "p2p"):
+        return partial(attention_over, group=cp_group)
+    if cp_comm_type == "a2a":
+        return partial(attention_of_heads_over, inner=cp_group, ring=None)
+    if cp_comm_type == "a2a+p2p":
+        groups = getattr(pg_collection, "hcp", None) or parallel_state.get_hierarchical_context_parallel_groups(False)
+        # Megatron's destroy_model_parallel leaves these groups behind: they may be old ones.
+        if not groups or len(groups) != 2 or groups[0].size() * groups[1].size() != cp_group.size():
+            raise ValueError(
+                "cp_comm_type is 'a2a+p2p', which needs two hierarchical_context_parallel_sizes whose product is the "
+                f"context parallel size, {cp_group.size()}; give them to initialize_model_parallel and to the config."
+            )
+        return partial(attention_of_heads_over, inner=groups[0], ring=groups[1])
+    raise ValueError(
+        f"cp_comm_type is {cp_comm_type!r}; it must be 'p2p', 'a2a' or 'a2a+p2p'. 'p2p' sends what 'all_gather' would, "
+        "a step at a time."
+    )
+
+
+def _documents(packed: Any, causal: bool) -> dict[str, Any]:
+    """Keywords of attention over these packed documents."""
+    if packed.qkv_format != "thd":
+        raise ValueError(f"qkv_format of packed_seq_params is {packed.qkv_format!r}; it must be 'thd'.")
+    if getattr(packed, "cp_group", None) is not None or getattr(packed, "local_cp_size", None) is not None:
+        raise ValueError(
+            "packed_seq_params has a context parallel group of its own; the model's is used for all batches, so set "
+            "cp_group and local_cp_size to None."
+        )
+    found = {"layout": "zigzag_documents"}
+    for name, bounds, padded in (
+        ("cu_seqlens", packed.cu_seqlens_q, packed.cu_seqlens_q_padded),
+        ("cu_seqlens_kv", packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded),
+    ):
+        if padded is not None and not causal and not torch.equal(padded, bounds):
+            raise ValueError("documents are padded and not causal, so that tokens would see padding; do not pad them.")
+        found[name] = bounds if padded is None else padded
+    return found
