@@ -116,7 +116,7 @@ class FusedDotProductAttention(DotProductAttention):
         keywords["dropout_p"] = self.attention_dropout.p if self.training else 0.0
         if packed_seq_params is not None:
             q, k, v = (t.unsqueeze(0) for t in (query, key, value))
-            keywords |= _documents(packed_seq_params, causal)
+            keywords |= _documents(packed_seq_params, causal, 1 if self.cp_group is None else self.cp_group.size())
             return self._attend(q, k, v, **keywords).squeeze(0).flatten(1)
         if len(key) != len(query):
             if self.cp_group is not None:
@@ -175,8 +175,8 @@ def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> C
     )
 
 
-def _documents(packed: Any, causal: bool) -> dict[str, Any]:
-    """Keywords of attention over these packed documents."""
+def _documents(packed: Any, causal: bool, ranks: int) -> dict[str, Any]:
+    """Keywords of attention over these packed documents, which `ranks` context parallel ranks hold."""
     if packed.qkv_format != "thd":
         raise ValueError(f"qkv_format of packed_seq_params is {packed.qkv_format!r}; it must be 'thd'.")
     if getattr(packed, "cp_group", None) is not None or getattr(packed, "local_cp_size", None) is not None:
@@ -184,12 +184,18 @@ def _documents(packed: Any, causal: bool) -> dict[str, Any]:
             "packed_seq_params has a context parallel group of its own; the model's is used for all batches, so set "
             "cp_group and local_cp_size to None."
         )
-    found = {"layout": "zigzag_documents"}
+    found: dict[str, Any] = {"layout": "zigzag_documents"}
     for name, bounds, padded in (
         ("cu_seqlens", packed.cu_seqlens_q, packed.cu_seqlens_q_padded),
         ("cu_seqlens_kv", packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded),
     ):
         if padded is not None and not causal and not torch.equal(padded, bounds):
             raise ValueError("documents are padded and not causal, so that tokens would see padding; do not pad them.")
-        found[name] = bounds if padded is None else padded
+        found[name] = (bounds if padded is None else padded).cpu()  # once for the check and the op
+        lengths = found[name].diff()
+        if ranks > 1 and bool((lengths % (2 * ranks)).any()):
+            raise ValueError(
+                f"documents have {lengths.tolist()} tokens, and Megatron-Core cuts each into {2 * ranks} equal chunks; "
+                f"pad documents to a multiple of {2 * ranks}."
+            )
     return found
