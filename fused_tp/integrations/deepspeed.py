@@ -98,12 +98,9 @@ def use() -> None:
     """Has the linear layers that AutoTP makes run their collectives together with their matmuls, from now on.
 
     For `{"tensor_parallel": {"autotp_size": W}}` in DeepSpeed's config, which stays as it is; so do parameters,
-    checkpoints and what else is DeepSpeed's. All models of this process that AutoTP has cut or will cut have it:
-
-    | layer of DeepSpeed | forward             | backward                                            |
-    |--------------------|---------------------|-----------------------------------------------------|
-    | LinearLayer        | matmul              | its all-reduce runs with the weight gradient        |
-    | LinearAllreduce    | `matmul_all_reduce` | matmul                                              |
+    checkpoints and what else is DeepSpeed's. All models of this process that AutoTP has cut or will cut have it. Its
+    LinearAllreduce becomes `matmul_all_reduce`, and its LinearLayer `column_parallel_matmul`, whose all-reduce in
+    backward runs with the weight gradient.
 
     DeepSpeed's own forward runs where a weight is quantized, where a layer was left whole, and under DeepCompile, which
     puts collectives in by itself. Calling it again changes nothing.
