@@ -1,1 +1,1 @@
-"""Small models to try fused_tp on. Installed as `fused_tp.examples`; nothing here knows of parallelism."""
+"""A model that knows nothing of parallelism, and programs to try fused_tp with. Installed as `fused_tp.examples`."""

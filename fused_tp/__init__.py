@@ -39,8 +39,12 @@ if TYPE_CHECKING:
     from fused_tp.integrations.model_check import is_parallelized
     from fused_tp.integrations.parallelize import parallelize
     from fused_tp.pipelining.pipeline import pipeline
+    from fused_tp.training.batches import DistributedBatches
+    from fused_tp.training.checkpoints import CheckpointManager
 
 _LAZY = {
+    "CheckpointManager": "fused_tp.training.checkpoints",
+    "DistributedBatches": "fused_tp.training.batches",
     "FusedColwiseParallel": "fused_tp.integrations.dtensor",
     "FusedRowwiseParallel": "fused_tp.integrations.dtensor",
     "FusedSequenceParallel": "fused_tp.integrations.dtensor",
@@ -86,6 +90,8 @@ __all__ = [
     "fsdp_mesh",
     "no_sync",
     "sync_gradients",
+    "DistributedBatches",
+    "CheckpointManager",
     "FusedColwiseParallel",
     "FusedRowwiseParallel",
     "FusedSequenceParallel",

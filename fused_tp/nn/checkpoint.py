@@ -3,7 +3,7 @@ torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,29 +106,58 @@ def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
         >>> dcp.load(original_shapes(model, state), checkpoint_id=folder)
         >>> set_model_state_dict(model, state["model"])
     """
-    from fused_tp.nn.in_original_shape import InOriginalShape  # which takes a while to import
+    shapes = OriginalShapes(module)
 
-    parts, dtensors = parts_dims(module), as_dtensors(module)
-    named = {_without_wrappers(name): p for name, p in module.named_parameters() if id(p) in parts or id(p) in dtensors}
-
-    def original(path: str, value: Any) -> Any:
+    def original(path: tuple[str, ...], value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: original(f"{path}{key}.", one) for key, one in value.items()}
-        for name, parameter in named.items() if isinstance(value, Tensor) else ():
-            if value.shape == parameter.shape and f".{name}." in path:
-                cut = dtensors.get(id(parameter))
-                if cut is not None and not isinstance(value, DTensor):
-                    value = as_dtensor(value.detach(), cut.device_mesh, cut.placements[-1], cut.shape)
-                return InOriginalShape(value, parts[id(parameter)]) if id(parameter) in parts else value
-        return value
+            return {key: original((*path, *str(key).split(".")), one) for key, one in value.items()}
+        parameter = shapes.parameter_in(path) if isinstance(value, Tensor) else None
+        return value if parameter is None or value.shape != parameter.shape else shapes(value, parameter)
 
-    whole: dict[str, Any] = original(".", state_dict)
+    whole: dict[str, Any] = original((), state_dict)
     return whole
+
+
+class OriginalShapes:
+    """How the parameters of `modules`, and tensors like them, are cut from those of the unsharded model.
+
+    Attributes:
+        named: the parameters by the names that torch.distributed.checkpoint gives them; tied ones by all of theirs.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._parts = {key: dim for module in modules for key, dim in parts_dims(module).items()}
+        self._dtensors = {key: cut for module in modules for key, cut in as_dtensors(module).items()}
+        self.named = {
+            without_wrappers(name): parameter
+            for module in modules
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+
+    def parameter_in(self, path: Sequence[str]) -> nn.Parameter | None:
+        """That of the longest name in `path`: names may end in other names."""
+        for length in range(len(path), 0, -1):
+            for start in range(len(path) - length + 1):
+                if (found := self.named.get(".".join(path[start : start + length]))) is not None:
+                    return found
+        return None
+
+    def __call__(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
+        """`value`, of the shape of `parameter` and cut as that is, as a checkpoint has it: of the same memory."""
+        from fused_tp.nn.in_original_shape import InOriginalShape  # which takes a while to import
+
+        cut = self._dtensors.get(id(parameter))
+        if cut is not None and not isinstance(value, DTensor):
+            value = as_dtensor(value.detach(), cut.device_mesh, cut.placements[-1], cut.shape)
+        if id(parameter) not in self._parts:
+            return value
+        assert isinstance(value, DTensor)
+        return InOriginalShape.of(value, self._parts[id(parameter)])
 
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """As torch.distributed.checkpoint calls a parameter."""
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)

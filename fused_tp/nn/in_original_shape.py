@@ -1,8 +1,12 @@
-"""Packed parameters as torch.distributed.checkpoint is to see them. It takes a DTensor for one rectangle; of a packed
-parameter a rank has several: one of gate, one of up."""
+"""Tensors as torch.distributed.checkpoint is to see them: this rank's rectangles of a whole.
+
+It takes a DTensor for one rectangle, in the memory that computes. Of a packed parameter a rank has several (one of
+gate, one of up), and what a background thread writes is a copy in other memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,25 +18,39 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class InOriginalShape(Tensor):
-    """A DTensor [.., parts, rows, ..] as [.., parts * rows, ..], for `save` and `load` only: it has what torch's
-    `_Checkpointable` names. (Rejected: LocalShardsWrapper of torch, which takes no more than two dims.)"""
+    """This rank's rectangles of a tensor, for `save` and `load` only: it has what torch's `_Checkpointable` names.
+    (Rejected: LocalShardsWrapper of torch, which takes no more than two dims.)"""
 
     shards: dict[torch.Size, Tensor]  # by their offset in the whole
 
     @staticmethod
-    def __new__(cls, packed: DTensor, dim: int) -> InOriginalShape:
-        rows = packed.shape[dim + 1]
-        shape = torch.Size([*packed.shape[:dim], packed.shape[dim] * rows, *packed.shape[dim + 2 :]])
-        made: InOriginalShape = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=packed.dtype, device=packed.device
-        )
-        local = packed.to_local().detach()
-        _, offset = compute_local_shape_and_global_offset(packed.shape, packed.device_mesh, packed.placements)
-        made.shards = {
+    def __new__(cls, shape: torch.Size, shards: dict[torch.Size, Tensor], like: Tensor) -> InOriginalShape:
+        made: InOriginalShape = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made.shards = shards
+        return made
+
+    @classmethod
+    def of(cls, tensor: DTensor, dim: int | None = None) -> InOriginalShape:
+        """A DTensor, without `dim` in its own shape, else [.., parts, rows, ..] as [.., parts * rows, ..], the parts
+        being along `dim`."""
+        local = tensor.to_local().detach()
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        if dim is None:
+            # A rank without rows has no rectangle; but a whole without elements is there.
+            own = {torch.Size(offset): local} if local.numel() or not tensor.numel() else {}
+            return cls(tensor.shape, own, local)
+        rows = tensor.shape[dim + 1]
+        shape = torch.Size([*tensor.shape[:dim], tensor.shape[dim] * rows, *tensor.shape[dim + 2 :]])
+        shards = {
             torch.Size([*offset[:dim], (offset[dim] + part) * rows + offset[dim + 1], *offset[dim + 2 :]]): rectangle
             for part, rectangle in enumerate(local.unbind(dim) if local.numel() else ())
         }
-        return made
+        return cls(shape, shards, local)
+
+    def on_cpu(self, copy: Callable[[Tensor], Tensor]) -> InOriginalShape:
+        """The same of copies, which `copy` makes on the CPU."""
+        like = torch.empty(0, dtype=self.dtype)
+        return InOriginalShape(self.shape, {offset: copy(shard) for offset, shard in self.shards.items()}, like)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

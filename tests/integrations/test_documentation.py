@@ -24,7 +24,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 VOCABULARY, HIDDEN = 64, 32
 SHOWN_IN_PAGES = {"nn", "parallelize"}
 SHOWN_IN_PAGES |= {"pipeline", "split_backward", "make_mesh", "fsdp_mesh", "no_sync", "sync_gradients"}
-SHOWN_IN_PAGES |= {"is_parallelized"}
+SHOWN_IN_PAGES |= {"is_parallelized", "CheckpointManager", "DistributedBatches"}
 
 
 class MLP(nn.Module):
@@ -48,6 +48,7 @@ def theirs(checkpoint: str) -> dict[str, Any]:
     torch.manual_seed(0)
     return {
         "act": torch.relu,
+        "dataset": list(torch.randint(2, VOCABULARY, (16, 12))),
         "documents": [{"input_ids": list(range(2, 2 + length))} for length in (5, 9, 1, 13)],
         "hidden": torch.randn(2, 24, HIDDEN),
         "mlp": MLP(),
@@ -68,6 +69,7 @@ def theirs(checkpoint: str) -> dict[str, Any]:
 SMALLER = {
     '"path/to/llama"': "path",
     '"path/to/saved"': "path + '/saved'",
+    '"path/to/checkpoints"': "path + '/checkpoints'",
     '"path/to/step.png"': "path + '/step.png'",
     "ParallelAttention(4096, 32, 8,": "ParallelAttention(256, 2, 2,",
 }

@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fused_tp
-from fused_tp.nn import ParallelMLP, clip_grad_norm_, gather_state_dict, original_shapes, plain_parameters_
+from fused_tp.nn import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    RowParallelLinear,
+    clip_grad_norm_,
+    gather_state_dict,
+    original_shapes,
+    plain_parameters_,
+)
 from fused_tp.nn.sharding import as_dtensors
 from tests.integrations.models import VOCAB, copy_of, make, make_tokens, mesh_of
 from tests.workers import error_of, on_ranks
@@ -150,6 +158,17 @@ def test_checkpoints_at_another_size(group: dist.ProcessGroup) -> None:
                 torch.testing.assert_close(other[name], t, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@on_ranks(2)
+def test_original_shapes_of_names_that_end_in_others(group: dist.ProcessGroup) -> None:
+    mesh, module = mesh_of(group, 1, 2)["tp"], nn.Module()
+    module.proj, module.inner = ColumnParallelLinear(8, 16, mesh=mesh), nn.Module()
+    module.inner.proj = RowParallelLinear(16, 8, mesh=mesh)  # of the same shape on each rank
+    module.inner.tied = module.proj
+    state = {"model": plain_parameters_(module).state_dict()}
+    found = {name: tuple(t.shape) for name, t in original_shapes(module, state)["model"].items()}
+    assert found["proj.weight"] == found["inner.tied.weight"] == (16, 8) and found["inner.proj.weight"] == (8, 16)
+
+
 @on_ranks(4)
 def test_distributed_data_parallel(group: dist.ProcessGroup) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -188,14 +207,14 @@ def test_adapters(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(clip_grad_norm_(parallel, float("inf")).float(), norm)
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_what_is_refused(group: dist.ProcessGroup) -> None:
-    mesh = mesh_of(group, 2, 1)
+    mesh = mesh_of(group, 4, 1)
     refused = error_of(fused_tp.parallelize, make("qwen3_moe"), mesh, ep_dim="cp", parameters="plain")
     assert "those of different experts" in str(refused)
     assert "'dtensor' or 'plain'" in str(error_of(fused_tp.parallelize, make("llama"), mesh, parameters="flat"))
     cut = nn.Linear(4, 4)
-    both = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    both = dist.device_mesh.init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     from torch.distributed.tensor import Shard, distribute_tensor
 
     cut.weight = nn.Parameter(distribute_tensor(cut.weight, both, [Shard(0), Shard(1)]))

@@ -1,0 +1,586 @@
+"""Checkpoints of a run that may be interrupted at any time, and go on at another number of ranks.
+
+A save, of which only the first step holds up training:
+
+    1. every rank copies its parts of parameters and optimizer state to the CPU
+    2. rank 0 removes what an interrupted save has left of this step
+    3. every rank writes its part (torch.distributed.checkpoint), and rank 0 what the parts are
+    4. rank 0 writes complete.pt, by a rename, with all that is not a tensor
+    5. rank 0 removes older checkpoints
+
+Steps 2 to 5 run in a thread, over a gloo group of their own: collectives of the training come in between anywhere.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import random
+import re
+import shutil
+import uuid
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from fused_tp.nn.checkpoint import OriginalShapes
+from fused_tp.nn.in_original_shape import InOriginalShape
+from fused_tp.ops.arguments import check_bool, check_int
+from fused_tp.pipelining.pipeline import Pipeline
+from fused_tp.runtime.errors import FusedTPError, listed
+from fused_tp.runtime.group import resolve_group
+from fused_tp.training.batches import DistributedBatches
+from fused_tp.transport.base import start_thread
+from fused_tp.transport.store import exchange
+
+COMPLETE = "complete.pt"  # the last file of a checkpoint
+_NAME = re.compile(r"step-(\d+)")
+_NOT_OPTIONS = ("params", "param_names")  # of a param group
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Saves and restores a training run in `folder`: `save(step)`, and `restore()` of the newest complete checkpoint.
+
+    What is saved: model, optimizer, scheduler, position in the data, `extra`, and the states of the random number
+    generators. Parameters and optimizer state come back bit for bit at any numbers of tp, cp, pp and dp ranks: they are
+    cut anew, by the names in the unsharded model. Generators (Python, NumPy, torch on the CPU and on the device) come
+    back on each rank at the same number of ranks; at another all ranks get the state of rank 0, so ranks with other
+    batches then draw equal noise until they are given seeds of their own.
+
+    A checkpoint is a folder `step-N` of torch.distributed.checkpoint, and counts once it has `complete.pt`, which is
+    written last. What an interrupted save has left is ignored, and removed by a later one. Files are pickles in part:
+    restore from folders that you trust.
+
+    Making it, `save`, `restore` and `close` are collective calls of all ranks. Inside `with` it is closed at the end.
+
+    Args:
+        folder: on a file system that all ranks share; it is made where it is missing.
+        model: that `parallelize` has made, with DTensors or plain parameters, under FSDP2 or not; a `Pipeline`; or any
+            nn.Module, of which all ranks have the same.
+        optimizer: of parameters of the model; of a pipeline of `pipe.parameters()`. State that has another shape than
+            its parameter is refused where this is cut.
+        scheduler: with `state_dict` and `load_state_dict`, equal on all ranks.
+        data: DistributedBatches.
+        extra: values of the caller, equal on all ranks, which pickle can carry. `save` takes what is in it then, and
+            `restore` puts that back in place.
+        keep: how many complete checkpoints stay.
+        async_save: write in the background. False: `save` returns once all is written.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or some rank does not see `folder` as rank 0 does.
+
+    Example:
+        >>> with CheckpointManager("checkpoints", model, optimizer, data=batches) as checkpoints:
+        ...     first = (checkpoints.restore() or 0) + 1
+        ...     for step, batch in enumerate(batches, first):
+        ...         train(batch)
+        ...         if step % 100 == 0:
+        ...             checkpoints.save(step)
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module | Pipeline,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        data: DistributedBatches | None = None,
+        *,
+        extra: dict[str, Any] | None = None,
+        keep: int = 3,
+        async_save: bool = True,
+    ) -> None:
+        if not isinstance(model, (nn.Module, Pipeline)):
+            raise TypeError(f"model must be an nn.Module or a Pipeline, not {type(model).__name__}.")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch Optimizer or None, not {type(optimizer).__name__}.")
+        if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+            raise TypeError(f"scheduler must have state_dict and load_state_dict; {type(scheduler).__name__} has not.")
+        if data is not None and not isinstance(data, DistributedBatches):
+            raise TypeError(
+                f"data must be DistributedBatches or None, not {type(data).__name__}: its position is to be the same "
+                "on all ranks, at any number of them."
+            )
+        check_bool(async_save=async_save)
+        check_int("keep", keep, 1)
+        self._modules = _modules_of(model)
+        self._optimizer, self._scheduler, self._data, self._extra = optimizer, scheduler, data, extra
+        self._keep, self._async = keep, async_save
+        self._thread: Thread | None = None
+        self._failed: FusedTPError | None = None  # what the thread could not write
+        self._closed = False
+        if optimizer is not None:
+            self._check_optimizer(optimizer)
+        everyone = resolve_group(None)
+        self._rank, self._size = everyone.rank, everyone.size
+        self._group = None if everyone.process_group is None else dist.new_group(backend="gloo")
+        self.folder = Path(folder).absolute()
+        try:
+            self._check_folder()
+        except BaseException:
+            self.close()
+            raise
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int) -> None:
+        """Saves the run as it is now, behind `step`, once an earlier save has ended.
+
+        With `async_save` it returns when the state has been copied, and writes in the background.
+
+        Raises:
+            ValueError: there is a complete checkpoint of this step; or optimizer state that cannot be cut.
+            FusedTPError: the save before, or without `async_save` this one, could not be written.
+        """
+        self.wait()
+        check_int("step", step, 0)
+        folder = self._folder_of(step)
+        if (folder / COMPLETE).exists():
+            raise ValueError(f"{folder} is complete already; save each step once.")
+        shapes = OriginalShapes(*self._modules)
+        model = {name: _as_saved(value, shapes.named.get(name), shapes) for name, value in self._model_state().items()}
+        state, rest = self._optimizer_state(shapes)
+        tensors = _on_cpu({"model": model, "optimizer": state} if state else {"model": model})
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        own = _OfRank(step, _random_state(), copy.deepcopy(rest))
+        common = copy.deepcopy(
+            {
+                "step": step,
+                "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+                "data": None if self._data is None else self._data.state_dict(),
+                "extra": self._extra,
+            }
+        )
+        if not self._async:
+            self._write(folder, tensors, own, common)
+            return self.wait()
+        # No daemon: a program that ends without close() still ends the save.
+        thread = Thread(target=self._write, args=(folder, tensors, own, common), name="fused_tp checkpoint")
+        start_thread(thread)
+        self._thread = thread
+
+    def wait(self) -> None:
+        """Returns once the save that is being written has ended.
+
+        Raises:
+            FusedTPError: it could not be written; names the step and why. Later saves are not affected, if all ranks
+                live.
+        """
+        if self._closed:
+            raise ValueError("This CheckpointManager has been closed; make another.")
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def close(self) -> None:
+        """`wait()`, and then the end of the group of ranks over which it saves. May be called twice."""
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error peers may be gone, and it says more than what a save then meets.
+        if kind is None:
+            self.close()
+
+    def _write(self, folder: Path, tensors: dict[str, Any], own: _OfRank, common: dict[str, Any]) -> None:
+        try:
+            ranks = self._gather(own)
+            self._on_first(lambda: self._begin(folder, ranks))
+            with _alone(self._group):
+                dcp.save(tensors, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+            self._on_first(lambda: self._complete(folder, common, ranks))
+        except BaseException as error:  # CheckpointException of torch is no Exception
+            said = f"The checkpoint of step {common['step']} was not written to {folder}: {_reason(error)}"
+            _logger.error(said)  # also of the last save of a program that never asks
+            self._failed = FusedTPError(said)
+            self._failed.__cause__ = error
+
+    def _begin(self, folder: Path, ranks: list[_OfRank]) -> None:
+        if len(steps := {one.step for one in ranks}) > 1:
+            raise ValueError(f"the ranks save different steps, {listed(map(str, sorted(steps)))}.")
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _complete(self, folder: Path, common: dict[str, Any], ranks: list[_OfRank]) -> None:
+        optimizer = {
+            "groups": [group for one in ranks for group in one.optimizer["groups"]],
+            "values": {name: values for one in ranks for name, values in one.optimizer["values"].items()},
+        }
+        whole = {**common, "random": [one.random for one in ranks], "optimizer": optimizer}
+        with open(folder / f"{COMPLETE}.part", "wb") as file:
+            torch.save(whole, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(folder / f"{COMPLETE}.part", folder / COMPLETE)
+        steps = self._steps()
+        for path in self.folder.iterdir():
+            step = _step_of(path)
+            if step is not None and step < steps[-1] and step not in steps[-self._keep :]:
+                # Its mark first: half of a checkpoint is none. What cannot be removed is no error of this save.
+                with suppress(OSError):
+                    (path / COMPLETE).unlink(missing_ok=True)
+                    shutil.rmtree(path)
+
+    # -- restoring ----------------------------------------------------------------------------------------------------
+
+    def restore(self) -> int | None:
+        """The step of the newest complete checkpoint, which everything now is in the state of; None if there is none.
+
+        Raises:
+            ValueError: on all ranks, before anything is changed: the checkpoint is of another model, lacks what this
+                manager was given, or is not seen by all ranks.
+        """
+        self.wait()
+        newest = self._exchange(max(self._steps(), default=None) if self._rank == 0 else None)[0]
+        if newest is None:
+            return None
+        folder = self._folder_of(newest)
+        loading: _Loading | None = None
+        refused = ""
+        try:
+            loading = self._prepare(folder)
+        except Exception as error:
+            refused = str(error) or type(error).__name__
+        reports = self._gather((refused, [] if loading is None else [*loading.model]))
+        self._on_first(lambda: _check_reports(folder, reports, loading))
+        assert loading is not None
+        with _alone(self._group):
+            dcp.load(loading.seen, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+        for module in self._modules:
+            own = get_model_state_dict(module)
+            set_model_state_dict(module, {name: loading.model[name] for name in own})
+        if self._optimizer is not None:
+            _load_optimizer(self._optimizer, loading.optimizer)
+        common = loading.common
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(common["scheduler"])
+        if self._data is not None:
+            self._data.load_state_dict(common["data"])
+        if self._extra is not None:
+            self._extra.clear()
+            self._extra.update(common["extra"])
+        states = common["random"]
+        _set_random_state(states[self._rank] if len(states) == self._size else states[0])
+        return int(newest)
+
+    def _prepare(self, folder: Path) -> _Loading:
+        """What the checkpoint is loaded into. Changes nothing.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        if not (folder / COMPLETE).exists():
+            raise ValueError(f"it does not see {folder / COMPLETE}, which rank 0 does.")
+        common = torch.load(folder / COMPLETE, map_location="cpu", weights_only=False)
+        given = {"scheduler": self._scheduler, "data": self._data, "extra": self._extra}
+        if lacks := [name for name, one in given.items() if one is not None and common[name] is None]:
+            raise ValueError(f"{folder} was saved without {listed(lacks)}; make the CheckpointManager without, too.")
+        if self._data is not None:
+            self._data.check_state(common["data"])
+        metadata = dcp.FileSystemReader(folder).read_metadata()
+        shapes, model = OriginalShapes(*self._modules), self._model_state()
+        seen = {name: _as_saved(value, shapes.named.get(name), shapes) for name, value in model.items()}
+        for name, value in seen.items():
+            saved = getattr(metadata.state_dict_metadata.get(f"model.{name}"), "size", None)
+            if isinstance(value, Tensor) and saved != value.shape:
+                has = "does not have it" if saved is None else f"has it as {tuple(saved)}"
+                raise ValueError(f"{name!r} is {tuple(value.shape)} in this model, and {folder} {has}.")
+        loading = _Loading(metadata, common, model, {"model": seen}, {})
+        if self._optimizer is not None:
+            self._prepare_optimizer(self._optimizer, folder, shapes, loading)
+        return loading
+
+    def _prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, folder: Path, shapes: OriginalShapes, loading: _Loading
+    ) -> None:
+        """Makes the optimizer's state dict, of empty tensors, and what torch.distributed.checkpoint sees of them."""
+        saved, kinds = loading.common["optimizer"], loading.metadata.state_dict_metadata
+        options = {name: one for names, one in saved["groups"] for name in names}
+        keys: dict[str, list[str]] = defaultdict(list)
+        for kind, *path in (loading.metadata.planner_data or {}).values():
+            if kind == "optimizer":
+                keys[path[0]].append(path[1])
+        names, index = _names_of(shapes), 0
+        states: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        seen: dict[str, dict[str, Tensor]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            found: dict[str, Any] = {}  # options, by the name of a parameter
+            first = index
+            for index, parameter in enumerate(group["params"], first):
+                own = names[id(parameter)]
+                name = next((name for name in own if name in options), None)
+                if name is None:
+                    raise ValueError(f"{folder} has no optimizer of {own[0]!r}, which is in param group {number}.")
+                found[name] = options[name]
+                tensors = {key: _empty_like(parameter, kinds[f"optimizer.{name}.{key}"], shapes) for key in keys[name]}
+                if tensors:
+                    seen[name] = {key: _as_saved(value, parameter, shapes) for key, value in tensors.items()}
+                if state := {**saved["values"].get(name, {}), **tensors}:
+                    states[index] = state
+            index = first + len(group["params"])
+            shared: dict[str, Any] = next(iter(found.values()), {})
+            if different := [name for name, one in found.items() if repr(one) != repr(shared)]:
+                raise ValueError(
+                    f"param group {number} has {next(iter(found))!r} and {different[0]!r}, which {folder} has in "
+                    "groups of different options (lr and the like). Give them groups of their own."
+                )
+            kept = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**kept, **shared, "params": [*range(first, index)]})
+        if seen:
+            loading.seen["optimizer"] = seen
+        loading.optimizer.update(state=states, param_groups=groups)
+
+    # -- model and optimizer ------------------------------------------------------------------------------------------
+
+    def _model_state(self) -> dict[str, Any]:
+        """By the names in the unsharded model, of the model's own memory."""
+        return {name: value for module in self._modules for name, value in get_model_state_dict(module).items()}
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        known = {id(p) for module in self._modules for p in module.parameters()}
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    raise ValueError(
+                        f"param group {number} of the optimizer has a parameter {tuple(parameter.shape)} that the "
+                        "model has not; make the optimizer after parallelize, fully_shard and pipeline."
+                    )
+
+    def _optimizer_state(self, shapes: OriginalShapes) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """{name of the parameter: {key: tensor}}; and what is no tensor. Rejected: torch's get_optimizer_state_dict,
+        which takes a step for what has no state yet, and then counts it."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        values: dict[str, dict[str, Any]] = {}
+        if self._optimizer is None:
+            return tensors, {"groups": [], "values": values}
+        for name, parameter in shapes.named.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    _check_cut(name, key, value, parameter, shapes)
+                    tensors.setdefault(name, {})[key] = _as_saved(value, parameter, shapes)
+                else:
+                    values.setdefault(name, {})[key] = value
+        names, groups = _names_of(shapes), []
+        for group in self._optimizer.param_groups:
+            options = {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+            groups.append(([name for p in group["params"] for name in names[id(p)]], options))
+        return tensors, {"groups": groups, "values": values}
+
+    # -- folders and ranks --------------------------------------------------------------------------------------------
+
+    def _folder_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def _steps(self) -> list[int]:
+        """Of the complete checkpoints, in ascending order."""
+        found = ((path, _step_of(path)) for path in self.folder.iterdir())
+        return sorted(step for path, step in found if step is not None and (path / COMPLETE).exists())
+
+    def _check_folder(self) -> None:
+        """Refuses on all ranks a folder that some do not see."""
+        probe = self.folder / f".{uuid.uuid4().hex}"
+        failed = ""
+        if self._rank == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+            except OSError as error:
+                failed = str(error)
+        name, failed = self._exchange([probe.name, failed])[0]
+        if failed:
+            raise ValueError(f"rank 0 cannot write to {self.folder}: {failed}.")
+        blind = [str(rank) for rank, sees in enumerate(self._exchange((self.folder / name).exists())) if not sees]
+        if self._rank == 0:
+            probe.unlink(missing_ok=True)
+        if blind:
+            raise ValueError(
+                f"rank{'s' if len(blind) > 1 else ''} {listed(blind)} of {self._size} cannot see what rank 0 has made "
+                f"in its folder; this is rank {self._rank}, with {self.folder}. Give all ranks one folder, on a file "
+                "system that they share."
+            )
+
+    def _exchange(self, mine: Any) -> list[Any]:
+        return [mine] if self._group is None else exchange(resolve_group(self._group), "CheckpointManager", mine)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """What every rank has given, on rank 0; nothing on others."""
+        if self._group is None:
+            return [mine]
+        given: list[Any] | None = [None] * self._size if self._rank == 0 else None
+        dist.gather_object(mine, given, dst=0, group=self._group)
+        return given or []
+
+    def _on_first(self, act: Callable[[], None]) -> None:
+        """`act()` on rank 0. What it raises there all ranks raise, the others as ValueError."""
+        raised: Exception | None = None
+        if self._rank == 0:
+            try:
+                act()
+            except Exception as error:
+                raised = error
+        said = [raised and (str(raised) or type(raised).__name__)]
+        if self._group is not None:
+            dist.broadcast_object_list(said, src=0, group=self._group)
+        if raised is not None:
+            raise raised
+        if said[0] is not None:
+            raise ValueError(said[0])
+
+
+class _OfRank(NamedTuple):
+    """What a rank has besides tensors."""
+
+    step: int
+    random: dict[str, Any]
+    optimizer: dict[str, Any]
+
+
+class _Loading(NamedTuple):
+    """A checkpoint that is being loaded."""
+
+    metadata: Metadata
+    common: dict[str, Any]  # the contents of complete.pt
+    model: dict[str, Any]  # state dict, of the model's own memory
+    seen: dict[str, Any]  # what torch.distributed.checkpoint writes into, of the same memory
+    optimizer: dict[str, Any]  # state dict
+
+
+def _modules_of(model: nn.Module | Pipeline) -> list[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else [stage.model for _, stage in sorted(model.stages.items())]
+
+
+def _names_of(shapes: OriginalShapes) -> dict[int, list[str]]:
+    """By the id of a parameter; a tied one has several."""
+    names = defaultdict(list)
+    for name, parameter in shapes.named.items():
+        names[id(parameter)].append(name)
+    return names
+
+
+def _as_saved(value: Any, parameter: nn.Parameter | None, shapes: OriginalShapes) -> Any:
+    """A value of a state dict that belongs to `parameter`, as torch.distributed.checkpoint is to see it."""
+    like = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
+    return shapes(value, parameter) if like and parameter is not None else value
+
+
+def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> Tensor:
+    """A tensor of optimizer state, to load what torch.distributed.checkpoint has described as `saved`."""
+    dtype = saved.properties.dtype
+    if saved.size == shapes(parameter.detach(), parameter).shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(saved.size, dtype=dtype)
+
+
+def _check_cut(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
+    cut = isinstance(shapes(parameter.detach(), parameter), (DTensor, InOriginalShape))
+    if cut and value.numel() > 1 and value.shape != parameter.shape:
+        raise ValueError(
+            f"optimizer state {key!r} of {name!r} has the shape {tuple(value.shape)}, and the parameter "
+            f"{tuple(parameter.shape)}: it is not known how ranks cut it. Take an optimizer whose state is like its "
+            "parameters."
+        )
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    optimizer.load_state_dict(state_dict)
+    for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        for key, value in state_dict["state"].get(index, {}).items():
+            state = optimizer.state[parameter]
+            # It has rounded all to the parameter's dtype.
+            if isinstance(value, Tensor) and state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device)
+
+
+def _check_reports(folder: Path, reports: list[tuple[str, list[str]]], loading: _Loading | None) -> None:
+    """Raises ValueError if some rank refuses, or if no rank has a part of the model that the checkpoint has."""
+    for rank, (refused, _) in enumerate(reports):
+        if refused:
+            raise ValueError(f"rank {rank} cannot restore: {refused}")
+    assert loading is not None
+    known = {name for _, names in reports for name in names}
+    for kind, *path in (loading.metadata.planner_data or {}).values():
+        if kind == "model" and path[0] not in known:
+            raise ValueError(f"{folder} has {path[0]!r}, and this model has not: it is another one.")
+
+
+def _on_cpu(value: Any) -> Any:
+    """Copies, which training does not change. Those of a device are done once it has been synchronized."""
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(one) for key, one in value.items()}
+    if isinstance(value, DTensor):
+        value = InOriginalShape.of(value)
+    if isinstance(value, InOriginalShape):
+        return value.on_cpu(_copied)
+    return _copied(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _copied(t: Tensor) -> Tensor:
+    held = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+    return held.copy_(t.detach(), non_blocking=True)
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.accelerator.is_available():
+        state["device"] = torch.get_device_module().get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "device" in state and torch.accelerator.is_available():
+        torch.get_device_module().set_rng_state(state["device"])
+
+
+def _step_of(path: Path) -> int | None:
+    found = _NAME.fullmatch(path.name)
+    return None if found is None or not path.is_dir() else int(found[1])
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (inner, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(inner).__name__}: {inner}"
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _alone(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """torch warns of a save or load without a process group, which is meant."""
+    if group is not None:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
