@@ -10,7 +10,9 @@ outputs and gradients; a plan for `parallelize_module` may mix both kinds. What 
 | FusedRowwise        | Shard(-1)     | Replicate      | matmul, then all-reduce       | matmul_all_reduce        |
 | FusedRowwise        | Shard(-1)     | Shard(seq)     | matmul, then reduce-scatter   | matmul_reduce_scatter    |
 
-Other layouts are brought to one of these by DTensor's redistribute. A module keeps its identity and its hooks: its
+Other layouts are brought to one of these by DTensor's redistribute. Where a column-wise layer reads a DTensor that is
+Replicate(), as behind PrepareModuleInput, it leaves the sum of the gradient to DTensor, as torch does: all that read it
+share one, and it is a reduce-scatter where the DTensor was gathered. A module keeps its identity and its hooks: its
 class becomes a subclass of what it was, with another forward.
 """
 
@@ -173,18 +175,14 @@ class _Styled(nn.Module):
     def _layout_of(self, x: Tensor) -> Placement:
         return _positive(x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0], x.ndim)
 
-    def _take(self, x: Tensor, wanted: Placement) -> Tensor:
-        """This rank's part of the input in the layout `wanted`."""
+    def _take(self, x: Tensor, wanted: Placement, grad: Placement | None = None) -> Tensor:
+        """This rank's part of the input in the layout `wanted`. A DTensor is told that its gradient has the layout
+        `grad`, default the same."""
         if self._layout_of(x) != wanted:
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
             x = x.redistribute(placements=[wanted])
-        return x.to_local() if isinstance(x, DTensor) else x
-
-    def _sequence_dim(self, layout: Placement, ndim: int) -> int | None:
-        """The dim before the last that `layout` cuts, which the op itself gathers or scatters."""
-        layout = _positive(layout, ndim)
-        return layout.dim if isinstance(layout, Shard) and layout.dim < ndim - 1 else None
+        return x.to_local(grad_placements=[grad or wanted]) if isinstance(x, DTensor) else x
 
     def _give(self, y: Tensor, layout: Placement, shape: tuple[int, ...]) -> Tensor:
         """y, this rank's part in `layout` of an output of global `shape`, as the style's user wants it."""
@@ -196,9 +194,9 @@ class _Styled(nn.Module):
             out = out.redistribute(placements=[wanted])
         return out.to_local() if self._style.use_local_output else out
 
-    def _give_sum(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...]) -> Tensor:
-        """The output of global `shape` that `sums` adds up over the ranks, or scatters along the dim it is given."""
-        dim = self._sequence_dim(self._style.output_layouts[0], len(shape))
+    def _give_sum(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
+        """The output of global `shape` that `sums` adds up over ranks, or scatters along one of its first `dims`."""
+        dim = _cut_dim(_positive(self._style.output_layouts[0], len(shape)), dims)
         return self._give(sums(dim), Replicate() if dim is None else Shard(dim), shape)
 
 
@@ -209,11 +207,19 @@ class _ColumnLinear(_Styled):
     def forward(self, x: Tensor) -> Tensor:
         linear = cast(nn.Linear, self)
         check_floating(x)
-        dim = self._sequence_dim(self._layout_of(x), x.ndim)
-        gather_size = x.shape[dim] if dim is not None and isinstance(x, DTensor) else None
-        x = self._take(x, Replicate() if dim is None else Shard(dim))
-        check_width(x, linear.in_features, "in_features")
-        (y,) = column_matmul(x, [local(self.weight)], [local(self.bias)], self._style_mesh, dim, gather_size)
+        weight, bias = local(self.weight), local(self.bias)
+        layout = self._layout_of(x)
+        dim = _cut_dim(layout, x.ndim - 1)
+        if dim is None and (isinstance(x, DTensor) or layout != Replicate()):
+            # DTensor sums the gradient: once for all layers that read x, and by a reduce-scatter where x was gathered.
+            x = self._take(x, Replicate(), grad=Partial())
+            check_width(x, linear.in_features, "in_features")
+            y = F.linear(x, weight, bias)
+        else:
+            gather_size = x.shape[dim] if dim is not None and isinstance(x, DTensor) else None
+            x = self._take(x, layout)
+            check_width(x, linear.in_features, "in_features")
+            (y,) = column_matmul(x, [weight], [bias], self._style_mesh, dim, gather_size)
         return self._give(y, Shard(y.ndim - 1), (*y.shape[:-1], linear.out_features))
 
 
@@ -228,7 +234,7 @@ class _RowLinear(_Styled):
         x = self._take(x, Shard(x.ndim - 1))
         check_width(x, weight.shape[1], "this rank's part of in_features")
         sums = partial(row_matmul, x, weight, local(self.bias), self._style_mesh)
-        return self._give_sum(sums, (*x.shape[:-1], linear.out_features))
+        return self._give_sum(sums, (*x.shape[:-1], linear.out_features), x.ndim - 1)
 
 
 class _ColumnEmbedding(_Styled):
@@ -246,7 +252,7 @@ class _RowEmbedding(_Styled):
         ids = self._take(ids, Replicate())
         check_ids_inside(ids, embedding.num_embeddings)
         sums = partial(lookup, ids, local(embedding.weight), embedding.num_embeddings, embedding.padding_idx)
-        return self._give_sum(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim))
+        return self._give_sum(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1)
 
 
 # How a style cuts the parameters of a kind of module, and the forward that the module gets.
@@ -290,3 +296,8 @@ def _kind(module: nn.Module, style: str) -> type[nn.Module]:
 
 def _positive(layout: Placement, ndim: int) -> Placement:
     return Shard(layout.dim % ndim) if isinstance(layout, Shard) and ndim else layout
+
+
+def _cut_dim(layout: Placement, dims: int) -> int | None:
+    """The dim, one of the first `dims`, that `layout` cuts and the op itself gathers or scatters."""
+    return layout.dim if isinstance(layout, Shard) and layout.dim < dims else None

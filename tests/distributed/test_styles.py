@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -153,6 +154,50 @@ def test_a_plan_with_both_kinds(group: dist.ProcessGroup) -> None:
     )
     x = seeded(2, 4, 8, dtype=torch.float64)
     torch.testing.assert_close(model(x), full(x), **EXACT)
+
+
+@on_ranks(2, 3)
+def test_what_is_sent(group: dist.ProcessGroup) -> None:
+    """The collectives of forward and backward, by what torch's own styles send of the same plan."""
+    mesh = device_mesh(group)
+    tokens = 2 * group.size()
+    gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    gathers_features = {"input_layouts": Shard(-1)}
+    by_features = {"input_layouts": Replicate(), "output_layouts": Shard(-1)}
+    x = seeded(2, tokens, 12, dtype=torch.float64)
+    ids = torch.arange(tokens).expand(2, -1)
+    sent = []
+    for column, row in ((ColwiseParallel, RowwiseParallel), (FusedColwiseParallel, FusedRowwiseParallel)):
+        torch.manual_seed(0)
+        plan = {"": gathers, **dict.fromkeys(("q", "k", "v"), column()), "out": row(output_layouts=Shard(1))}
+        attention = parallelize_module(_Projections().double(), mesh, plan)
+        up = parallelize_module(nn.Linear(12, 8).double(), mesh, column(**gathers_features))
+        table = parallelize_module(nn.Embedding(12, 12).double(), mesh, row(**by_features))
+        results: list[Any] = []
+        for model, given, cut in ((attention, x, Shard(1)), (up, x, Shard(2)), (table, ids, Replicate())):
+            local = distribute_tensor(given, mesh, [cut], src_data_rank=None).to_local().clone()
+            local.requires_grad_(local.is_floating_point())
+            with CommDebugMode() as counted:
+                y = model(local)
+                y.square().sum().backward()
+            results += [dict(counted.get_comm_counts()), y, local.grad, *full_grads(model).values()]
+        sent.append(results)
+    for theirs, ours in zip(*sent, strict=True):
+        if isinstance(theirs, dict):
+            assert ours == theirs
+        else:
+            torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+class _Projections(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(12, 12) for _ in range(3))
+        self.out = nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.q(x) * self.k(x) + self.v(x))
+        return y
 
 
 @on_ranks(2)
