@@ -1,7 +1,7 @@
 """TRL's SFTTrainer on packed documents, over context and tensor parallel ranks.
 
     torchrun --nproc-per-node 4 -m examples.sft_packed --cp 2 --tp 2
-    accelerate launch --num_processes 2 -m examples.sft_packed --cp 2
+    accelerate launch --multi_gpu --num_processes 2 -m examples.sft_packed --cp 2
 
 Rows are packed of documents, which the context parallel ranks cut as if they were one sequence; no token sees another
 document. The model is small and its texts are random, so it runs without GPUs too. To train yours, load model,

@@ -10,6 +10,8 @@ import copy
 import inspect
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,20 @@ def is_transformers_model(model: nn.Module) -> bool:
     """Whether `model` is a transformers model; imports nothing that is not imported already."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+@contextmanager
+def without_input_hooks(model: nn.Module) -> Iterator[None]:
+    """Within it embeddings have no hooks of gradient_checkpointing_enable, which those have that are there after it."""
+    users: Any = model
+    if not getattr(model, "_require_grads_hooks", None):
+        yield
+        return
+    users.disable_input_require_grads()
+    try:
+        yield
+    finally:
+        users.enable_input_require_grads()
 
 
 def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
@@ -203,8 +219,7 @@ class TransformersSequence(SequenceSharding):
         self._counts_positions: Any = next(counts, None)
         self._serves_logits = False  # of routers
         self._router_logits: Any = None  # of the last forward pass, those of all tokens
-        self._scored: Tensor | None = None  # targets of a forward pass that returns their log-probabilities
-        self._scored_count: Any = None
+        self._scored: scored_tokens.Targets | None = None  # of a forward pass that returns their log-probabilities
         self._attentions: list[tuple[Any, str]] = []  # what each config of the model names, once it is parallel
 
     def prepare(self, model: PreTrainedModel) -> None:
@@ -265,7 +280,6 @@ class TransformersSequence(SequenceSharding):
             return super()._targets(arguments, tokens, ignore_index)
         if self.parallelism.shards_sequence:
             self._scored = scored_tokens.take_targets(arguments, ignore_index)
-            self._scored_count = arguments.get("num_items_in_batch")
         return None
 
     def _gather_scored(self, base: nn.Module, args: Any, output: Any) -> None:
@@ -292,7 +306,8 @@ class TransformersSequence(SequenceSharding):
             if not served and (getattr(self.config, name, False) if asked is None else asked):
                 raise ValueError(
                     f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
-                    f"rank has only a part. Pass {name}=False."
+                    f"rank has only a part. Pass {name}=False (TRL asks for router logits unless "
+                    "router_aux_loss_coef=0.0)."
                 )
         makes_cache = self._turn_cache_off(arguments)
         if self.parallelism.cp_mesh is None:
@@ -455,7 +470,7 @@ class TransformersSequence(SequenceSharding):
             return output
         if self._scored is not None:
             whole = partial(self.whole, shard=shard)
-            return scored_tokens.whole_scores(output, shard, whole, self._scored_count)
+            return scored_tokens.whole_scores(output, shard, whole, self._scored)
         key: str | int = "last_hidden_state" if self.is_base else "logits"
         parts = dict(enumerate(output) if isinstance(output, tuple) else dict(output).items())
         if isinstance(output, tuple):  # numbers, which are losses, come first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,7 +18,12 @@ from fused_tp.integrations.batch_check import BatchCheck
 from fused_tp.integrations.expert_parallel import Dealing
 from fused_tp.integrations.grad_sync import GRADIENT_SYNCS, GradientSync, no_sync
 from fused_tp.integrations.gradient_check import GradientCheck
-from fused_tp.integrations.hf import TransformersSequence, check_transformers_model, is_transformers_model
+from fused_tp.integrations.hf import (
+    TransformersSequence,
+    check_transformers_model,
+    is_transformers_model,
+    without_input_hooks,
+)
 from fused_tp.integrations.layers import Sharding, check_layers, deal_experts, replicate_parameters, shard_layers
 from fused_tp.integrations.model_check import MARK, SHARDING, ModuleCheck, check_equal_models, is_parallelized
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
@@ -224,7 +229,8 @@ def parallelize(
             resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
             check_head_counts(model, resolved.modules, tp_mesh.size())
             check_experts(model, resolved)
-        check_layers(model, resolved, ranks)
+        with without_input_hooks(model):
+            check_layers(model, resolved, ranks)
         check_buffers(model, hf=hf)
         if hf:  # before what may ask for a style that would not help
             check_transformers_model(model, resolved.modules, parallelism)
@@ -247,6 +253,8 @@ def parallelize(
         sequence.in_front, sequence.splits = frozenset(resolved.before), bool(resolved.splits)
         sequence.joins, sequence.behind = resolved.joins, resolved.behind
     sharding: Sharding | None = None
+    input_hooks = ExitStack()
+    input_hooks.enter_context(without_input_hooks(model))
     if tp_mesh is not None:
         memo = WeakIdKeyDictionary()
         config = getattr(model, "config", None)
@@ -278,6 +286,7 @@ def parallelize(
     if parameters == "plain":
         plain_parameters_(model)
     sequence.adapt(model)
+    input_hooks.close()
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
     if meshes:

@@ -9,10 +9,14 @@ are shifted already it looks at each token by itself, so it can be given a part 
 | hidden states            | as they are         | gathered behind the last norm   | of this rank's tokens       |
 | targets                  | as they are         | shifted before                  | shifted before, then cut    |
 | log-probabilities, ...   | as they are         | as they are                     | gathered                    |
+
+Of labels, which TRL would shift itself, the last position is left out again: it has no target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,25 +27,33 @@ from fused_tp.integrations.global_loss import shift
 ASKED = "fused_lm_head"
 
 
-def take_targets(arguments: dict[str, Any], ignore_index: int) -> Tensor:
-    """The target of each token, (batch, seq); they leave `arguments`."""
+@dataclass(frozen=True)
+class Targets:
+    """The target of each token, (batch, seq); `shifted`: made of labels, so that the last token has none."""
+
+    whole: Tensor
+    shifted: bool
+    count: Any  # num_items_in_batch
+
+
+def take_targets(arguments: dict[str, Any], ignore_index: int) -> Targets:
+    """The targets of a forward pass; they leave `arguments`."""
     labels, targets = arguments.pop("labels", None), arguments.pop("shift_labels", None)
-    if targets is None:
-        if labels is None:
-            raise ValueError(f"{ASKED}=True asks for log-probabilities of labels, and there are none.")
-        targets = shift(labels, ignore_index)
-    arguments["labels"] = None
-    found: Tensor = targets
-    return found
+    arguments["labels"], count = None, arguments.get("num_items_in_batch")
+    if targets is not None:
+        return Targets(targets, False, count)
+    if labels is None:
+        raise ValueError(f"{ASKED}=True asks for log-probabilities of labels, and there are none.")
+    return Targets(shift(labels, ignore_index), True, count)
 
 
-def own_targets(targets: Tensor, shard: ForwardShard) -> Tensor:
+def own_targets(targets: Targets, shard: ForwardShard) -> Tensor:
     """Those of this context parallel rank's tokens."""
-    return targets if shard.cp is None else shard.cp.shard(targets, 1)
+    return targets.whole if shard.cp is None else shard.cp.shard(targets.whole, 1)
 
 
-def whole_scores(output: Any, shard: ForwardShard, whole: Any, count: Tensor | int | None) -> Any:
-    """`output` for all tokens, whose loss is their mean, or the sum over `count`.
+def whole_scores(output: Any, shard: ForwardShard, whole: Callable[[Tensor], Tensor], targets: Targets) -> Any:
+    """`output` for all tokens that have targets, whose loss is their mean, or the sum over `targets.count`.
 
     Args:
         whole: makes of a part of the sequence, along dim 1, the whole one.
@@ -49,19 +61,20 @@ def whole_scores(output: Any, shard: ForwardShard, whole: Any, count: Tensor | i
     Raises:
         ValueError: there is a number in it that was made of this rank's tokens.
     """
-    if shard.cp is None:
-        return output
     for name, value in list(output.items()):
         if name == "loss" or not isinstance(value, Tensor):
             continue
-        if value.ndim < 2:
+        if value.ndim > 1:
+            if shard.cp is not None:
+                value = whole(value.float() if value.dtype.itemsize < 2 else value).to(value.dtype)
+            output[name] = value[:, :-1] if targets.shifted else value
+        elif shard.cp is not None:
             raise ValueError(
                 f"The model returns a number {name!r} next to its log-probabilities, made of this rank's tokens, which "
-                "context parallel ranks do not serve. Turn it off (the loss of routers by output_router_logits=False)."
+                "context parallel ranks do not serve. Turn it off (the loss of routers by output_router_logits=False, "
+                "which TRL takes as router_aux_loss_coef=0.0)."
             )
-        same = whole(value.float() if value.dtype.itemsize < 2 else value)
-        output[name] = same.to(value.dtype)
-    if count is None:
-        count = output["label_mask"].sum()
-    output["loss"] = -output["log_probs"].sum() / count
+    if shard.cp is not None:
+        count = output["label_mask"].sum() if targets.count is None else targets.count
+        output["loss"] = -output["log_probs"].sum() / count
     return output

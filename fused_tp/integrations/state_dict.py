@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,7 @@ def check_buffers(model: nn.Module, *, hf: bool) -> None:
 def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
     """Give what is still on the meta device memory (parameters: no values), and bring the rest to the device."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
-    for module in model.modules():
+    for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in made:
@@ -105,21 +105,53 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
         lost = False
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device=device_type)
+                module._buffers[key] = _unset(buffer, device_type)
                 lost |= key in module._non_persistent_buffers_set
         if lost and hasattr(module, "reset_buffers"):
             reset_buffers: Any = module.reset_buffers
             reset_buffers()
         elif lost and hf:
-            init_weights: Any = model._init_weights
+            around = map(model.get_submodule, _enclosing(name))  # one of which is a model whose class knows the module
+            init_weights: Any = next(m for m in around if hasattr(m, "_init_weights"))._init_weights
             # transformers' own way to fill such buffers (RoPE frequencies), which fills parameters too: others.
             parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
             whole = {n: torch.empty(p.shape, dtype=p.dtype, device=device_type) for n, p in parts.items()}
             with _reparametrize_module(module, whole):
                 init_weights(module)
+            for key in module._non_persistent_buffers_set:
+                buffer = module._buffers[key]
+                if buffer is not None and _is_unset(buffer):
+                    raise ValueError(
+                        f"The buffer {name}.{key} is in no checkpoint, and transformers does not compute it for a "
+                        f"{type(module).__name__} that was made on the meta device. Build the model on a real device."
+                    )
     tensors = (*model.parameters(), *model.buffers())
     if any(t.device.type != device_type for t in tensors):
         model.to(device_type)
+
+
+def _unset(like: Tensor, device: torch.device | str) -> Tensor:
+    """A buffer like `like`, of a value that no code computes for all of it."""
+    return torch.full_like(like, _value_of_nothing(like.dtype), device=device)
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    known = buffer.dtype == torch.bool or not buffer.numel()  # of which any values may be meant
+    return not known and bool((buffer == _value_of_nothing(buffer.dtype)).all())
+
+
+def _value_of_nothing(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return 2.0**-9 * 1.25  # exact in every dtype
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1 if dtype.is_signed else torch.iinfo(dtype).max - 1
+
+
+def _enclosing(name: str) -> Iterator[str]:
+    """`name` of a module and the names of those around it, the nearest first."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def save_whole(model: PreTrainedModel) -> None:

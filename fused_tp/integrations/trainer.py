@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -23,10 +23,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_map
 
 from fused_tp.integrations.model_check import MARK
 from fused_tp.integrations.sequence import Parallelism
 from fused_tp.nn import original_shapes
+from fused_tp.nn.sharding import CUTS
 
 T = TypeVar("T", bound=type)
 
@@ -73,11 +75,7 @@ def adopt(model: nn.Module) -> None:
     Raises:
         ValueError: it is not parallel, or in a way that Trainer would get wrong.
     """
-    unwrap: Any = getattr(model, "get_base_model", None)  # of PEFT
-    base: Any = model if unwrap is None else unwrap()
-    parallelism: Parallelism | None = getattr(base, MARK, None)
-    if parallelism is None:
-        raise ValueError(f"{type(model).__name__} is not parallel; call fused_tp.parallelize(model, mesh) before.")
+    base, parallelism = _base_of(model), _parallelism_of(model)
     meshes = [mesh for mesh in (parallelism.cp_mesh, parallelism.tp_mesh) if mesh is not None]
     same, place = 1, 0
     for mesh in meshes:
@@ -95,12 +93,29 @@ def adopt(model: nn.Module) -> None:
         )
     if sharded and parallelism.grad_sync and parallelism.cp_mesh is not None:
         raise ValueError("the model is under FSDP2; pass grad_sync=False to parallelize.")
+    if any(CUTS in vars(module) for module in base.modules()):
+        raise ValueError(
+            "the model was made with parameters='plain', of which Trainer would take each rank's parts for copies of "
+            "one model; leave it out of parallelize."
+        )
     from transformers.distributed.configuration_utils import DistributedConfig
 
     base._is_distributed_loading_by_transformers, base._tp_size = True, same
     base.config.distributed_config = DistributedConfig(tp_size=same, tp_plan={}, fsdp_size=replicas)
     if sharded:
         base._is_fsdp_managed_module = True
+
+
+def _base_of(model: nn.Module) -> Any:
+    unwrap: Any = getattr(model, "get_base_model", None)  # of PEFT
+    return model if unwrap is None else unwrap()
+
+
+def _parallelism_of(model: nn.Module) -> Parallelism:
+    found: Parallelism | None = getattr(_base_of(model), MARK, None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} is not parallel; call fused_tp.parallelize(model, mesh) before.")
+    return found
 
 
 class _ParallelTrainer:
@@ -111,6 +126,10 @@ class _ParallelTrainer:
     optimizer: Any
     lr_scheduler: Any
     state: Any
+    accelerator: Any
+    gather_function: Any
+    get_tp_size: Any  # methods of Trainer
+    _prepare_inputs: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         model = kwargs.get("model", args[0] if args else None)
@@ -120,12 +139,40 @@ class _ParallelTrainer:
             )
         adopt(model)
         settings = kwargs.get("args", args[1] if len(args) > 1 else None)
+        parallelism = _parallelism_of(model)
+        if settings is not None:
+            _check_settings(settings, parallelism)
+        if kwargs.get("peft_config") is not None and parallelism.tp_mesh is not None:  # of TRL's trainers
+            from fused_tp.integrations.peft import parallel_config
+
+            kwargs["peft_config"] = parallel_config(model, kwargs["peft_config"])
+        self._cuts_logits = parallelism.cp_mesh is not None or parallelism.loss_parallel
         if settings is not None and settings.load_best_model_at_end and settings.save_only_model:
             raise ValueError(
                 "load_best_model_at_end=True loads from what save_only_model=True leaves out; choose one of them."
             )
         with _may_resume(settings), _many_cpus():
             super().__init__(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        gather = self.accelerator, self.get_tp_size(), self.gather_function
+        self.gather_function = partial(_of_one_of_equal_ranks, *gather)  # Trainer sets its own again at the end
+        found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # else optimizers made now would have parameters that the next forward takes away
+        return found
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        if logits is not None and self._cuts_logits and "labels" in inputs:
+            # Next to a loss they are a part: of this rank's tokens, or of the vocabulary.
+            without = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
+            with torch.no_grad():
+                logits = model(**without).logits.detach()
+        return loss, logits, labels
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         dcp.save(self._distributed_state(), checkpoint_id=str(Path(output_dir, FOLDER)))
@@ -173,6 +220,31 @@ def _folder_of(checkpoint: str) -> Path:
             "save_only_model=True; to start from its weights alone, load them by from_pretrained before parallelize."
         )
     return folder
+
+
+def _check_settings(settings: Any, parallelism: Parallelism) -> None:
+    """Refuse what Trainer would get wrong over ranks that share batches."""
+    if not settings.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False makes Trainer divide the number of targets by the ranks that share a "
+            "batch, as if it had been summed over them; set it to True."
+        )
+    if settings.neftune_noise_alpha is not None and parallelism.shards_sequence:
+        raise ValueError(
+            "neftune_noise_alpha draws noise for a sequence of which each rank has a part here; leave it out, or use "
+            "neither cp nor sequence_parallel."
+        )
+
+
+def _of_one_of_equal_ranks(accelerator: Any, same: int, gather_for_metrics: Any, tensors: Any) -> Any:
+    """What is gathered for metrics of one of each `same` ranks in a row, which have equal batches."""
+    gather, world = accelerator.gather, accelerator.num_processes
+
+    def one_of(tensors: Any) -> Any:
+        return tree_map(lambda t: t.unflatten(0, (-1, same, len(t) // world))[:, 0].flatten(0, 1), gather(tensors))
+
+    with mock.patch.object(accelerator, "gather", one_of):
+        return gather_for_metrics(tensors)  # which leaves out what fills up the last batch
 
 
 @contextmanager

@@ -231,6 +231,7 @@ class CheckpointManager:
 
     def _complete(self, folder: Path, common: dict[str, Any], ranks: list[_OfRank]) -> None:
         optimizer = {
+            "kind": None if self._optimizer is None else type(self._optimizer).__name__,
             "groups": [group for one in ranks for group in one.optimizer["groups"]],
             "values": {name: values for one in ranks for name, values in one.optimizer["values"].items()},
         }
@@ -323,6 +324,11 @@ class CheckpointManager:
     ) -> None:
         """Makes the optimizer's state dict, of empty tensors, and what torch.distributed.checkpoint sees of them."""
         saved, kinds = loading.common["optimizer"], loading.metadata.state_dict_metadata
+        if saved["kind"] != type(optimizer).__name__:
+            raise ValueError(
+                f"{folder} has the state of {saved['kind'] or 'no optimizer'}, and the optimizer is "
+                f"{type(optimizer).__name__}; restore with the one that was saved, or without."
+            )
         options = {name: one for names, one in saved["groups"] for name in names}
         keys: dict[str, list[str]] = defaultdict(list)
         for kind, *path in (loading.metadata.planner_data or {}).values():

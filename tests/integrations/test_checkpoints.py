@@ -363,6 +363,7 @@ def refusals(group: dist.ProcessGroup, folder: Path) -> None:
         ("(68, 32) in this model, and ", other, {}),
         ("has 'model.layers.1.", fewer, {}),
         ("was saved without extra", model, {"extra": {}}),
+        (f"state of {type(optimizer).__name__}, and", model, {"optimizer": torch.optim.RMSprop(model.parameters())}),
     ):
         with CheckpointManager(folder, given, **keywords) as checkpoints:
             error = error_of(checkpoints.restore)

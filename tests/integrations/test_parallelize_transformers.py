@@ -38,7 +38,7 @@ from tests.integrations.models import (
 )
 from tests.integrations.sweep import make_model
 from tests.reference import refuses, seeded
-from tests.workers import on_ranks
+from tests.workers import error_of, on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
@@ -694,3 +694,12 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
     patched.forward = partial(Own.forward, patched)  # as libraries of kernels put their own in place
     parallelize(patched, mesh)
     refuses(ValueError, "did not call the model's loss_function", patched, input_ids=tokens, labels=tokens)
+
+
+@on_ranks(2)
+def test_buffers_that_nothing_fills(group: dist.ProcessGroup) -> None:
+    """Of a model on the meta device, in no checkpoint, and not computed by transformers: refused, not used."""
+    with torch.device("meta"):
+        model = make_model("falcon_h1")
+    refused = error_of(parallelize, model, mesh_of(group, 1, 2))
+    assert isinstance(refused, ValueError) and "mup_vector is in no checkpoint" in str(refused), refused

@@ -236,3 +236,21 @@ def test_a_parallel_model_inside_of_another(group: dist.ProcessGroup, layout: st
     with pytest.raises(ValueError, match="tokens"):  # a call that is refused leaves the one around it as it was
         outer.teacher[0](torch.zeros(3))
     assert_near(outer(tokens), whole(tokens), "logits")
+
+
+@on_ranks(2)
+def test_checkpointing_that_was_turned_on_before(group: dist.ProcessGroup) -> None:
+    """Its hooks on embeddings, which are replaced, are on the new ones then."""
+    tokens = make_tokens(2, 12)
+    for keywords in ({}, {"sequence_parallel": True}):
+        whole = make("llama").train()
+        parallel = copy_of(whole)
+        parallel.gradient_checkpointing_enable()
+        parallelize(parallel, mesh_of(group, 1, 2), **keywords)
+        for model in (whole, parallel):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        assert_same_gradients(parallel, whole)
+        parallel.zero_grad()
+        for parameter in parallel.parameters():
+            parameter.requires_grad_(False)
+        assert parallel(input_ids=tokens, use_cache=False).logits.requires_grad  # by the hook alone
