@@ -56,12 +56,13 @@ class LitLlama(lightning.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         # Lightning's own sampler (use_distributed_sampler=True) would shuffle; here one process has the same batches.
+        texts: Any = self.texts  # rows of a tensor, which loaders take for a dataset
         sampler: Any = None
         if self.device_mesh is not None:
             where = self.trainer.strategy.distributed_sampler_kwargs
-            sampler = DistributedSampler(self.texts, shuffle=False, **where)  # type: ignore[arg-type]
+            sampler = DistributedSampler(texts, shuffle=False, **where)
         batch = BATCH // (1 if sampler is None else sampler.num_replicas)
-        return DataLoader(self.texts, batch_size=batch, sampler=sampler)  # type: ignore[arg-type]
+        return DataLoader(texts, batch_size=batch, sampler=sampler)
 
 
 def main(arguments: list[str] | None = None, **options: Any) -> list[float]:

@@ -74,7 +74,8 @@ class _ParallelStrategy:
 
     def __init__(self, *, process_group_backend: str | None = None, timeout: Any = None, **sizes: int) -> None:
         given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        super().__init__(process_group_backend=process_group_backend, **given)  # type: ignore[call-arg]
+        strategy: Any = super()
+        strategy.__init__(process_group_backend=process_group_backend, **given)
         if "pp" in sizes:
             raise ValueError("Lightning calls forward and backward of a whole model, and pp=... needs schedules.")
         if unknown := sorted(sizes.keys() - set(ORDER)):
@@ -87,7 +88,8 @@ class _ParallelStrategy:
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Any) -> None:
-        super().setup(trainer)  # type: ignore[misc]
+        strategy: Any = super()
+        strategy.setup(trainer)
         mesh, dims = self.device_mesh, self.device_mesh.mesh_dim_names or ()
         cut = [dim for dim in ("cp", "tp") if dim in dims and mesh[dim].size() > 1]
         if cut and not is_parallelized(self.model):
@@ -125,7 +127,8 @@ class _ParallelStrategy:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         folder = Path(self.broadcast(checkpoint_path))
         if not (folder / _METADATA).exists():  # a file of one process, or nothing
-            found: dict[str, Any] = super().load_checkpoint(folder, weights_only)  # type: ignore[misc]
+            strategy: Any = super()
+            found: dict[str, Any] = strategy.load_checkpoint(folder, weights_only)
             return found
         state: dict[str, Any] = {"state_dict": get_model_state_dict(self.model)}
         for number, optimizer in enumerate(self.optimizers):

@@ -300,7 +300,8 @@ def parallelize(
         syncs.append(GradientSync(own_dim[0], mean=True))
         model.register_forward_pre_hook(_Watch(syncs[-1]))
     setattr(model, GRADIENT_SYNCS, syncs)
-    model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
+    users: Any = model
+    users.no_sync = partial(no_sync, model)
     for module in model.modules():
         if next(module.parameters(), None) is not None:  # others may be shared by models: activations of OpenAI GPT are
             setattr(module, MARK, parallelism)

@@ -142,7 +142,7 @@ def _is_unset(buffer: Tensor) -> bool:
 
 def _value_of_nothing(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
-        return 2.0**-9 * 1.25  # exact in every dtype
+        return 2.0**-9 * 1.25  # exact in bfloat16 and float16 too
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1 if dtype.is_signed else torch.iinfo(dtype).max - 1
 
 

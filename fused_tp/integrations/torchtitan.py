@@ -30,7 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from torchtitan.config import derive, override
 from torchtitan.models.common.attention import (
@@ -49,6 +48,7 @@ from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
 from fused_tp.attention.layout import check_layout
 from fused_tp.nn.linear import column_matmul, row_matmul
+from fused_tp.nn.sharding import local
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import unshard_sequence
 
@@ -65,6 +65,10 @@ class _Projections(Module):
     tp_mesh: DeviceMesh | None = None
     sequence_dim: int | None = None  # of what is cut over these ranks between the modules; None: nothing is
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.sequence_dim = config.sequence_dim
+
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         # Not read from the mesh of the forward, which is set in torchtitan's training step alone: a call from elsewhere
         # would compute a rank's part and add nothing up.
@@ -74,17 +78,13 @@ class _Projections(Module):
 
 def _column(module: _Projections, x: Tensor, layers: list[Linear]) -> list[Tensor]:
     assert module.tp_mesh is not None
-    weights, biases = [_local(layer.weight) for layer in layers], [_local(layer.bias) for layer in layers]
+    weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
     return list(column_matmul(x, weights, biases, module.tp_mesh, module.sequence_dim))
 
 
 def _row(module: _Projections, x: Tensor, layer: Linear) -> Tensor:
     assert module.tp_mesh is not None
-    return row_matmul(x, _local(layer.weight), None, module.tp_mesh, module.sequence_dim)
-
-
-def _local(t: Any) -> Any:
-    return t.to_local() if isinstance(t, DTensor) else t
+    return row_matmul(x, local(layer.weight), None, module.tp_mesh, module.sequence_dim)
 
 
 class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
@@ -93,10 +93,6 @@ class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
     @dataclass(kw_only=True, slots=True)
     class Config(FusedQKVLinear.Config):
         sequence_dim: int | None
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.sequence_dim = config.sequence_dim
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.tp_mesh is None:
@@ -115,10 +111,6 @@ class GatherQKVLinear(_Projections, QKVLinear):
     class Config(QKVLinear.Config):
         sequence_dim: int | None
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.sequence_dim = config.sequence_dim
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.tp_mesh is None:
             return QKVLinear.forward(self, x)
@@ -134,10 +126,6 @@ class ScatterLinear(_Projections, Linear):
     class Config(Linear.Config):
         sequence_dim: int | None
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.sequence_dim = config.sequence_dim
-
     def forward(self, input: Tensor) -> Tensor:
         if self.tp_mesh is None:
             return Linear.forward(self, input)
@@ -151,10 +139,6 @@ class FusedFeedForward(_Projections, FeedForward):
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
         sequence_dim: int | None
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.sequence_dim = config.sequence_dim
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tp_mesh is None:
@@ -198,7 +182,7 @@ class RingAttention(Module):
         with spmd.no_typecheck():
             documents = None
             if attention_masks is not None:
-                documents = _documents_at(_local(attention_masks), self.cp_mesh, self.layout)
+                documents = _documents_at(local(attention_masks), self.cp_mesh, self.layout)
             how = {"causal": True, "scale": scale, "layout": self.layout}
             return _attend(q_BLNH, k_BLNH, v_BLNH, self.cp_mesh, documents, **how)
 

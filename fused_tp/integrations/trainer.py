@@ -155,9 +155,14 @@ class _ParallelTrainer:
             super().__init__(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        gather = self.accelerator, self.get_tp_size(), self.gather_function
-        self.gather_function = partial(_of_one_of_equal_ranks, *gather)  # Trainer sets its own again at the end
-        found = super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        trainer: Any = super()
+        own = self.gather_function
+        self.gather_function = partial(_of_one_of_equal_ranks, self.accelerator, self.get_tp_size(), own)
+        try:
+            found = trainer.evaluation_loop(*args, **kwargs)  # which sets its own again at the end
+        except BaseException:
+            self.gather_function = own
+            raise
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # else optimizers made now would have parameters that the next forward takes away
@@ -166,7 +171,8 @@ class _ParallelTrainer:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+        trainer: Any = super()
+        loss, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         if logits is not None and self._cuts_logits and "labels" in inputs:
             # Next to a loss they are a part: of this rank's tokens, or of the vocabulary.
             without = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
@@ -228,6 +234,11 @@ def _check_settings(settings: Any, parallelism: Parallelism) -> None:
         raise ValueError(
             "average_tokens_across_devices=False makes Trainer divide the number of targets by the ranks that share a "
             "batch, as if it had been summed over them; set it to True."
+        )
+    if settings.eval_use_gather_object:
+        raise ValueError(
+            "eval_use_gather_object=True gathers objects of all ranks, also of those that share a batch; set it to "
+            "False."
         )
     if settings.neftune_noise_alpha is not None and parallelism.shards_sequence:
         raise ValueError(

@@ -7,7 +7,6 @@ torch.nn.utils.clip_grad_norm_ takes DTensors of one mesh only, and of plain par
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -48,17 +47,23 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
 def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor:
     """The norm of the gradients of some parameters of `modules`."""
     dtensors = {key: dtensor for module in modules for key, dtensor in as_dtensors(module).items()}
-    squares: dict[tuple[ProcessGroup, ...], Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    # By the ranks that a gradient is cut over. Parameters without a gradient count, too: a rank may lack one that
+    # another has, and all have to come to the same sums in the same order.
+    squares: dict[tuple[ProcessGroup, ...], Tensor] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if grad is None:
+        if grad is None and not parameter.requires_grad:
             continue
-        cut = grad if isinstance(grad, DTensor) else dtensors.get(id(parameter))
-        own = grad.to_local() if isinstance(grad, DTensor) else grad
+        like = parameter if grad is None else grad
+        cut = like if isinstance(like, DTensor) else dtensors.get(id(parameter))
+        own = like.to_local() if isinstance(like, DTensor) else like
+        square = torch.zeros((), dtype=torch.float64, device=own.device)
+        if grad is not None:
+            wide = torch.promote_types(own.dtype, torch.float32)
+            square = torch.linalg.vector_norm(own, dtype=wide).double() ** 2
         over = () if cut is None else _groups(cut)
-        squares[over] = squares[over].to(own.device) + torch.linalg.vector_norm(own, dtype=torch.float32).double() ** 2
+        squares[over] = squares[over].to(own.device) + square if over in squares else square
     total = torch.zeros((), dtype=torch.float64)
-    # Ranks that share parameters come to the same groups in the same order: that of the parameters.
     for over, square in squares.items():
         for group in over:
             square = all_reduce(square, group=group)

@@ -108,12 +108,12 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
                 holder = self.get_submodule(owner)
                 parameter = holder._parameters[leaf]  # which may be a plain tensor by now
                 if isinstance(parameter, DTensor):
-                    placements = parameter.placements
+                    placement = parameter.placements[-1]
                 elif isinstance(parameter, nn.Parameter) and leaf in getattr(holder, CUTS, {}):
-                    placements = getattr(holder, CUTS)[leaf].placements
+                    placement = getattr(holder, CUTS)[leaf].placement
                 else:
                     continue
-                if summed and placements[-1].is_replicate():
+                if summed and placement.is_replicate():
                     own[name] = reduce_grad(parameter, self._grad_mesh)
                 elif isinstance(parameter, DTensor) or name in self._parts_dims:
                     own[name] = local(parameter)

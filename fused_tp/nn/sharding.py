@@ -167,7 +167,7 @@ class Cut(NamedTuple):
     """What a DTensor knows and a plain parameter of its part does not."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
+    placement: Placement
     shape: torch.Size
 
 
@@ -183,7 +183,7 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
         module: with layers of fused_tp.nn, or a model that `parallelize` has made, before it computes anything.
 
     Raises:
-        ValueError: a parameter that is cut over several dims of a mesh, as under FSDP2.
+        ValueError: a parameter over several dims of a mesh, as under FSDP2.
 
     Example:
         >>> mlp = plain_parameters_(ParallelMLP(512, 2048, mesh=mesh["tp"]))
@@ -192,9 +192,9 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
     """
     named = {id(p): (name, p) for name, p in module.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
     for name, parameter in named.values():
-        if sum(placement.is_shard() for placement in parameter.placements) > 1:
+        if parameter.device_mesh.ndim > 1:
             raise ValueError(
-                f"{name!r} is cut over several dims of a mesh ({parameter.placements}), which plain parameters are not "
+                f"{name!r} lies over several dims of a mesh ({parameter.placements}), which plain parameters are not "
                 "told of; make parameters plain before fully_shard, and deal experts out over tensor parallel ranks "
                 "only."
             )
@@ -204,15 +204,15 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
         for key, own in child._parameters.items():
             if isinstance(own, DTensor):
                 child._parameters[key] = made[id(own)]
-                vars(child).setdefault(CUTS, {})[key] = Cut(own.device_mesh, own.placements, own.shape)
+                vars(child).setdefault(CUTS, {})[key] = Cut(own.device_mesh, own.placements[0], own.shape)
     return module
 
 
 def _plain(parameter: DTensor) -> nn.Parameter:
     plain: Any = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
-    cut = next((placement for placement in parameter.placements if isinstance(placement, Shard)), None)
-    plain.tensor_model_parallel, plain.partition_stride = cut is not None, 1
-    plain.partition_dim = -1 if cut is None else cut.dim
+    (placement,) = parameter.placements
+    plain.partition_dim = placement.dim if isinstance(placement, Shard) else -1
+    plain.tensor_model_parallel, plain.partition_stride = isinstance(placement, Shard), 1
     made: nn.Parameter = plain
     return made
 
@@ -230,7 +230,7 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
             if parameter is None:
                 continue
             wanted = list(cut.shape)
-            for dim, _, length in _own_parts(cut.shape, cut.mesh, cut.placements[-1]):
+            for dim, _, length in _own_parts(cut.shape, cut.mesh, cut.placement):
                 wanted[dim] = length
             if list(parameter.shape) != wanted:
                 raise ValueError(
@@ -238,7 +238,7 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
                     "parameters must give them back before. Under ZeRO 3 call this inside `with "
                     "deepspeed.zero.GatheredParameters(list(model.parameters())):`."
                 )
-            made[id(parameter)] = as_dtensor(parameter.detach(), cut.mesh, cut.placements[-1], cut.shape)
+            made[id(parameter)] = as_dtensor(parameter.detach(), cut.mesh, cut.placement, cut.shape)
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,7 @@ def test_losses_and_norms_of_one_process() -> None:
     run_fresh(4, zero, cases)
 
 
-def more(group: dist.ProcessGroup) -> None:
+def more(group: dist.ProcessGroup, made: str) -> None:
     zero(
         group,
         [
@@ -133,13 +132,13 @@ def more(group: dist.ProcessGroup) -> None:
     a_step_that_overflows(group)
     memory(group)
     for stage in (1, 2, 3):
-        checkpoints(group, stage)
+        checkpoints(group, stage, made)
     autotp(group)
 
 
 @pytest.mark.full
-def test_more_of_zero_and_autotp() -> None:
-    run_fresh(4, more, timeout=300)
+def test_more_of_zero_and_autotp(tmp_path: Path) -> None:
+    run_fresh(4, more, str(tmp_path), timeout=300)
 
 
 def half(group: dist.ProcessGroup) -> None:
@@ -204,13 +203,11 @@ def memory(group: dist.ProcessGroup) -> None:
     assert "GatheredParameters" in shapes, shapes
 
 
-def checkpoints(group: dist.ProcessGroup, stage: int) -> None:
-    made: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
+def checkpoints(group: dist.ProcessGroup, stage: int, made: str) -> None:
     batches = [make_tokens(4, 16) for _ in range(4)]
     wanted = one_process("llama", batches)
     for layout in ("dp2_tp2", "cp2_tp2"):
-        folder = str(Path(made[0], layout))
+        folder = str(Path(made, str(stage), layout))
         engine, mpu = engine_of(layout, stage)
         assert_like([step(engine, tokens, mpu) for tokens in batches[:2]], wanted[:2], (layout, stage))
         engine.save_checkpoint(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,12 +26,10 @@ def load(folder: str, sizes: dict[str, int]) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32)
 
 
-def compare(group: dist.ProcessGroup, sizes: dict[str, int], families: list[str]) -> None:
+def compare(group: dist.ProcessGroup, sizes: dict[str, int], families: list[str], made: str) -> None:
     tokens = make_tokens(2, 16)
-    made: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(made)
     for family in families:
-        whole, folder = make(family), f"{made[0]}/{family}"
+        whole, folder = make(family), f"{made}/{family}"
         if dist.get_rank() == 0:
             whole.save_pretrained(folder)
         dist.barrier()
@@ -58,12 +56,12 @@ def compare(group: dist.ProcessGroup, sizes: dict[str, int], families: list[str]
         assert torch.equal(*texts), family
 
 
-def test_tensor_parallel() -> None:
-    for rank in fresh_ranks(2, compare, {"tp_size": 2}, ["llama", "deepseek_v3"]):
+def test_tensor_parallel(tmp_path: Path) -> None:
+    for rank in fresh_ranks(2, compare, {"tp_size": 2}, ["llama", "deepseek_v3"], str(tmp_path)):
         rank.unwrap()
 
 
 @pytest.mark.full
-def test_under_fsdp() -> None:
-    for rank in fresh_ranks(4, compare, {"tp_size": 2, "fsdp_size": 2}, ["gemma2", "qwen3_moe"]):
+def test_under_fsdp(tmp_path: Path) -> None:
+    for rank in fresh_ranks(4, compare, {"tp_size": 2, "fsdp_size": 2}, ["gemma2", "qwen3_moe"], str(tmp_path)):
         rank.unwrap()

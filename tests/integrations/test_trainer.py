@@ -169,7 +169,11 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
     errors.append(error_of(kind, model=fused_tp.parallelize(make("llama"), mesh, parameters="plain")))
     settings = {"output_dir": "unused", "use_cpu": True, "report_to": []}
     model = fused_tp.parallelize(make("llama"), mesh, sequence_parallel=True)
-    for wrong in ({"average_tokens_across_devices": False}, {"neftune_noise_alpha": 5.0}):
+    for wrong in (
+        {"average_tokens_across_devices": False},
+        {"neftune_noise_alpha": 5.0},
+        {"eval_use_gather_object": True},
+    ):
         errors.append(error_of(kind, model=model, args=transformers.TrainingArguments(**settings, **wrong)))
     return [str(error) for error in errors]
 
@@ -177,10 +181,11 @@ def refusals(group: dist.ProcessGroup) -> list[str]:
 @pytest.mark.full
 def test_what_trainer_would_get_wrong_is_refused() -> None:
     for rank in fresh_ranks(2, refusals):
-        first, second, third, plain, average, noise = rank.unwrap()
+        first, second, third, plain, average, noise, objects = rank.unwrap()
         assert "made with parameters='plain'" in plain
         assert "average_tokens_across_devices=False" in average
         assert "neftune_noise_alpha draws noise" in noise
+        assert "also of those that share a batch" in objects
         assert "is not parallel; call fused_tp.parallelize" in first
         assert "or model_init, is loaded whole" in second
         assert "2 groups of ranks with batches of their own" in third
