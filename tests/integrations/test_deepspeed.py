@@ -41,7 +41,7 @@ def prepare() -> None:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm_op"] = False
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def config(stage: int, batch: int, **more: Any) -> dict[str, Any]:
