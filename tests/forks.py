@@ -185,6 +185,10 @@ def _main() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
+    with contextlib.suppress(ImportError):  # an optional library, of which a rank may need half a second's worth
+        import transformers.models.llama.modeling_llama
+        import transformers.trainer_utils  # noqa: F401  # for the forks
+
     from tests.forks import _serve as serve  # under its own name
 
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
-"""examples.train_resilient, of which one rank kills itself in its first life:
+"""examples.train_resilient, of which a rank kills itself in each of its first lives:
 
-torchrun ... -m tests.integrations.killed RANK WHERE NUMBER ARGUMENTS-OF-THE-EXAMPLE
+torchrun ... -m tests.integrations.killed DEATHS ARGUMENTS-OF-THE-EXAMPLE
 
-WHERE is "step", before the optimizer takes the step of this number, or "save", while the save of this number (from 1)
-is being written.
+DEATHS is such as "1:step:6,0:save:2", for one life after the other: which rank, where, and the how-manieth time of that
+life. "step" is before the optimizer takes a step, "save" while a save is being written.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ def kill_at(owner: Any, method: str, number: int) -> None:
 
 
 if __name__ == "__main__":
-    rank, where, number, *arguments = sys.argv[1:]
-    if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        owner, method = {"step": (torch.optim.AdamW, "step"), "save": (FileSystemWriter, "write_data")}[where]
-        kill_at(owner, method, int(number))
+    deaths, *arguments = sys.argv[1:]
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    for rank, where, number in [death.split(":") for death in deaths.split(",")][life : life + 1]:
+        if os.environ["RANK"] == rank:
+            owner, method = {"step": (torch.optim.AdamW, "step"), "save": (FileSystemWriter, "write_data")}[where]
+            kill_at(owner, method, int(number))
     train_resilient.main(arguments)

@@ -105,7 +105,7 @@ TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate(
 
 @pytest.mark.parametrize(("world_size", "late_rank"), [(2, 1), (3, 0), (4, 2)])
 def test_every_op_at_every_size(world_size: int, late_rank: int) -> None:
-    asked = [(op, *one) for one in SHAPES for op in OPS]
+    asked = [(op, *one) for one in (SHAPES if world_size < 4 else SHAPES[1:3]) for op in OPS]
     interpreted_ranks(world_size, in_a_row, asked, -1, timeout=200)
     # Numbers of calls pass 32 bits.
     interpreted_ranks(world_size, in_a_row, TURNS, late_rank, 2**32 - 5, timeout=200)
