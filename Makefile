@@ -49,7 +49,7 @@ $(VENV)/installed-nccl: | $(VENV)/installed
 $(VENV)/installed-stacks: constraints.txt | $(VENV)/installed
 	$(PIP) "fused-tp[trl]"
 	$(PIP) --no-deps lightning lightning-utilities torchmetrics \
-		torchtitan spmd_types torchdata torch_checkpointing tyro docstring_parser typeguard
+		torchtitan spmd_types torchdata torch_checkpointing tyro docstring_parser typeguard tensorboard
 	touch $@
 
 demo: $(VENV)/installed $(VENV)/installed-demo

@@ -4,30 +4,68 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests import forks
 from tests.workers import REPOSITORY
 
 pytestmark = pytest.mark.full
+SECONDS = 180
 
 
 def run(name: str, ranks: int, *args: str, **env: str) -> str:
-    """What an example prints, run by torchrun."""
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return execute([*torchrun, "-m", f"examples.{name}", *args], **env)
+    """What an example prints under torchrun, of which the ranks have the variables, but not the start."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's, which its ranks join
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
+    with tempfile.TemporaryFile("w+") as log:
+        started = []
+        for rank in range(ranks):
+            own = environment(**env, RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
+            started.append(forks.fork(__name__, "example", [name, args], own, log.fileno()))
+        try:
+            codes = [process.wait(SECONDS) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        log.seek(0)
+        printed = log.read()
+    assert codes == [0] * ranks, printed
+    return printed
 
 
-def execute(command: list[str], **env: str) -> str:
+def example(name: str, args: Sequence[str]) -> None:
+    """In a process of its own."""
+    sys.argv = [name, *args]
+    if name == "deepspeed_zero":  # which would compile collectives of its own in C++, for half a minute
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    runpy.run_module(f"examples.{name}", run_name="__main__")
+
+
+def environment(**env: str) -> dict[str, str]:
     given = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_TP_")}
     given |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FUSED_TP_TIMEOUT": "60", **env}
     given["PYTHONPATH"] = str(REPOSITORY)
+    return given
+
+
+def execute(command: list[str], **env: str) -> str:
+    """What a Python module prints, on its own start."""
     command = [sys.executable, "-m", *command]
-    done = subprocess.run(command, env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        command, env=environment(**env), cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -39,7 +77,8 @@ def numbers(printed: str) -> list[float]:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_fused_kernel_interpreted_on_three_ranks() -> None:
-    printed = run("fused_kernel", 3, TRITON_INTERPRET="1")
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    printed = execute([*torchrun, "-m", "examples.fused_kernel"], TRITON_INTERPRET="1")
     assert "forward: fused_kernel over symmetric memory" in printed
     errors = re.findall(r"rank (\d): relative error of (\w+) ([\d.e+-]+)", printed)
     assert {(rank, name) for rank, name, _ in errors} == {(rank, name) for rank in "012" for name in ("y", "dx")}
@@ -75,6 +114,18 @@ def test_lightning_trains_alike_and_resumes_at_another_size(tmp_path: Path) -> N
     found = [re.search(r"^losses: (.*)$", text, re.M) for text in printed]
     losses = [[float(loss) for loss in one[1].split()] for one in found if one is not None]
     assert [len(of_run) for of_run in losses] == [3, 2] and losses[1][-1] < losses[0][0], printed
+
+
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed; pip install torchtitan")
+def test_torchtitans_trainer(tmp_path: Path) -> None:
+    sizes = ("--dp", "2", "--tp", "2", "--out", str(tmp_path))
+    ours, stock = (
+        sorted(
+            re.findall(r"step: +(\d+) +loss: +([\d.]+) +grad_norm: +([\d.]+)", run("torchtitan_llama", 4, *sizes, *how))
+        )
+        for how in ((), ("--stock",))
+    )
+    assert ours == stock and [step for step, *_ in ours] == [str(step) for step in range(1, 5) for _ in range(4)]
 
 
 @pytest.mark.skipif(find_spec("megatron") is None, reason="needs Megatron-Core")

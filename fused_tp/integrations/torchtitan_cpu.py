@@ -1,0 +1,75 @@
+"""torchtitan (0.3) on CPU ranks: what its Trainer asks of an accelerator, answered for a CPU."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.tools import utils
+
+
+def on_cpu() -> None:
+    """Lets torchtitan run on CPU ranks, over gloo. Call it before anything else of torchtitan is imported.
+
+    Without an accelerator torchtitan takes "cuda" for granted. Reductions of FSDP2 become sums, the only ones that
+    gloo has; torchtitan divides losses by the number of tokens itself.
+
+    Raises:
+        ValueError: other parts of torchtitan have been imported, with the device that they have found.
+
+    Example:
+        >>> from fused_tp.integrations.torchtitan_cpu import on_cpu
+        >>> on_cpu()
+        >>> from torchtitan.trainer import Trainer
+    """
+    if utils.device_type == "cpu":
+        return
+    early = [name for name, module in sys.modules.items() if _has_device(name, module)]
+    if early:
+        raise ValueError(f"{early[0]} was imported before on_cpu(), and has taken the device that torchtitan found.")
+    utils.device_type, utils.device_module = "cpu", _Cpu()
+    from torchtitan.distributed import fsdp
+
+    divide: Any = fsdp.disable_fsdp_gradient_division
+
+    def divide_by_nothing(model: torch.nn.Module) -> None:
+        divide(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    fsdp.disable_fsdp_gradient_division = divide_by_nothing
+
+
+def _has_device(name: str, module: Any) -> bool:
+    return name.startswith("torchtitan.") and module is not utils and "device_type" in vars(module)
+
+
+class _Cpu:
+    """As torch.cuda, for a process that is its own device."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+    def set_device(self, device: Any) -> None: ...
+    def synchronize(self, device: Any = None) -> None: ...
+    def empty_cache(self) -> None: ...
+    def reset_peak_memory_stats(self) -> None: ...
