@@ -145,7 +145,8 @@ class CheckpointManager:
         With `async_save` it returns when the state has been copied, and writes in the background.
 
         Raises:
-            ValueError: there is a complete checkpoint of this step; or optimizer state that cannot be cut.
+            ValueError: there is a complete checkpoint of this step or of a later one; or optimizer state that cannot be
+                cut.
             FusedTPError: the save before, or without `async_save` this one, could not be written.
         """
         self.wait()
@@ -153,6 +154,11 @@ class CheckpointManager:
         folder = self._folder_of(step)
         if (folder / COMPLETE).exists():
             raise ValueError(f"{folder} is complete already; save each step once.")
+        if step < (newest := max(self._steps(), default=-1)):
+            raise ValueError(
+                f"step={step} comes before step {newest}, which {self.folder} has; restore() goes on from that one. For "
+                "a run from the beginning give another folder."
+            )
         shapes = OriginalShapes(*self._modules)
         model = {name: _as_saved(value, shapes.named.get(name), shapes) for name, value in self._model_state().items()}
         state, rest = self._optimizer_state(shapes)

@@ -257,6 +257,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
     left = ["notes", "step-00000004", "step-00000005", "step-00000099", "step-later"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     assert "is complete already" in str(error_of(run.checkpoints.save, 5))
+    assert "comes before step 5" in str(error_of(run.checkpoints.save, 3))
     (tmp_path / "step-00000005" / "complete.pt").unlink()
     assert run.checkpoints.restore() == 4
     run.train(5, 5)  # over what was left
