@@ -156,8 +156,8 @@ class CheckpointManager:
             raise ValueError(f"{folder} is complete already; save each step once.")
         if step < (newest := max(self._steps(), default=-1)):
             raise ValueError(
-                f"step={step} comes before step {newest}, which {self.folder} has; restore() goes on from that one. For "
-                "a run from the beginning give another folder."
+                f"step={step} comes before step {newest}, which {self.folder} has; restore() goes on from that one. "
+                "For a run from the beginning give another folder."
             )
         shapes = OriginalShapes(*self._modules)
         model = {name: _as_saved(value, shapes.named.get(name), shapes) for name, value in self._model_state().items()}
