@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from fused_tp.integrations.model_check import is_parallelized
     from fused_tp.integrations.parallelize import parallelize
     from fused_tp.pipelining.pipeline import pipeline
+    from fused_tp.planning.build import build
+    from fused_tp.planning.config import ParallelConfig
     from fused_tp.training.batches import DistributedBatches
     from fused_tp.training.checkpoints import CheckpointManager
 
@@ -48,6 +50,8 @@ _LAZY = {
     "FusedColwiseParallel": "fused_tp.integrations.dtensor",
     "FusedRowwiseParallel": "fused_tp.integrations.dtensor",
     "FusedSequenceParallel": "fused_tp.integrations.dtensor",
+    "ParallelConfig": "fused_tp.planning.config",
+    "build": "fused_tp.planning.build",
     "fsdp_mesh": "fused_tp.integrations.mesh",
     "is_parallelized": "fused_tp.integrations.model_check",
     "make_mesh": "fused_tp.integrations.mesh",
@@ -86,6 +90,8 @@ __all__ = [
     "is_parallelized",
     "pipeline",
     "split_backward",
+    "ParallelConfig",
+    "build",
     "make_mesh",
     "fsdp_mesh",
     "no_sync",

@@ -60,7 +60,7 @@ def find_layers(model: nn.Module, container: str | None, example: Mapping[str, A
     Raises:
         ValueError: the model cannot be cut; says what stands in the way.
     """
-    name = _container_name(model, container)
+    name = container_name(model, container)
     layers = model.get_submodule(name)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise ValueError(f"layers={name!r} is a {type(layers).__name__}; name an nn.ModuleList of one or more layers.")
@@ -95,7 +95,7 @@ def _check_skeleton(model: nn.Module, layers: Layers, example: Mapping[str, Any]
         raise ValueError(f"{type(model).__name__} has one layer, which cannot be shared out over stages.")
 
 
-def _container_name(model: nn.Module, given: str | None) -> str:
+def container_name(model: nn.Module, given: str | None) -> str:
     kind = type(model).__name__
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     if given is not None:

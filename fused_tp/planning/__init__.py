@@ -1,0 +1,1 @@
+"""How a model is spread over ranks: written down, checked, built, and predicted."""

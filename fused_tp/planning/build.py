@@ -1,0 +1,126 @@
+"""`build(model, config)`: the parallel model of a `ParallelConfig`, by `parallelize`, `pipeline` and torch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils.checkpoint import checkpoint
+
+from fused_tp.integrations.hf import is_transformers_model
+from fused_tp.integrations.mesh import fsdp_mesh, make_mesh
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.plan import EXPERTS, Style, resolve_plan
+from fused_tp.pipelining.cut import container_name
+from fused_tp.pipelining.pipeline import Loss, Pipeline, pipeline
+from fused_tp.pipelining.schedules import SCHEDULES
+from fused_tp.planning.config import ParallelConfig
+
+
+def build(
+    model: nn.Module,
+    config: ParallelConfig,
+    mesh: DeviceMesh | None = None,
+    *,
+    plan: str | Mapping[str, Style] = "auto",
+    layers: str | None = None,
+    loss_fn: Loss | None = None,
+) -> nn.Module | Pipeline:
+    """`model` over the ranks of `config`: itself, changed in place, or with pp > 1 a `Pipeline`.
+
+    A collective call of all ranks. Gradients after backward are those of the mean of the losses of all data parallel
+    ranks. Give optimizers `parameters()` of what it returns.
+
+    Args:
+        model: a transformers causal language model, or any nn.Module that `parallelize` takes; the same on all ranks.
+        config: its sizes multiply to the number of ranks.
+        mesh: of `make_mesh(None, **config.mesh_sizes)`; None: it is made.
+        plan: see `parallelize`.
+        layers: name of the nn.ModuleList of layers, which pp, recompute and FSDP2 need; None: as `pipeline` finds it.
+        loss_fn: of a pipeline; see there.
+
+    Raises:
+        TypeError, ValueError: what does not fit, with the reason; see `parallelize` and `pipeline`.
+
+    Example:
+        >>> config = ParallelConfig(pp=2, dp_shard=2, tp=2, microbatches=4, recompute="full")
+        >>> parallel = build(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B"), config)
+        >>> loss = parallel.step({"input_ids": tokens, "labels": tokens})
+    """
+    if not isinstance(config, ParallelConfig):
+        raise TypeError(f"config must be a ParallelConfig, not {type(config).__name__}.")
+    mesh = make_mesh(**config.mesh_sizes) if mesh is None else mesh
+    for name, size in config.mesh_sizes.items():
+        if name not in (mesh.mesh_dim_names or ()) or mesh[name].size() != size:
+            raise ValueError(f"mesh is {mesh}, and config needs {name}={size}; use make_mesh(**config.mesh_sizes).")
+    needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
+    container = container_name(model, layers) if needs_layers else ""
+    if config.recompute == "full":
+        recompute_layers(model, container)
+    experts = _dealt_experts(model, plan) if config.ep > 1 and config.is_sharded else []
+    built: nn.Module | Pipeline = model
+    if config.pp > 1:
+        built = pipeline(
+            model,
+            mesh,
+            microbatches=config.microbatches,
+            schedule=config.schedule,
+            virtual_stages=None if SCHEDULES[config.schedule].stages else config.virtual_stages,
+            layers=container,
+            loss_fn=loss_fn,
+            plan=plan,
+            **config.inside,
+        )
+    elif max(config.cp, config.tp, config.ep) > 1:
+        parallelize(model, mesh, plan=plan, **config.inside)
+    if config.is_sharded:
+        # Freed between forward and backward, as ZeRO 3 does it; a pipeline would gather anew for each microbatch.
+        parts = [stage.model for stage in built.stages.values()] if isinstance(built, Pipeline) else [model]
+        for part in parts:
+            _shard(part, container, experts, mesh, reshard_after_forward=config.pp == 1)
+        if isinstance(built, Pipeline):
+            for stage in built.stages.values():
+                fully_shard(stage, mesh=fsdp_mesh(mesh), reshard_after_forward=False)
+    elif config.data_parallel == 1 and config.pp == 1 and mesh.device_type != "cpu":
+        model.to(mesh.device_type)
+    return built
+
+
+def recompute_layers(model: nn.Module, container: str) -> None:
+    """Makes each layer of `container` keep its input alone, and compute the rest again in backward."""
+    if is_transformers_model(model):
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    for layer in model.get_submodule(container).children():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _shard(
+    model: nn.Module, container: str, experts: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool
+) -> None:
+    how: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": _placement}
+    for name in experts:
+        fully_shard(model.get_submodule(name), mesh=mesh["dp_shard"], **how)
+    over = mesh["dp_shard", "ep"]._flatten("dp_ep") if experts else fsdp_mesh(mesh)
+    for layer in model.get_submodule(container).children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=over, **how)
+    fully_shard(model, mesh=over, **how)
+
+
+def _placement(parameter: nn.Parameter) -> Placement | None:
+    """Packed parameters [parts, out, in] have too few parts for many ranks: cut their rows."""
+    return Shard(1) if parameter.ndim == 3 and parameter.shape[0] <= 3 else None
+
+
+def _dealt_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
+    """Names of the modules of experts that ranks of "ep" have parts of."""
+    found = resolve_plan(model, plan)
+    return [name for name, style in found.modules.items() if style in EXPERTS]

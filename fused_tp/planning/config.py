@@ -1,0 +1,247 @@
+"""`ParallelConfig`: the sizes of each kind of parallelism, the schedule, recomputation; checked before anything starts.
+
+| field          | ranks along it                                            | what a rank has                    |
+|----------------|-----------------------------------------------------------|------------------------------------|
+| `pp`           | pipeline (Narayanan et al., arXiv:2104.04473)             | some of the layers                 |
+| `dp_replicate` | data parallel, copies of all                              | batches of its own                 |
+| `dp_shard`     | data parallel, parameters sharded (FSDP2, ZeRO)           | batches of its own                 |
+| `ep`           | data parallel, whole experts dealt out                    | batches of its own, some experts   |
+| `cp`           | context parallel (ring attention, arXiv:2310.01889)       | a part of each sequence            |
+| `tp`           | tensor parallel (Megatron-LM, arXiv:1909.08053)           | a part of each layer               |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fused_tp.ops.arguments import check_bool, check_int
+from fused_tp.pipelining.schedules import find_schedule
+from fused_tp.planning.model_shape import ModelShape
+from fused_tp.runtime.errors import listed
+
+SIZES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # as make_mesh has them, from outside to inside
+RECOMPUTE = ("none", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a model is spread over `world_size` ranks.
+
+    Attributes:
+        pp, dp_replicate, dp_shard, ep, cp, tp: ranks along each dim of the mesh; see the table above.
+        ulysses_size: of the `cp` ranks so many, one behind the other, share out heads (arXiv:2309.14509).
+        sequence_parallel: the `tp` ranks also cut what lies between layers (arXiv:2205.05198). None: where tp > 1.
+        loss_parallel: the `tp` ranks leave logits cut by vocabulary. None: where tp > 1.
+        schedule: of the pipeline; see `fused_tp.pipeline`.
+        virtual_stages: of a pipeline rank, for interleaved schedules; None: as the schedule has it.
+        microbatches: parts of equal size of a rank's batch: of a pipeline, or accumulated one after the other.
+        recompute: "full" keeps the input of each layer alone, and computes the rest again in backward (gradient
+            checkpointing, arXiv:1604.06174); "none" keeps all.
+
+    Raises:
+        TypeError, ValueError: a field that does not fit, or fields that do not go together.
+
+    Example:
+        >>> ParallelConfig(pp=2, dp_shard=2, tp=4, microbatches=8).world_size
+        16
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+    ulysses_size: int = 1
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    schedule: str = "1F1B"
+    virtual_stages: int | None = None
+    microbatches: int = 1
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in (*SIZES, "ulysses_size", "microbatches"):
+            check_int(name, getattr(self, name), 1)
+        for name in ("sequence_parallel", "loss_parallel"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, self.tp > 1)
+            check_bool(**{name: getattr(self, name)})
+            if getattr(self, name) and self.tp == 1:
+                raise ValueError(f"{name}=True cuts over tensor parallel ranks, and tp=1; leave it out.")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute={self.recompute!r}; it must be one of {', '.join(map(repr, RECOMPUTE))}.")
+        if self.cp % self.ulysses_size:
+            raise ValueError(f"ulysses_size={self.ulysses_size} does not divide cp={self.cp}.")
+        if self.pp > 1:
+            kind, stages = find_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
+            object.__setattr__(self, "schedule", kind.name)
+            object.__setattr__(self, "virtual_stages", stages)
+            if self.ep > 1:
+                raise ValueError(
+                    f"ep={self.ep} with pp={self.pp}: a pipeline deals experts out over its tp or cp ranks only."
+                )
+        elif self.virtual_stages is not None:
+            raise ValueError(f"virtual_stages={self.virtual_stages} is of a pipeline, and pp=1; leave it out.")
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return prod(getattr(self, name) for name in SIZES)
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks with batches of their own."""
+        return self.dp_replicate * self.dp_shard * self.ep
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Keywords of `make_mesh`: all dims, those of one rank too, but `ep` only where it is used."""
+        return {name: getattr(self, name) for name in SIZES if name != "ep" or self.ep > 1}
+
+    def at_world_size(self, ranks: int) -> ParallelConfig:
+        """The same with as many `dp_shard` ranks as `ranks` leave.
+
+        Raises:
+            ValueError: they leave no whole number.
+        """
+        rest = self.world_size // self.dp_shard
+        if ranks % rest:
+            raise ValueError(
+                f"{ranks} ranks are no multiple of {rest}, which {self.shown(without='dp_shard')} needs; "
+                f"{ranks - ranks % rest or rest} would fit."
+            )
+        return replace(self, dp_shard=ranks // rest)
+
+    def shown(self, without: str = "") -> str:
+        """Such as "pp2 x tp4"; "one rank" where nothing is cut."""
+        sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1 and name != without]
+        return " x ".join(sizes) or "one rank"
+
+    # -- files and the words of others --------------------------------------------------------------------------------
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> ParallelConfig:
+        """Of its own fields, by name, or those of Megatron-Core and ms-swift, accelerate, torchtitan or DeepSpeed.
+
+        Words of one of these make the whole; `fused_tp.planning.dialects` has the tables. Where a size follows from
+        the number of ranks in theirs (Megatron's data parallel size), that of `world_size`, a key that all of them may
+        have, counts, or else one rank of the others.
+
+        Raises:
+            ValueError: an unknown key, by name, or words of two libraries at once.
+
+        Example:
+            >>> ParallelConfig.from_dict({"tensor_model_parallel_size": 2, "context_parallel_size": 2}).shown()
+            'cp2 x tp2'
+        """
+        from fused_tp.planning.dialects import translated
+
+        return cls(**translated(given))
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ParallelConfig:
+        """Of a YAML or JSON file that holds what `from_dict` takes.
+
+        Raises:
+            ValueError: it holds no mapping, or one that does not fit.
+        """
+        return cls.from_dict(read_mapping(Path(path)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, as `from_dict` takes it back."""
+        default = ParallelConfig()
+        found = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
+        if self.sequence_parallel == self.loss_parallel == (self.tp > 1):
+            found = {name: value for name, value in found.items() if not name.endswith("_parallel")}
+        if self.pp > 1 and find_schedule(self.schedule, self.pp, self.microbatches, None)[1] == self.virtual_stages:
+            found.pop("virtual_stages", None)
+        return found
+
+    # -- a model ------------------------------------------------------------------------------------------------------
+
+    def check(self, shape: ModelShape, *, seq: int | None = None, global_batch: int | None = None) -> None:
+        """Raises ValueError where a model of this shape cannot be cut so; says which sizes would fit.
+
+        `parallelize` and `pipeline` have the last word; what they refuse for sizes is refused here, before any rank
+        has started.
+
+        Args:
+            seq: tokens of a row.
+            global_batch: rows of all ranks together.
+        """
+        wrong = []
+        for what, count in (("attention heads", shape.heads), ("key/value heads", shape.kv_heads)):
+            if what == "key/value heads" and shape.latent_attention:
+                continue
+            if count % self.tp:
+                wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(shape.kv_heads)} do")
+        if shape.heads // self.tp % self.ulysses_size or shape.kv_heads // self.tp % self.ulysses_size:
+            wrong.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
+        if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
+            has = f"{shape.experts} experts; {_divisors(shape.experts)} do" if shape.experts else "no experts"
+            wrong.append(f"ep={self.ep} does not divide its {has}")
+        stages = self.pp * (self.virtual_stages or 1)
+        if stages > shape.layers:
+            wrong.append(f"pp={self.pp} makes {stages} stages of its {shape.layers} layers")
+        if seq is not None and self.cp > 1 and self.pp > 1 and seq % (2 * self.cp):
+            wrong.append(f"seq={seq} is no multiple of {2 * self.cp}, as cp={self.cp} in a pipeline needs")
+        if global_batch is not None and global_batch % (self.data_parallel * self.microbatches):
+            wrong.append(
+                f"a global batch of {global_batch} rows does not go into {self.microbatches} microbatches on each of "
+                f"{self.data_parallel} data parallel ranks"
+            )
+        if wrong:
+            raise ValueError(f"{shape.name} cannot run at {self.shown()}: {listed(wrong)}.")
+
+    @property
+    def inside(self) -> dict[str, Any]:
+        """Keywords of `parallelize` and of `pipeline`."""
+        found = {name: getattr(self, name) for name in ("sequence_parallel", "loss_parallel", "ulysses_size")}
+        # FSDP2 takes the mean over context parallel ranks, too.
+        return found | {"grad_sync": not self.is_sharded, "ep_dim": "ep" if self.ep > 1 else None}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 averages gradients."""
+        return self.dp_replicate * self.dp_shard > 1
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """What a YAML or JSON file holds.
+
+    Raises:
+        ValueError: it cannot be read, or holds no mapping.
+    """
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            found = json.loads(text)
+        else:
+            import yaml
+
+            found = yaml.safe_load(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except Exception as error:  # yaml.YAMLError, of a library that may be missing
+        if type(error).__module__.startswith("yaml"):
+            raise ValueError(f"{path} is no YAML: {error}") from error
+        raise
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}; it needs a mapping from names to values.")
+    return found
+
+
+def field_names() -> tuple[str, ...]:
+    return tuple(one.name for one in fields(ParallelConfig))
+
+
+def _divisors(count: int) -> str:
+    return listed([str(n) for n in range(1, min(count, 64) + 1) if count % n == 0])

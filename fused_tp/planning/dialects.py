@@ -1,0 +1,304 @@
+"""The words of other libraries for what `ParallelConfig` holds: one table for each, read in both directions.
+
+| library       | from                                                                                            |
+|---------------|-------------------------------------------------------------------------------------------------|
+| Megatron-Core | `ModelParallelConfig`, `TransformerConfig` and arguments of its training script; ms-swift       |
+| accelerate    | `ParallelismConfig`                                                                             |
+| torchtitan    | `ParallelismConfig`                                                                             |
+| DeepSpeed     | its JSON configuration                                                                          |
+
+A word of theirs that means nothing for sizes (a learning rate) is refused as unknown: pass the part that is about
+parallelism.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fused_tp.planning.config import ParallelConfig
+
+WORLD_SIZE = "world_size"  # a key of all
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Of one library.
+
+    Attributes:
+        words: its key -> the field that has the same value.
+        others: further keys that `read` takes.
+        read: fields of these others, given all of its keys and the fields that `words` gave.
+        write: what it calls a config.
+    """
+
+    name: str
+    words: Mapping[str, str]
+    others: tuple[str, ...]
+    read: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]]
+    write: Callable[[ParallelConfig], dict[str, Any]]
+
+
+def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ParallelConfig of a mapping in its own words or in those of one library.
+
+    Raises:
+        ValueError: a key that none of them has, by name, with the nearest one that exists; keys of two libraries.
+    """
+    from fused_tp.planning.config import field_names
+
+    own = field_names()
+    keys = [key for key in given if key != WORLD_SIZE]
+    if all(key in own for key in keys):
+        found = {key: given[key] for key in keys}
+    else:
+        dialect = _dialect_of(keys, own)
+        found = {dialect.words[key]: value for key, value in given.items() if key in dialect.words}
+        found = {field: value for field, value in found.items() if value is not None}
+        found |= dialect.read(given, found)
+    return _filled(found, given.get(WORLD_SIZE))
+
+
+def _dialect_of(keys: list[str], own: tuple[str, ...]) -> Dialect:
+    for dialect in DIALECTS.values():
+        if all(key in dialect.words or key in dialect.others for key in keys):
+            return dialect
+    homes = {key: [d.name for d in DIALECTS.values() if key in d.words or key in d.others] for key in keys}
+    for key in keys:
+        if key in own:
+            homes[key].append("ParallelConfig")
+    for key, names in homes.items():
+        if not names:
+            known = [*own, *(word for d in DIALECTS.values() for word in (*d.words, *d.others))]
+            near = difflib.get_close_matches(key, known, 1)
+            raise ValueError(
+                f"{key!r} is no key of ParallelConfig, nor of {', '.join(DIALECTS)}."
+                + (f" Did you mean {near[0]!r}?" if near else "")
+            )
+    a, b = keys[0], next(key for key in keys if not set(homes[key]) & set(homes[keys[0]]))
+    raise ValueError(f"{a!r} is a key of {homes[a][0]} and {b!r} one of {homes[b][0]}; give all in the words of one.")
+
+
+def _filled(found: dict[str, Any], world_size: int | None) -> dict[str, Any]:
+    """With data parallel ranks for a number of ranks in all."""
+    from fused_tp.planning.config import ParallelConfig
+
+    if world_size is None:
+        return found
+    config = ParallelConfig(**found)
+    if "dp_shard" in found or "dp_replicate" in found:
+        if config.world_size != world_size:
+            raise ValueError(f"{config.shown()} needs {config.world_size} ranks, and world_size={world_size}.")
+        return found
+    return found | {"dp_shard": config.at_world_size(world_size).dp_shard}
+
+
+# -- Megatron-Core, ms-swift ------------------------------------------------------------------------------------------
+
+_MEGATRON = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "virtual_stages",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "sequence_parallel": "sequence_parallel",
+}
+_MEGATRON_OTHERS = (
+    "micro_batch_size",
+    "global_batch_size",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "use_distributed_optimizer",
+    "data_parallel_size",
+)
+
+
+def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if found.get("pp", 1) > 1 and (found.get("virtual_stages") or 1) > 1:
+        fields["schedule"] = "Interleaved1F1B"
+    elif found.pop("virtual_stages", None) is not None and found.get("pp", 1) == 1:
+        raise ValueError("virtual_pipeline_model_parallel_size is given, and pipeline_model_parallel_size is 1.")
+    granularity = given.get("recompute_granularity")
+    if granularity == "selective":
+        # What it computes again, attention scores, no kernel here keeps.
+        fields["recompute"] = "none"
+    elif granularity not in (None, "full"):
+        raise ValueError(f"recompute_granularity={granularity!r}; it must be 'full', 'selective' or None.")
+    elif granularity == "full":
+        if given.get("recompute_method", "uniform") != "uniform" or given.get("recompute_num_layers", 1) != 1:
+            raise ValueError(
+                "recompute_method and recompute_num_layers other than 'uniform' and 1 are not served: recompute='full' "
+                "keeps the input of each layer."
+            )
+        fields["recompute"] = "full"
+    ep = found.get("ep", 1)
+    world = given.get(WORLD_SIZE)
+    inside = found.get("tp", 1) * found.get("pp", 1) * found.get("cp", 1)
+    dp = given.get("data_parallel_size") or (world // inside if world and world % inside == 0 else ep)
+    if dp % ep:
+        raise ValueError(f"expert_model_parallel_size={ep} does not divide the {dp} data parallel ranks.")
+    # Megatron's optimizer keeps parameters whole and shards its state; FSDP2 shards both.
+    dp_field = "dp_shard" if given.get("use_distributed_optimizer", True) else "dp_replicate"
+    fields[dp_field] = dp // ep
+    if ("micro_batch_size" in given) != ("global_batch_size" in given):
+        raise ValueError("micro_batch_size and global_batch_size are to be given together: microbatches follow.")
+    if "micro_batch_size" in given:
+        rows = given["micro_batch_size"] * dp
+        if given["global_batch_size"] % rows:
+            raise ValueError(
+                f"global_batch_size={given['global_batch_size']} is no multiple of micro_batch_size="
+                f"{given['micro_batch_size']} on {dp} data parallel ranks."
+            )
+        fields["microbatches"] = given["global_batch_size"] // rows
+    return fields
+
+
+def _write_megatron(config: ParallelConfig) -> dict[str, Any]:
+    _refuse(config, "Megatron-Core", ulysses_size=1)
+    if config.pp > 1 and config.schedule not in ("1F1B", "Interleaved1F1B"):
+        raise ValueError(f"schedule={config.schedule!r} is not one of Megatron-Core's; it has 1F1B and interleaved.")
+    written: dict[str, Any] = {key: getattr(config, field) for key, field in _MEGATRON.items()}
+    if config.schedule != "Interleaved1F1B" or config.pp == 1:
+        written["virtual_pipeline_model_parallel_size"] = None
+    if config.recompute == "full":
+        written |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if config.data_parallel > config.ep:
+        written["use_distributed_optimizer"] = config.dp_shard > 1
+    return written
+
+
+# -- accelerate -------------------------------------------------------------------------------------------------------
+
+_ACCELERATE = {
+    "dp_replicate_size": "dp_replicate",
+    "dp_shard_size": "dp_shard",
+    "tp_size": "tp",
+    "cp_size": "cp",
+}
+
+
+def _read_accelerate(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    size = given.get("sp_size") or 1
+    if size == 1:
+        return {}
+    if found.get("cp", 1) > 1:
+        raise ValueError(f"sp_size={size} and cp_size={found['cp']}: accelerate has one of them at a time.")
+    return {"cp": size, "ulysses_size": size}  # which shares out heads over ranks with parts of the sequence
+
+
+def _write_accelerate(config: ParallelConfig) -> dict[str, Any]:
+    _refuse(config, "accelerate's ParallelismConfig", pp=1, ep=1)
+    written = {key: getattr(config, field) for key, field in _ACCELERATE.items()}
+    if config.ulysses_size > 1:
+        _refuse(config, "accelerate's ParallelismConfig", ulysses_size=config.cp)
+        written |= {"cp_size": 1, "sp_size": config.cp}
+    return written
+
+
+# -- torchtitan -------------------------------------------------------------------------------------------------------
+
+_TORCHTITAN = {
+    "pipeline_parallel_degree": "pp",
+    "data_parallel_replicate_degree": "dp_replicate",
+    "tensor_parallel_degree": "tp",
+    "context_parallel_degree": "cp",
+    "expert_parallel_degree": "ep",
+    "pipeline_parallel_schedule": "schedule",
+    "enable_sequence_parallel": "sequence_parallel",
+}
+_TORCHTITAN_OTHERS = ("data_parallel_shard_degree", "local_batch_size", "pipeline_parallel_microbatch_size")
+
+
+def _read_torchtitan(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if found.get("tp", 1) == 1:
+        found.pop("sequence_parallel", None)
+    if found.get("pp", 1) == 1:
+        found.pop("schedule", None)
+    shard, ep = given.get("data_parallel_shard_degree", -1), found.get("ep", 1)
+    if shard != -1:
+        if shard % ep:
+            raise ValueError(f"expert_parallel_degree={ep} does not divide data_parallel_shard_degree={shard}.")
+        fields["dp_shard"] = shard // ep  # of which theirs contains the expert parallel ranks
+    rows, size = given.get("local_batch_size"), given.get("pipeline_parallel_microbatch_size", 1)
+    if rows is not None and found.get("pp", 1) > 1:
+        if rows % size:
+            raise ValueError(f"pipeline_parallel_microbatch_size={size} does not divide local_batch_size={rows}.")
+        fields["microbatches"] = rows // size
+    return fields
+
+
+def _write_torchtitan(config: ParallelConfig) -> dict[str, Any]:
+    _refuse(config, "torchtitan", ulysses_size=1)
+    written = {key: getattr(config, field) for key, field in _TORCHTITAN.items()}
+    return written | {"data_parallel_shard_degree": config.dp_shard * config.ep}
+
+
+# -- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+_DEEPSPEED = {"sequence_parallel_size": "cp", "gradient_accumulation_steps": "microbatches"}
+_DEEPSPEED_OTHERS = ("tensor_parallel", "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+
+
+def _read_deepspeed(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if tp := dict(given.get("tensor_parallel") or {}).get("autotp_size"):
+        fields["tp"] = tp
+    if found.get("cp", 1) > 1:
+        fields["ulysses_size"] = found["cp"]  # its sequence parallelism is that
+    stage = dict(given.get("zero_optimization") or {}).get("stage", 0)
+    world = given.get(WORLD_SIZE)
+    inside = fields.get("tp", 1) * found.get("cp", 1)
+    rows, micro = given.get("train_batch_size"), given.get("train_micro_batch_size_per_gpu")
+    steps = found.get("microbatches", 1)
+    dp = 1
+    if world:
+        if world % inside:
+            raise ValueError(f"world_size={world} is no multiple of the {inside} ranks that share a batch.")
+        dp = world // inside
+    elif rows and micro:
+        if rows % (micro * steps):
+            raise ValueError(
+                f"train_batch_size={rows} is no multiple of train_micro_batch_size_per_gpu={micro} x "
+                f"gradient_accumulation_steps={steps}."
+            )
+        dp = rows // (micro * steps)
+    fields["dp_shard" if stage == 3 else "dp_replicate"] = dp
+    return fields
+
+
+def _write_deepspeed(config: ParallelConfig) -> dict[str, Any]:
+    _refuse(config, "a DeepSpeed configuration", pp=1, ep=1)
+    if config.cp > 1:
+        _refuse(config, "a DeepSpeed configuration", ulysses_size=config.cp)
+    if config.dp_shard > 1 and config.dp_replicate > 1:
+        raise ValueError("dp_replicate and dp_shard are both above 1, and ZeRO shards over all data parallel ranks.")
+    written: dict[str, Any] = {"zero_optimization": {"stage": 3 if config.dp_shard > 1 else 0}}
+    written["gradient_accumulation_steps"] = config.microbatches
+    if config.tp > 1:
+        written["tensor_parallel"] = {"autotp_size": config.tp}
+    if config.cp > 1:
+        written["sequence_parallel_size"] = config.cp
+    return written
+
+
+def _refuse(config: ParallelConfig, library: str, **wanted: int) -> None:
+    for field, value in wanted.items():
+        if getattr(config, field) != value:
+            raise ValueError(f"{field}={getattr(config, field)} has no word in {library}; it would need {value}.")
+
+
+DIALECTS = {
+    one.name: one
+    for one in (
+        Dialect("megatron", _MEGATRON, _MEGATRON_OTHERS, _read_megatron, _write_megatron),
+        Dialect("accelerate", _ACCELERATE, ("sp_size",), _read_accelerate, _write_accelerate),
+        Dialect("torchtitan", _TORCHTITAN, _TORCHTITAN_OTHERS, _read_torchtitan, _write_torchtitan),
+        Dialect("deepspeed", _DEEPSPEED, _DEEPSPEED_OTHERS, _read_deepspeed, _write_deepspeed),
+    )
+}

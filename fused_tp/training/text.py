@@ -1,0 +1,132 @@
+"""Text as rows of equally many tokens: documents one after the other, none of which sees another.
+
+documents   | A A A A A | B B | C C C C C C ...
+rows of 6   | A A A A A B | B C C C C C | C ...
+position_ids| 0 1 2 3 4 0 | 1 0 1 2 3 4 | 5 ...       a row that begins inside of a document counts on
+labels      | . A A A A . | B . C C C C | C ...       no token is the target of the document before (-100)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+IGNORED = -100  # label of a token that is no target, as everywhere in transformers
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
+
+
+class Bytes:
+    """The tokenizer of 256 tokens: UTF-8, byte by byte."""
+
+    name = "bytes"
+    vocab_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class PackedText(Dataset[dict[str, Tensor]]):
+    """Rows {input_ids, position_ids, labels} of `seq` tokens each, of documents one after the other.
+
+    The last tokens, fewer than a row, are left out. `DistributedBatches` shuffles rows.
+
+    Args:
+        tokens: int [tokens] of all documents, in memory or memory-mapped.
+        starts: int [documents], where each begins, ascending, the first 0.
+        seq: tokens of a row.
+
+    Raises:
+        ValueError: fewer tokens than a row has.
+
+    Example:
+        >>> rows = PackedText(np.arange(7), np.array([0, 5]), 6)
+        >>> rows[0]["position_ids"].tolist(), rows[0]["labels"].tolist()
+        ([0, 1, 2, 3, 4, 0], [-100, 1, 2, 3, 4, -100])
+    """
+
+    def __init__(self, tokens: np.ndarray[Any, Any], starts: np.ndarray[Any, Any], seq: int) -> None:
+        if len(tokens) < seq:
+            raise ValueError(f"The text has {len(tokens)} tokens, fewer than a row of seq={seq}; give more text.")
+        self.tokens, self.starts, self.seq = tokens, starts, seq
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.seq
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        first = index * self.seq
+        places = np.arange(first, first + self.seq)
+        # Positions stay below `seq`: what came before the row is not seen, and rotations see differences only.
+        begins = self.starts[np.searchsorted(self.starts, places, side="right") - 1]
+        tokens = torch.from_numpy(np.array(self.tokens[first : first + self.seq], dtype=np.int64))
+        labels = torch.where(torch.from_numpy(begins == places), IGNORED, tokens)
+        return {
+            "input_ids": tokens,
+            "position_ids": torch.from_numpy(places - np.maximum(begins, first)),
+            "labels": labels,
+        }
+
+
+def load_text(path: Path, tokenizer: Any, seq: int) -> PackedText:
+    """The documents of `path`, tokenized, as rows.
+
+    Args:
+        path: a text file (a document), a folder of such and of .jsonl files (a document is the "text" of a line), a
+            folder that `datasets` has saved (column "text", or "input_ids" of tokens), or an .npy file of tokens, which
+            is memory-mapped and one document.
+        tokenizer: of transformers, or Bytes().
+
+    Raises:
+        ValueError: there is no text, or not enough for a row.
+    """
+    if path.suffix == ".npy":
+        tokens = np.load(path, mmap_mode="r")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"{path} holds {tokens.dtype} {tokens.shape}; it needs integers [tokens].")
+        return PackedText(tokens, np.zeros(1, np.int64), seq)
+    parts, lengths = [], []
+    for document in _documents(path):
+        ids = tokenizer.encode(document) if isinstance(document, str) else document
+        if len(ids):
+            parts.append(np.asarray(ids, np.int32))
+            lengths.append(len(ids))
+    if not parts:
+        raise ValueError(f"{path} has no text; give a file, or a folder of {', '.join(TEXT_SUFFIXES)} files.")
+    starts = np.cumsum([0, *lengths[:-1]])
+    return PackedText(np.concatenate(parts), starts, seq)
+
+
+def _documents(path: Path) -> Iterator[str | list[int]]:
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        from datasets import DatasetDict, load_from_disk
+
+        found = load_from_disk(str(path))
+        table = found["train"] if isinstance(found, DatasetDict) else found
+        column = "input_ids" if "input_ids" in table.column_names else "text"
+        if column not in table.column_names:
+            raise ValueError(
+                f"The dataset {path} has the columns {table.column_names}; it needs 'text' or 'input_ids'."
+            )
+        yield from table[column]
+        return
+    if not path.exists():
+        raise ValueError(f"{path} does not exist.")
+    files: Iterable[Path] = [path] if path.is_file() else sorted(path.rglob("*"))
+    for file in files:
+        if file.suffix == ".jsonl":
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                try:
+                    yield str(json.loads(line)["text"])
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f'Line {number} of {file} is no JSON object with a "text".') from error
+        elif file.is_file() and (path.is_file() or file.suffix in TEXT_SUFFIXES):
+            yield file.read_text(errors="replace")
