@@ -295,10 +295,7 @@ class Stage(nn.Module):
         self.common: dict[str, Any] = {}  # what all microbatches of the batch that runs are given
         self.microbatches = 1
         self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None  # that is sent and received
-        self.takes_count = _COUNT in inspect.signature(model.forward).parameters
-        # transformers' own losses take it among other keywords; models that compute theirs otherwise would ignore it.
-        others = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
-        self.takes_count |= is_hf and others and forward_mentions(model, "loss_function", unknown=False)
+        self.takes_count = takes_target_count(model, is_hf=is_hf)
 
     @property
     def is_last(self) -> bool:
@@ -338,6 +335,14 @@ class Stage(nn.Module):
             )
         # torch detaches it in place, which no view can be.
         return sent.clone() if sent._is_view() else sent.contiguous()
+
+
+def takes_target_count(model: nn.Module, *, is_hf: bool) -> bool:
+    """Whether the model divides its loss by `num_items_in_batch`, where it is given."""
+    parameters = inspect.signature(model.forward).parameters
+    # transformers' own losses take it among other keywords; models that compute theirs otherwise would ignore it.
+    others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return _COUNT in parameters or (is_hf and others and forward_mentions(model, "loss_function", unknown=False))
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:

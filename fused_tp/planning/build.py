@@ -55,7 +55,8 @@ def build(
     """
     if not isinstance(config, ParallelConfig):
         raise TypeError(f"config must be a ParallelConfig, not {type(config).__name__}.")
-    mesh = make_mesh(**config.mesh_sizes) if mesh is None else mesh
+    sizes: Any = config.mesh_sizes
+    mesh = make_mesh(**sizes) if mesh is None else mesh
     for name, size in config.mesh_sizes.items():
         if name not in (mesh.mesh_dim_names or ()) or mesh[name].size() != size:
             raise ValueError(f"mesh is {mesh}, and config needs {name}={size}; use make_mesh(**config.mesh_sizes).")

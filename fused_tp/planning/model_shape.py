@@ -82,3 +82,40 @@ class ModelShape:
             dense_intermediate=wide if experts else 0,
             latent_attention=latent,
         )
+
+    # -- what follows from the sizes ----------------------------------------------------------------------------------
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of a layer's matrices, with all experts."""
+        return self._attention + self._mlp(self.intermediate) * (self.experts or 1) + self._shared
+
+    @property
+    def parameters(self) -> int:
+        """Of all matrices; norms and biases are left out."""
+        dense = self.dense_layers * (self._attention + self._mlp(self.dense_intermediate))
+        layers = (self.layers - self.dense_layers) * self.layer_parameters
+        return dense + layers + (1 if self.tied else 2) * self.vocab * self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Of the matrices that a token is multiplied with: of experts its own, of the embedding none."""
+        own = self._attention + self._mlp(self.intermediate) * (self.experts_per_token or 1) + self._shared
+        dense = self.dense_layers * (self._attention + self._mlp(self.dense_intermediate))
+        return dense + (self.layers - self.dense_layers) * own + self.vocab * self.hidden
+
+    def forward_flops(self, seq: int) -> float:
+        """Floating point operations for a token of `seq`, attention not halved for causality, as published MFU counts
+        (Narayanan et al., arXiv:2104.04473, equation 3)."""
+        return 2 * self.active_parameters + 4 * self.layers * seq * self.heads * self.head_dim
+
+    @property
+    def _attention(self) -> int:
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    def _mlp(self, intermediate: int) -> int:
+        return (3 if self.gated else 2) * self.hidden * intermediate
+
+    @property
+    def _shared(self) -> int:
+        return self._mlp(self.shared_intermediate) + self.experts * self.hidden

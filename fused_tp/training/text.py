@@ -69,6 +69,7 @@ class PackedText(Dataset[dict[str, Tensor]]):
         begins = self.starts[np.searchsorted(self.starts, places, side="right") - 1]
         tokens = torch.from_numpy(np.array(self.tokens[first : first + self.seq], dtype=np.int64))
         labels = torch.where(torch.from_numpy(begins == places), IGNORED, tokens)
+        labels[0] = IGNORED  # rows may be put one behind the other
         return {
             "input_ids": tokens,
             "position_ids": torch.from_numpy(places - np.maximum(begins, first)),

@@ -1,0 +1,83 @@
+"""`fused-tp train`: pretrains or finetunes a transformers causal language model on text, over any ranks.
+
+Under torchrun, or `fused-tp launch`, a process is a rank. Without, it starts the ranks of its configuration on this
+machine by torchrun, which starts them again when one dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+from fused_tp.runtime.settings import timeout_seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, help="YAML or JSON file; its keys: fused_tp.training.settings")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, such as parallel.tp=4"
+    )
+    parser.add_argument("--max-restarts", type=int, default=0, help="how often ranks are started again after a failure")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0: trained; 1: a rank failed; 2: settings that do not fit."""
+    try:
+        from fused_tp.training.settings import TrainSettings
+
+        settings = TrainSettings.from_file(arguments.config, arguments.set)
+        if "RANK" not in os.environ:
+            ranks = settings.least_ranks()
+            if ranks > 1:
+                return _start(ranks, arguments)
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        return run_rank(settings)
+    except ValueError as error:
+        print(f"fused-tp train: {error}", file=sys.stderr)
+        return 2
+
+
+def _start(ranks: int, arguments: argparse.Namespace) -> int:
+    """Starts so many ranks here, which run this command."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", str(arguments.max_restarts), "-m", "fused_tp.cli.main", "train"]
+    command += [str(arguments.config), *(word for change in arguments.set for word in ("--set", change))]
+    # The agent's own store outlives its ranks, which would then meet what those before them have left.
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"} | os.environ
+    code = subprocess.run(command, env=env, check=False).returncode
+    return 0 if code == 0 else 1
+
+
+def run_rank(settings: object) -> int:
+    """Trains as one of the ranks whose variables torchrun has set."""
+    import torch
+    import torch.distributed as dist
+
+    from fused_tp.training.log import RunLog
+    from fused_tp.training.run import TrainingRun
+    from fused_tp.training.settings import TrainSettings
+
+    assert isinstance(settings, TrainSettings)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds()))
+    try:
+        with TrainingRun(settings) as run:
+            log = RunLog(run, writes=dist.get_rank() == 0)
+            log.start()
+            for step in run.steps():
+                log.step(step)
+                last = step.number == settings.steps
+                if last or (settings.evaluate_every and step.number % settings.evaluate_every == 0):
+                    log.evaluation(step.number, run.evaluate(), run.sample())
+            log.close()
+    finally:
+        dist.destroy_process_group()
+    return 0

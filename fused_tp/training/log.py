@@ -1,0 +1,137 @@
+"""What a training run says: a line for each step, train.jsonl, tensorboard's events, and report.png at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fused_tp.training.run import Step, TrainingRun
+
+
+class RunLog:
+    """The log of a run on rank 0; on other ranks it says nothing.
+
+    train.jsonl goes on where a run was interrupted: the last line of a step counts.
+
+    Args:
+        run: whose settings say where to.
+        writes: this is rank 0.
+    """
+
+    def __init__(self, run: TrainingRun, *, writes: bool) -> None:
+        self._run, self._writes = run, writes
+        self._settings = run.settings
+        self._events: Any = None
+        if not writes:
+            return
+        self._settings.out.mkdir(parents=True, exist_ok=True)
+        self._lines = open(self._settings.out / "train.jsonl", "a")  # noqa: SIM115  # closed by close()
+        if self._settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self._settings.out))
+
+    def start(self) -> None:
+        """Says what is trained how."""
+        run = self._run
+        shape = run.shape
+        parameters = f"{shape.parameters / 1e6:.1f}M parameters"
+        self._print(
+            f"{shape.name}, {parameters}, {run.config.shown()}, {self._settings.precision}; step {run.done} of "
+            f"{self._settings.steps}, {self._settings.global_batch} rows of {self._settings.data.seq} tokens a step"
+        )
+
+    def step(self, step: Step) -> None:
+        """Writes down a step."""
+        if not self._writes:
+            return
+        flops = 3 * self._run.shape.forward_flops(self._settings.data.seq) * step.tokens  # backward is twice forward
+        share = step.waited / step.seconds
+        per_second = step.tokens / step.seconds
+        tflops = flops / step.seconds / self._run.config.world_size / 1e12
+        self._record("step", asdict(step) | {"tokens_per_second": per_second, "tflops_per_rank": tflops})
+        if self._events is not None:
+            for name in ("loss", "norm", "learning_rate", "seconds", "waited"):
+                self._events.add_scalar(name, getattr(step, name), step.number)
+        if step.number % self._settings.log_every == 0 or step.number == self._settings.steps:
+            self._print(
+                f"step {step.number}: loss {step.loss:.4f}, norm {step.norm:.3f}, lr {step.learning_rate:.2e}, "
+                f"{per_second:,.0f} tokens/s, {tflops:.3f} TFLOP/s per rank, {share:.0%} waiting for peers, "
+                f"{step.memory / 2**30:.2f} GiB" + (", skipped: gradients overflowed" if step.skipped else "")
+            )
+
+    def evaluation(self, number: int, loss: float | None, sample: str | None) -> None:
+        """Writes down what the model does behind a step of this number."""
+        if not self._writes:
+            return
+        if loss is not None:
+            self._record("evaluation", {"number": number, "loss": loss})
+            self._print(f"step {number}: evaluation loss {loss:.4f}")
+            if self._events is not None:
+                self._events.add_scalar("evaluation loss", loss, number)
+        if sample is not None:
+            self._record("sample", {"number": number, "text": sample})
+            self._print(f"step {number}: sample {sample!r}")
+
+    def close(self) -> None:
+        """Ends the files, and draws report.png where matplotlib is installed."""
+        if not self._writes:
+            return
+        self._lines.close()
+        if self._events is not None:
+            self._events.close()
+        try:
+            draw_report(self._settings.out)
+        except ModuleNotFoundError as error:
+            self._print(f"No report.png: {error}.")
+
+    def _record(self, kind: str, values: dict[str, Any]) -> None:
+        self._lines.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._lines.flush()
+
+    def _print(self, line: str) -> None:
+        if self._writes:
+            print(line, file=sys.stdout, flush=True)
+
+
+def read_log(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The lines of train.jsonl by kind, in order of steps; of a step that was taken twice the last one."""
+    found: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "evaluation": {}, "sample": {}}
+    for line in (folder / "train.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        found[values["kind"]][values["number"]] = values
+    return {kind: [lines[number] for number in sorted(lines)] for kind, lines in found.items()}
+
+
+def draw_report(folder: Path) -> None:
+    """Writes report.png beside train.jsonl: losses, speed, and the share of time that ranks waited for peers."""
+    from matplotlib.figure import Figure
+
+    log = read_log(folder)
+    steps = log["step"]
+    if not steps:
+        return
+    numbers = [step["number"] for step in steps]
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    loss, speed, waiting = figure.subplots(3, 1, sharex=True)
+    loss.plot(numbers, [step["loss"] for step in steps], label="training")
+    if log["evaluation"]:
+        loss.plot(
+            [one["number"] for one in log["evaluation"]],
+            [one["loss"] for one in log["evaluation"]],
+            "o-",
+            label="evaluation",
+        )
+    loss.set_ylabel("loss per token")
+    loss.legend()
+    speed.plot(numbers, [step["tokens_per_second"] for step in steps])
+    speed.set_ylabel("tokens per second")
+    speed.set_ylim(bottom=0)
+    waiting.plot(numbers, [100 * step["waited"] / step["seconds"] for step in steps])
+    waiting.set_ylabel("waiting for peers, % of a step")
+    waiting.set_ylim(0, 100)
+    waiting.set_xlabel("step")
+    figure.savefig(folder / "report.png", dpi=120)

@@ -1,0 +1,410 @@
+"""A training run of a transformers causal language model, on one process or any ranks of a `ParallelConfig`.
+
+    loss = sum over targets of all rows of a global batch / their number
+
+whatever the ranks, and however many microbatches their rows are cut into: each divides by the number of all targets.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Subset
+
+from fused_tp.integrations.grad_sync import no_sync
+from fused_tp.integrations.mesh import make_mesh
+from fused_tp.nn.grad_norm import clip_grad_norm_
+from fused_tp.pipelining.pipeline import Pipeline, count_targets, takes_target_count
+from fused_tp.planning.build import build
+from fused_tp.planning.model_shape import ModelShape
+from fused_tp.runtime import tracing
+from fused_tp.training.batches import DistributedBatches
+from fused_tp.training.checkpoints import CheckpointManager
+from fused_tp.training.settings import OptimizerSettings, TrainSettings
+from fused_tp.training.text import Bytes, PackedText, load_text
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COUNT = "num_items_in_batch"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step was, of all ranks together.
+
+    Attributes:
+        number: from 1, counted over restarts.
+        seconds: of the slowest rank.
+        waited: of a rank in the mean, for peers.
+        skipped: gradients were not finite (fp16), and the optimizer took no step.
+        memory: bytes, the most that a rank has had.
+    """
+
+    number: int
+    loss: float
+    norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    waited: float
+    skipped: bool
+    memory: int
+
+
+class LossScale:
+    """The factor of losses, and so of gradients, in fp16: half where these overflow, twice after 1000 steps without.
+
+    The norm of all gradients tells, which is the same on all ranks. Source: Micikevicius et al., arXiv:1710.03740.
+    """
+
+    PATIENCE = 1000
+
+    def __init__(self, state: dict[str, Any], used: bool) -> None:
+        self._state, self._used = state, used  # in a checkpoint's `extra`
+        state.setdefault("loss_scale", 2.0**16 if used else 1.0)
+        state.setdefault("good_steps", 0)
+
+    @property
+    def value(self) -> float:
+        return float(self._state["loss_scale"])
+
+    def update(self, finite: bool) -> None:
+        if not self._used:
+            return
+        good = self._state["good_steps"] + 1 if finite else 0
+        if not finite:
+            self._state["loss_scale"] = max(1.0, self.value / 2)
+        elif good == self.PATIENCE:
+            self._state["loss_scale"], good = self.value * 2, 0
+        self._state["good_steps"] = good
+
+
+class TrainingRun:
+    """Model, optimizer, data and checkpoints of `TrainSettings`, on this rank.
+
+    Made by all ranks, whose process group exists; it goes on from the newest checkpoint, if there is one.
+
+    Attributes:
+        done: steps that have been taken.
+        config: ParallelConfig.
+        shape: ModelShape.
+        model: a module, or a Pipeline.
+
+    Raises:
+        ValueError: settings that do not fit each other, the model, the text or the ranks.
+
+    Example:
+        >>> with TrainingRun(TrainSettings.from_file(Path("train.yaml"))) as run:
+        ...     for step in run.steps():
+        ...         print(step.number, step.loss)
+    """
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self.settings = settings
+        self.config = config = settings.parallel_config(dist.get_world_size())
+        self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
+        self._autocast_dtype = _DTYPES[settings.precision]
+        self.tokenizer = _tokenizer(settings.data.tokenizer)
+        model = make_model(settings)
+        self.shape = ModelShape.from_config(model.config)
+        config.check(self.shape, seq=settings.data.seq, global_batch=settings.global_batch)
+        self.rows, self.evaluation_rows = self._load_rows(model.config.get_text_config().vocab_size)
+        self.mesh = make_mesh(self.device.type, **config.mesh_sizes)
+        counts = takes_target_count(model, is_hf=True)
+        if not counts and config.data_parallel * config.microbatches > 1:
+            raise ValueError(
+                f"{self.shape.name} takes no num_items_in_batch, so that its loss over {config.data_parallel} data "
+                f"parallel ranks and {config.microbatches} microbatches would be a mean of means; have one of each."
+            )
+        with self._autocast():
+            self.model: Any = build(model, config, self.mesh)
+        self.model.train()
+        self.optimizer = make_optimizer(self.model, settings.optimizer)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate_share(settings.optimizer, step, settings.steps)
+        )
+        self.batches = DistributedBatches(
+            self.rows, self.mesh, settings.global_batch, shuffle=True, seed=settings.seed, epochs=None
+        )
+        self._state: dict[str, Any] = {}
+        self._scale = LossScale(self._state, settings.precision == "fp16")
+        self.checkpoints: CheckpointManager | None = None
+        self.done = 0
+        if settings.checkpoints is not None:
+            self.checkpoints = CheckpointManager(
+                settings.checkpoints.folder,
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                self.batches,
+                extra=self._state,
+                keep=settings.checkpoints.keep,
+            )
+            self.done = self.checkpoints.restore() or 0
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.__exit__(*error)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[Step]:
+        """Trains, to `settings.steps` in all, and gives each step when it and its checkpoint are done."""
+        saving = self.settings.checkpoints
+        if self.done >= self.settings.steps:
+            return
+        for batch in self.batches:
+            step = self._step(batch)
+            if saving is not None and (step.number % saving.every == 0 or step.number == self.settings.steps):
+                assert self.checkpoints is not None
+                self.checkpoints.save(step.number)
+            yield step
+            if self.done >= self.settings.steps:
+                return
+
+    def _step(self, batch: dict[str, Tensor]) -> Step:
+        waited, started = tracing.waited_seconds(), time.perf_counter()
+        rate = self.optimizer.param_groups[0]["lr"]
+        loss = self._forward_backward(batch)
+        norm = self._clip()
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self._scale.update(not skipped)
+        self.done += 1
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        waited = tracing.waited_seconds() - waited
+        seconds, memory, mean_waited = self._over_ranks(time.perf_counter() - started, memory_peak(self.device), waited)
+        tokens = self.settings.global_batch * self.settings.data.seq
+        return Step(self.done, loss, norm, rate, tokens, seconds, mean_waited, skipped, int(memory))
+
+    def _forward_backward(self, batch: Mapping[str, Tensor]) -> float:
+        """The loss; gradients, times the loss scale, are those of all ranks."""
+        batch = self._placed(batch)
+        targets = self._targets(batch)
+        # Each data parallel rank's gradients are averaged over them.
+        batch[_COUNT] = targets / self.config.data_parallel / self._scale.value
+        with self._autocast():
+            total = self.model.step(batch) if isinstance(self.model, Pipeline) else self._accumulate(batch)
+        return self._mean(total) / self._scale.value
+
+    def _accumulate(self, batch: dict[str, Tensor]) -> Tensor:
+        count = batch.pop(_COUNT)
+        parts = [t.chunk(self.config.microbatches) for t in batch.values()]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        synced = self.config.world_size == self.config.tp
+        for index, values in enumerate(zip(*parts, strict=True), 1):
+            last = index == self.config.microbatches
+            with nullcontext() if last or synced else no_sync(self.model):
+                given = dict(zip(batch, values, strict=True))
+                loss = self.model(**given, use_cache=False, num_items_in_batch=count).loss
+                loss.backward()
+            total += loss.detach().double()
+        return total
+
+    def _clip(self) -> float:
+        """The norm of the gradients, which are scaled down by the loss scale, and to `clip`."""
+        scale, clip = self._scale.value, self.settings.optimizer.clip
+        if isinstance(self.model, Pipeline):
+            norm = self.model.clip_grad_norm_(clip * scale)
+        else:
+            norm = clip_grad_norm_(self.model, clip * scale)
+        if scale != 1:
+            torch._foreach_div_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
+        return float(norm) / scale
+
+    # -- evaluation, samples ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """The loss over all targets of the evaluation rows; None where there are none."""
+        if self.evaluation_rows is None:
+            return None
+        total, count = 0.0, 0
+        for batch in DistributedBatches(self.evaluation_rows, self.mesh, self.settings.global_batch):
+            given = self._placed(batch)
+            targets = self._targets(given)
+            given[_COUNT] = targets / self.config.data_parallel
+            with self._autocast():
+                if isinstance(self.model, Pipeline):
+                    loss = self.model.eval(given)
+                else:
+                    self.model.eval()
+                    loss = self.model(**given, use_cache=False).loss
+                    self.model.train()
+            total, count = total + self._mean(loss) * int(targets), count + int(targets)
+        return total / count
+
+    @torch.no_grad()
+    def sample(self) -> str | None:
+        """The prompt and what the model writes behind it, the same on all ranks; None where none is asked for."""
+        wanted = self.settings.sample
+        if wanted is None:
+            return None
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        tokens = list(self.tokenizer.encode(wanted.prompt))
+        for _ in range(wanted.tokens):
+            logits = self._next_logits(tokens[-self.settings.data.seq :]).double().cpu()
+            if wanted.temperature == 0:
+                tokens.append(int(logits.argmax()))
+            else:
+                shares = (logits / wanted.temperature).softmax(0)
+                tokens.append(int(torch.multinomial(shares, 1, generator=generator)))
+        return str(self.tokenizer.decode(tokens))
+
+    def _next_logits(self, tokens: list[int]) -> Tensor:
+        """[vocab], for the token behind these; the same on all ranks. Without a cache, which pipelines have not."""
+        place = len(tokens) - 1
+        several = 2 * self.config.cp * self.config.tp
+        padded = tokens + [0] * (-len(tokens) % several)
+        rows = self.config.microbatches if self.config.pp > 1 else 1
+        given = torch.tensor(padded, device=self.device).expand(rows, -1)
+        with self._autocast():
+            if not isinstance(self.model, Pipeline):
+                self.model.eval()
+                logits = self.model(input_ids=given, use_cache=False).logits[0, place].float()
+                self.model.train()
+                return logits
+            found = self.model.eval({"input_ids": given})
+        vocab = self.shape.vocab
+        logits = torch.zeros(vocab, device=self.device) if found is None else found[0, place].float()
+        dist.all_reduce(logits, group=self.mesh["pp"].get_group())  # of one rank along pp
+        return logits
+
+    # -- ranks --------------------------------------------------------------------------------------------------------
+
+    def _placed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """On the device. Over context parallel ranks a microbatch is one row, whose documents are cut as one."""
+        placed = {name: t.to(self.device) for name, t in batch.items()}
+        if self.config.cp == 1:
+            return placed
+        return {name: t.reshape(self.config.microbatches, -1) for name, t in placed.items()}
+
+    def _targets(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """int64 scalar, of all data parallel ranks."""
+        targets = count_targets(batch)
+        for name in ("dp_replicate", "dp_shard", "ep"):
+            if name in self.config.mesh_sizes and self.mesh[name].size() > 1:
+                dist.all_reduce(targets, group=self.mesh[name].get_group())
+        return targets
+
+    def _mean(self, loss: Tensor) -> float:
+        """Over all ranks; those that share a batch have equal ones."""
+        mean = loss.detach().double().reshape(()).clone()
+        dist.all_reduce(mean)
+        return float(mean) / self.config.world_size
+
+    def _over_ranks(self, seconds: float, memory: int, waited: float) -> tuple[float, float, float]:
+        most = torch.tensor([seconds, float(memory)], dtype=torch.float64, device=self.device)
+        mean = torch.tensor(waited, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(mean)
+        return float(most[0]), float(most[1]), float(mean) / self.config.world_size
+
+    def _autocast(self) -> Any:
+        dtype = self._autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _load_rows(self, vocab: int) -> tuple[Any, Any]:
+        """Rows to train on, and to evaluate on."""
+        data = self.settings.data
+        rows: Any = load_text(data.path, self.tokenizer, data.seq)
+        _check_vocabulary(rows, vocab)
+        held_out: Any = None
+        if data.evaluation is not None:
+            held_out = load_text(data.evaluation, self.tokenizer, data.seq)
+        elif data.evaluation_rows:
+            kept = len(rows) - data.evaluation_rows
+            if kept < self.settings.global_batch:
+                raise ValueError(
+                    f"{data.path} has {len(rows)} rows, of which evaluation_rows={data.evaluation_rows} leave {kept} "
+                    f"to train on; a step takes global_batch={self.settings.global_batch}."
+                )
+            rows, held_out = Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
+        if held_out is not None and len(held_out) < self.settings.global_batch:
+            raise ValueError(
+                f"there are {len(held_out)} rows to evaluate on, fewer than global_batch={self.settings.global_batch}."
+            )
+        return rows, held_out
+
+
+def make_model(settings: TrainSettings) -> Any:
+    """The model of the settings, in fp32, the same on every rank.
+
+    Raises:
+        ValueError: transformers has no such type, or the folder no such model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(settings.seed)
+    wanted = settings.model
+    try:
+        if wanted.pretrained is not None:
+            return AutoModelForCausalLM.from_pretrained(wanted.pretrained, dtype=torch.float32, **wanted.config)
+        given = {"vocab_size": 256} if settings.data.tokenizer == "bytes" else {}
+        config = AutoConfig.for_model(str(wanted.type), **given | wanted.config)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"the model cannot be made: {error}") from error
+
+
+def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW:
+    """AdamW over the parameters of a module or a Pipeline; those of one dim are not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+    )
+
+
+def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> float:
+    """Of the learning rate, in the step of this number from 0 of `steps`."""
+    if step < settings.warmup:
+        return (step + 1) / (settings.warmup + 1)
+    if settings.decay == "constant":
+        return 1.0
+    done = min(1.0, (step - settings.warmup) / max(1, steps - 1 - settings.warmup))
+    left = 1 - done if settings.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return settings.final_share + (1 - settings.final_share) * left
+
+
+def memory_peak(device: torch.device) -> int:
+    """Bytes that this rank has had at most: of the device's memory, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
+
+
+def _tokenizer(name: str) -> Any:
+    if name == "bytes":
+        return Bytes()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _check_vocabulary(rows: PackedText, vocab: int) -> None:
+    largest = int(rows.tokens[: 1 << 20].max())
+    if largest >= vocab:
+        raise ValueError(f"The text has token {largest}, and the model's vocabulary ends at {vocab - 1}.")

@@ -1,0 +1,166 @@
+"""What `fused-tp train` is told, in a YAML or JSON file; each key once, and none that is not known.
+
+model: {type: llama, config: {hidden_size: 256, num_hidden_layers: 4}}
+data: {path: texts/, seq: 512}
+parallel: {tp: 2, dp_shard: 2}
+steps: 1000
+global_batch: 32
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fused_tp.planning.config import ParallelConfig, read_mapping
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSettings(_Part):
+    """A transformers causal language model: a saved one, or a type with sizes, whose weights `seed` determines."""
+
+    pretrained: str | None = None  # folder, or name where transformers finds it
+    type: str | None = None  # transformers' model_type
+    config: dict[str, Any] = {}  # of its configuration
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> ModelSettings:
+        if (self.pretrained is None) == (self.type is None):
+            raise ValueError("model needs one of 'pretrained' and 'type'")
+        return self
+
+
+class DataSettings(_Part):
+    """Text, in rows of `seq` tokens of documents that do not see each other."""
+
+    path: Path  # see `fused_tp.training.text.load_text`
+    seq: Count = 512
+    tokenizer: str = "bytes"  # "bytes", or a folder or name of transformers'
+    evaluation: Path | None = None  # None: the last `evaluation_rows` of `path`
+    evaluation_rows: Annotated[int, Field(ge=0)] = 0
+
+
+class OptimizerSettings(_Part):
+    """AdamW (arXiv:1711.05101); vectors are not decayed. The rate rises linearly over `warmup` steps, then decays."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
+    warmup: Annotated[int, Field(ge=0)] = 0
+    decay: Literal["constant", "linear", "cosine"] = "cosine"
+    final_share: Annotated[float, Field(ge=0, le=1)] = 0.1  # of the learning rate, at the last step
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Annotated[float, Field(gt=0)] = 1.0  # of the norm of all gradients
+
+
+class CheckpointSettings(_Part):
+    """Saved in the background; the newest one is gone on from, at any sizes."""
+
+    folder: Path
+    every: Count = 100
+    keep: Count = 3
+
+
+class SampleSettings(_Part):
+    """Text that the model writes behind `prompt`, with every evaluation and at the end."""
+
+    prompt: str = "The "
+    tokens: Count = 100
+    temperature: Annotated[float, Field(ge=0)] = 0.7  # 0: the likeliest token each time
+
+
+class TrainSettings(_Part):
+    """All of a run.
+
+    Attributes:
+        parallel: what `ParallelConfig.from_dict` takes. Data parallel ranks that it does not give are as many as ranks
+            have been started for.
+        steps: in all, those before a restart included.
+        global_batch: rows of a step, of all ranks and microbatches.
+        precision: of matmuls; weights, gradients and the optimizer are fp32. fp16 with dynamic loss scaling
+            (arXiv:1710.03740).
+        evaluate_every: steps; None: at the end only.
+        log_every: steps between two lines.
+        out: folder of train.jsonl, report.png and, with `tensorboard`, its event files.
+    """
+
+    model: ModelSettings
+    data: DataSettings
+    parallel: dict[str, Any] = {}
+    steps: Count
+    global_batch: Count
+    optimizer: OptimizerSettings = OptimizerSettings()
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    checkpoints: CheckpointSettings | None = None
+    evaluate_every: Count | None = None
+    sample: SampleSettings | None = None
+    log_every: Count = 1
+    seed: Annotated[int, Field(ge=0)] = 0
+    out: Path = Path("out/train")
+    tensorboard: bool = False
+
+    @classmethod
+    def from_file(cls, path: Path, changes: list[str] | None = None) -> TrainSettings:
+        """Of a YAML or JSON file, with `changes` such as "optimizer.learning_rate=1e-4".
+
+        Raises:
+            ValueError: a key or a value that does not fit, by its name.
+        """
+        given = read_mapping(path)
+        for change in changes or ():
+            _change(given, change)
+        return cls.of(given)
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> TrainSettings:
+        """Of a mapping; raises as `from_file`."""
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise ValueError("; ".join(_said(one) for one in error.errors()) + ".") from None
+
+    def least_ranks(self) -> int:
+        """The product of the sizes that `parallel` gives."""
+        return ParallelConfig.from_dict(self.parallel).world_size
+
+    def parallel_config(self, ranks: int) -> ParallelConfig:
+        """For so many ranks.
+
+        Raises:
+            ValueError: `parallel` does not fit them.
+        """
+        given = dict(self.parallel)
+        return ParallelConfig.from_dict({"world_size": ranks} | given)
+
+
+def _change(given: dict[str, Any], change: str) -> None:
+    import yaml
+
+    name, equals, value = change.partition("=")
+    if not equals:
+        raise ValueError(f"{change!r} has no '='; write a change as optimizer.learning_rate=1e-4.")
+    *parents, leaf = name.split(".")
+    for parent in parents:
+        given = given.setdefault(parent, {})
+        if not isinstance(given, dict):
+            raise ValueError(f"{change!r}: {parent!r} is no mapping.")
+    given[leaf] = yaml.safe_load(value)
+
+
+def _said(error: Any) -> str:
+    name = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"{name!r} is no key of a training configuration"
+    if error["type"] == "missing":
+        return f"{name!r} is missing"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{name!r} is {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

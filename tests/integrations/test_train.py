@@ -1,0 +1,140 @@
+"""Training runs: the losses of one process at other sizes, resumed at others still, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fused_tp.training.run import TrainingRun
+from fused_tp.training.settings import TrainSettings
+from tests.workers import error_of, run_fresh
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+TEXT = "".join(f"{number} and {number} are {2 * number}; " for number in range(600))
+
+
+def settings_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    text = folder / "text"
+    text.mkdir(exist_ok=True)
+    for number in range(6):
+        (text / f"{number}.txt").write_text(TEXT[number * 1500 : (number + 1) * 1500])
+    return {
+        "model": {"type": "llama", "config": {**SIZES, "num_key_value_heads": 2}},
+        "data": {"path": str(text), "seq": 64, "evaluation_rows": 16},
+        "steps": 6,
+        "global_batch": 8,
+        "optimizer": {"learning_rate": 3e-3, "warmup": 2},
+        **changes,
+    }
+
+
+def train(group: dist.ProcessGroup, runs: list[tuple[dict[str, Any], int | None]]) -> list[Any]:
+    """Of each run, which may be stopped behind a step: losses, norms, evaluation loss, sample."""
+    found = []
+    for given, stop in runs:
+        with TrainingRun(TrainSettings.of(given)) as run:
+            steps = []
+            for step in run.steps():
+                steps.append(step)
+                if step.number == stop:
+                    break
+            found.append(([s.loss for s in steps], [s.norm for s in steps], run.evaluate(), run.sample()))
+    return found
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2, "cp": 2},
+    {"dp_shard": 2, "tp": 2, "microbatches": 2},
+    {"pp": 2, "tp": 2, "microbatches": 4},
+    {"pp": 2, "dp_shard": 2, "microbatches": 2, "recompute": "full"},
+    {"dp_replicate": 2, "cp": 2, "recompute": "full"},
+]
+
+
+@pytest.mark.full
+def test_losses_of_one_process(tmp_path: Path) -> None:
+    """Also of runs that go on at other sizes from a checkpoint."""
+    sample = {"sample": {"prompt": "1 and", "tokens": 8, "temperature": 0.0}}
+    (((losses, norms, evaluation, text),),) = run_fresh(1, train, [(settings_of(tmp_path, **sample), None)])
+    assert len(losses) == 6 and losses[-1] < losses[0] and evaluation is not None and text.startswith("1 and")
+    runs: list[Any] = [(settings_of(tmp_path, parallel=parallel, **sample), None) for parallel in LAYOUTS]
+    saves = {"checkpoints": {"folder": str(tmp_path / "saved"), "every": 2}}
+    goes_on = [(settings_of(tmp_path, parallel=LAYOUTS[n], **saves), stop) for n, stop in ((2, 2), (0, 4), (1, None))]
+    for rank in run_fresh(4, train, [*runs, *goes_on], timeout=300):
+        for parallel, found in zip(LAYOUTS, rank, strict=False):
+            assert found[0] == pytest.approx(losses, rel=1e-5), parallel
+            assert found[1] == pytest.approx(norms, rel=1e-4), parallel
+            assert found[2] == pytest.approx(evaluation, rel=1e-5), parallel
+            assert found[3] == text, parallel
+        parts = [part[0] for part in rank[len(LAYOUTS) :]]
+        assert [len(part) for part in parts] == [2, 2, 2]
+        assert [loss for part in parts for loss in part] == pytest.approx(losses, rel=1e-5)
+        assert rank[-1][2] == pytest.approx(evaluation, rel=1e-5)
+
+
+def precisions(group: dist.ProcessGroup, settings: dict[str, Any]) -> list[list[float]]:
+    found = []
+    for precision in ("fp32", "bf16", "fp16"):
+        for parallel in ({"tp": 2}, {"pp": 2, "microbatches": 2}):
+            with TrainingRun(TrainSettings.of({**settings, "precision": precision, "parallel": parallel})) as run:
+                if precision == "fp16":
+                    run._state["loss_scale"] = 2.0**40  # overflows at first
+                steps = [*run.steps()]
+                skipped = [step.skipped for step in steps]
+                assert any(skipped) == (precision == "fp16"), skipped
+                if precision == "fp16":
+                    assert run._state["loss_scale"] == 2.0 ** (40 - sum(skipped))
+                    found.append([steps[0].loss])
+                else:
+                    found.append([step.loss for step in steps])
+    return found
+
+
+@pytest.mark.full
+def test_precisions(tmp_path: Path) -> None:
+    for rank in run_fresh(2, precisions, settings_of(tmp_path)):
+        wanted = rank[0]
+        assert rank[1] == pytest.approx(wanted, rel=1e-5)
+        for losses in rank[2:4]:
+            assert losses == pytest.approx(wanted, rel=2e-2) and losses != wanted
+        for losses in rank[4:]:
+            assert losses[0] == pytest.approx(wanted[0], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"step": 3}, "'step' is no key"),
+        ({"steps": 0}, "'steps' is 0: input should be greater"),
+        ({"model": {"type": "llama", "pretrained": "x"}}, "one of 'pretrained' and 'type'"),
+        ({"optimizer": {"decay": "sudden"}}, "'optimizer.decay' is 'sudden'"),
+    ],
+)
+def test_settings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    assert says in str(error_of(TrainSettings.of, settings_of(tmp_path, **change)))
+
+
+def refusals(group: dist.ProcessGroup, folder: Path) -> list[str]:
+    changes: list[dict[str, Any]] = [
+        {"model": {"type": "lama"}},
+        {"data": {"path": str(folder / "none")}},
+        {"data": {"path": str(folder), "seq": 100_000}},
+        {"data": {"path": str(folder), "seq": 64, "evaluation_rows": 4}},
+        {"parallel": {"tp": 2}},
+        {"global_batch": 3, "parallel": {"microbatches": 2}},
+        {"model": {"type": "llama", "config": {**SIZES, "vocab_size": 50}}},
+    ]
+    return [str(error_of(TrainingRun, TrainSettings.of(settings_of(folder, **change)))) for change in changes]
+
+
+def test_runs_that_cannot_be(tmp_path: Path) -> None:
+    says = ("cannot be made", "does not exist", "fewer than a row", "fewer than global_batch", "are no multiple of 2")
+    says += ("does not go into 2 microbatches", "the model's vocabulary ends at 49")
+    (found,) = run_fresh(1, refusals, tmp_path)
+    for text, part in zip(found, says, strict=True):
+        assert part in text, (part, text)
