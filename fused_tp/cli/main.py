@@ -19,6 +19,7 @@ from fused_tp.runtime.errors import FusedTPError
 COMMANDS = {
     "demo": "train a small model on this machine in three ways and compare losses and speed",
     "train": "pretrain or finetune a transformers model on text, over any ranks",
+    "compare": "train the same model in several ways, and print what each costs",
     "bench": "measure the ops against plain collectives; with --tune, write this machine's dispatch table",
     "doctor": "check this installation and say what is missing and how to get it",
     "explain": "say which schedule an op would run on, and why",

@@ -10,8 +10,10 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from fused_tp.runtime.settings import timeout_seconds
 
@@ -33,7 +35,7 @@ def main(arguments: argparse.Namespace) -> int:
         if "RANK" not in os.environ:
             ranks = settings.least_ranks()
             if ranks > 1:
-                return _start(ranks, arguments)
+                return start_ranks(ranks, arguments.config, arguments.set, max_restarts=arguments.max_restarts)
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         return run_rank(settings)
@@ -42,15 +44,31 @@ def main(arguments: argparse.Namespace) -> int:
         return 2
 
 
-def _start(ranks: int, arguments: argparse.Namespace) -> int:
-    """Starts so many ranks here, which run this command."""
+def start_ranks(
+    ranks: int,
+    config: Path,
+    changes: Sequence[str] = (),
+    *,
+    max_restarts: int = 0,
+    env: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> int:
+    """Trains by so many ranks on this machine, which torchrun starts; 0 if they have, else 1.
+
+    Args:
+        env: variables of theirs.
+        quiet: what they print is shown only if one fails.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(arguments.max_restarts), "-m", "fused_tp.cli.main", "train"]
-    command += [str(arguments.config), *(word for change in arguments.set for word in ("--set", change))]
+    command += ["--max-restarts", str(max_restarts), "-m", "fused_tp.cli.main", "train"]
+    command += [str(config), *(word for change in changes for word in ("--set", change))]
     # The agent's own store outlives its ranks, which would then meet what those before them have left.
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"} | os.environ
-    code = subprocess.run(command, env=env, check=False).returncode
-    return 0 if code == 0 else 1
+    given = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"} | os.environ | dict(env or {})
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
+    done = subprocess.run(command, env=given, check=False, text=True, **output)
+    if done.returncode and quiet:
+        print(done.stdout)
+    return 0 if done.returncode == 0 else 1
 
 
 def run_rank(settings: object) -> int:

@@ -9,6 +9,8 @@ global_batch: 32
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,7 +43,7 @@ class ModelSettings(_Part):
 class DataSettings(_Part):
     """Text, in rows of `seq` tokens of documents that do not see each other."""
 
-    path: Path  # see `fused_tp.training.text.load_text`
+    path: Path | None = None  # see `fused_tp.training.text.load_text`; None: Python's language reference, 420 kB
     seq: Count = 512
     tokenizer: str = "bytes"  # "bytes", or a folder or name of transformers'
     evaluation: Path | None = None  # None: the last `evaluation_rows` of `path`
@@ -93,7 +95,7 @@ class TrainSettings(_Part):
     """
 
     model: ModelSettings
-    data: DataSettings
+    data: DataSettings = DataSettings()
     parallel: dict[str, Any] = {}
     steps: Count
     global_batch: Count
@@ -114,10 +116,7 @@ class TrainSettings(_Part):
         Raises:
             ValueError: a key or a value that does not fit, by its name.
         """
-        given = read_mapping(path)
-        for change in changes or ():
-            _change(given, change)
-        return cls.of(given)
+        return cls.of(changed(read_mapping(path), changes or []))
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> TrainSettings:
@@ -141,18 +140,27 @@ class TrainSettings(_Part):
         return ParallelConfig.from_dict({"world_size": ranks} | given)
 
 
-def _change(given: dict[str, Any], change: str) -> None:
+def changed(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """`given` with changes such as "optimizer.learning_rate=1e-4".
+
+    Raises:
+        ValueError: a change that is none.
+    """
     import yaml
 
-    name, equals, value = change.partition("=")
-    if not equals:
-        raise ValueError(f"{change!r} has no '='; write a change as optimizer.learning_rate=1e-4.")
-    *parents, leaf = name.split(".")
-    for parent in parents:
-        given = given.setdefault(parent, {})
-        if not isinstance(given, dict):
-            raise ValueError(f"{change!r}: {parent!r} is no mapping.")
-    given[leaf] = yaml.safe_load(value)
+    given = copy.deepcopy(given)
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise ValueError(f"{change!r} has no '='; write a change as optimizer.learning_rate=1e-4.")
+        *parents, leaf = name.split(".")
+        part = given
+        for parent in parents:
+            part = part.setdefault(parent, {})
+            if not isinstance(part, dict):
+                raise ValueError(f"{change!r}: {parent!r} is no mapping.")
+        part[leaf] = yaml.safe_load(value)
+    return given
 
 
 def _said(error: Any) -> str:

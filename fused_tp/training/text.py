@@ -77,25 +77,25 @@ class PackedText(Dataset[dict[str, Tensor]]):
         }
 
 
-def load_text(path: Path, tokenizer: Any, seq: int) -> PackedText:
+def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
     """The documents of `path`, tokenized, as rows.
 
     Args:
         path: a text file (a document), a folder of such and of .jsonl files (a document is the "text" of a line), a
             folder that `datasets` has saved (column "text", or "input_ids" of tokens), or an .npy file of tokens, which
-            is memory-mapped and one document.
+            is memory-mapped and one document. None: Python's language reference as `help()` shows it.
         tokenizer: of transformers, or Bytes().
 
     Raises:
         ValueError: there is no text, or not enough for a row.
     """
-    if path.suffix == ".npy":
+    if path is not None and path.suffix == ".npy":
         tokens = np.load(path, mmap_mode="r")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {tokens.dtype} {tokens.shape}; it needs integers [tokens].")
         return PackedText(tokens, np.zeros(1, np.int64), seq)
     parts, lengths = [], []
-    for document in _documents(path):
+    for document in _reference() if path is None else _documents(path):
         ids = tokenizer.encode(document) if isinstance(document, str) else document
         if len(ids):
             parts.append(np.asarray(ids, np.int32))
@@ -104,6 +104,14 @@ def load_text(path: Path, tokenizer: Any, seq: int) -> PackedText:
         raise ValueError(f"{path} has no text; give a file, or a folder of {', '.join(TEXT_SUFFIXES)} files.")
     starts = np.cumsum([0, *lengths[:-1]])
     return PackedText(np.concatenate(parts), starts, seq)
+
+
+def _reference() -> Iterable[str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ValueError("This Python comes without pydoc_data, the text by default; give data.path.") from None
+    return topics.values()
 
 
 def _documents(path: Path) -> Iterator[str | list[int]]:
