@@ -101,7 +101,7 @@ class TrainingRun:
         ValueError: settings that do not fit each other, the model, the text or the ranks.
 
     Example:
-        >>> with TrainingRun(TrainSettings.from_file(Path("train.yaml"))) as run:
+        >>> with TrainingRun(TrainSettings.from_file("train.yaml")) as run:
         ...     for step in run.steps():
         ...         print(step.number, step.loss)
     """

@@ -110,13 +110,13 @@ class TrainSettings(_Part):
     tensorboard: bool = False
 
     @classmethod
-    def from_file(cls, path: Path, changes: list[str] | None = None) -> TrainSettings:
+    def from_file(cls, path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:
         """Of a YAML or JSON file, with `changes` such as "optimizer.learning_rate=1e-4".
 
         Raises:
             ValueError: a key or a value that does not fit, by its name.
         """
-        return cls.of(changed(read_mapping(path), changes or []))
+        return cls.of(changed(read_mapping(Path(path)), changes))
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> TrainSettings:

@@ -24,7 +24,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 VOCABULARY, HIDDEN = 64, 32
 SHOWN_IN_PAGES = {"nn", "parallelize"}
 SHOWN_IN_PAGES |= {"pipeline", "split_backward", "make_mesh", "fsdp_mesh", "no_sync", "sync_gradients"}
-SHOWN_IN_PAGES |= {"is_parallelized", "CheckpointManager", "DistributedBatches"}
+SHOWN_IN_PAGES |= {"ParallelConfig", "build", "is_parallelized", "CheckpointManager", "DistributedBatches"}
 
 
 class MLP(nn.Module):
