@@ -21,6 +21,7 @@ COMMANDS = {
     "train": "pretrain or finetune a transformers model on text, over any ranks",
     "compare": "train the same model in several ways, and print what each costs",
     "bench": "measure the ops against plain collectives; with --tune, write this machine's dispatch table",
+    "launch": "run a script on the ranks of this machine, of other hosts or of SLURM, over torchrun",
     "doctor": "check this installation and say what is missing and how to get it",
     "explain": "say which schedule an op would run on, and why",
 }

@@ -1,0 +1,127 @@
+"""torchrun on one host, with what `fused-tp launch` adds to it: `python -m fused_tp.cli.launch_node ARGUMENTS`.
+
+It takes torchrun's arguments, and
+
+- gives the ranks of each restart a store of their own: in one that outlives them they find the addresses of the dead;
+- shares the host's processors out as OMP_NUM_THREADS, where torchrun gives each rank one thread;
+- prefixes each line of a log with [host:rank], and shows the last lines of the rank that failed first;
+- ends its ranks when stdin ends (--stop-with-stdin). A process that ssh has started outlives ssh, and gets no signal.
+
+A variable that is set already stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from fused_tp.cli import launch_bind
+
+FAILED = 1  # ranks failed; from 128 on, the host was ended from outside, by signal number code - 128
+LAST_LINES = 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ranks on this host until they are done, and return the exit code.
+
+    0: done; 1: ranks failed and no restart was left; 2: wrong arguments; 128 + n: ended by signal n.
+
+    Example:
+        >>> main(["--standalone", "--nproc-per-node", "4", "train.py"])  # doctest: +SKIP
+        0
+    """
+    arguments = _parser().parse_args(argv)
+    if arguments.stop_with_stdin:
+        _stop_with_stdin()
+    host = arguments.local_addr or socket.gethostname()
+    try:
+        _prepare(arguments, host)
+    except ValueError as error:
+        print(f"fused-tp launch: {error}", file=sys.stderr)
+        return 2
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)  # over ssh they are pipes
+    temporary = arguments.log_dir is None
+    # Of each host its own: hosts may share the folder, and local ranks have the same numbers on all.
+    logs = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if temporary else arguments.log_dir, host)
+    arguments.log_dir = str(logs)
+    try:
+        run.run(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        print(f"fused-tp launch: on {host} rank {rank} failed first, {how}.", file=sys.stderr)
+        print(_last_lines(logs, failure.local_rank), file=sys.stderr)
+        return FAILED
+    except SignalException as error:
+        return 128 + error.sigval
+    if temporary:
+        shutil.rmtree(logs.parent, ignore_errors=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = run.get_args_parser()
+    parser.prog = "fused_tp.cli.launch_node"
+    parser.add_argument("--bind-cores", action="store_true", help="give each rank processors of its own")
+    parser.add_argument("--stop-with-stdin", action="store_true", help="take names of signals from stdin; end with it")
+    return parser
+
+
+def _prepare(arguments: argparse.Namespace, host: str) -> None:
+    ranks = run.determine_local_world_size(arguments.nproc_per_node)
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cpus) // ranks)))
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", f"[{host}:${{rank}}] ")
+    if arguments.bind_cores:
+        if not hasattr(os, "sched_setaffinity"):
+            raise ValueError("--bind cores needs Linux; leave it out.")
+        if ranks > len(cpus):
+            raise ValueError(f"--bind cores: {host} has {len(cpus)} processors for {ranks} ranks; leave it out.")
+        what = ["-m"] if arguments.module else []
+        own = ["-I", launch_bind.__file__, "-u", *what, arguments.training_script, *arguments.training_script_args]
+        arguments.no_python, arguments.module = True, False
+        arguments.training_script, arguments.training_script_args = sys.executable, own
+
+
+def _stop_with_stdin() -> None:
+    """Raises in this process each signal that a line of stdin names, and SIGTERM when stdin ends."""
+    control = os.fdopen(os.dup(0))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # what ranks read
+    os.close(nothing)
+
+    def follow() -> None:
+        for line in control:
+            os.kill(os.getpid(), signal.Signals[line.strip()])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _last_lines(logs: Path, local_rank: int) -> str:
+    """What a rank wrote last, in its newest life: to stderr, or else to stdout."""
+    for name in ("stderr.log", "stdout.log"):
+        files = sorted(logs.glob(f"*/attempt_*/{local_rank}/{name}"), key=lambda file: file.stat().st_mtime)
+        lines = files[-1].read_text(errors="replace").splitlines()[-LAST_LINES:] if files else []
+        if lines:
+            return "\n".join([f"The end of {files[-1]}:", *(f"    {line}" for line in lines)])
+    return f"It wrote nothing ({logs})."
+
+
+if __name__ == "__main__":
+    sys.exit(main())
