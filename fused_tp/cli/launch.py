@@ -221,17 +221,13 @@ def host_commands(
     first, job = hosts[0].name, uuid.uuid4().hex
     ssh = arguments.ssh or SSH.format(timeout=max(1, round(arguments.connect_timeout or CONNECT_SECONDS)))
     commands = []
+    together = ["--stop-with-stdin", "--nnodes", count, "--rdzv-backend", "c10d", "--rdzv-id", job]
+    together += ["--rdzv-endpoint", f"{first}:{arguments.port or PORT}"]
+    exports = [f"{name}={value}" for name, value in variables.items()]
     for host in hosts:
-        meeting = ["--stop-with-stdin", "--nnodes", count, "--rdzv-backend", "c10d", "--rdzv-id", job]
-        # is_host: torchrun would compare the name with this machine's, which may have another.
-        meeting += [
-            "--rdzv-endpoint",
-            f"{first}:{arguments.port or PORT}",
-            "--rdzv-conf",
-            f"is_host={int(host == hosts[0])}",
-        ]
-        meeting += ["--local-addr", host.name]
-        exports = [f"{name}={value}" for name, value in variables.items()]
+        # is_host: torchrun would compare the name with that of the machine, which may be another.
+        is_host = f"is_host={int(host == hosts[0])}"
+        meeting = [*together, "--rdzv-conf", is_host, "--local-addr", host.name]
         runs = ["env", *exports, *LAUNCH_NODE, *node_arguments(arguments, host.slots, meeting)]
         there = f"cd {shlex.quote(os.getcwd())} && echo {shlex.quote(ANSWER)} && exec {shlex.join(runs)}"
         reach = [word.replace("{host}", host.name) for word in shlex.split(ssh)]

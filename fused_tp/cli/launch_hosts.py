@@ -157,7 +157,7 @@ def run(
                 else:
                     why = f"{node.name} was {'lost' if lost else 'the first to fail'} (exit code {found})"
                 if lost and left >= minimum and node is not nodes[0]:
-                    print(f"fused-tp launch: {why}; {left} hosts go on.", file=sys.stderr)
+                    print(f"fused-tp launch: {why}; going on with {left} of {len(nodes)} hosts.", file=sys.stderr)
                     continue
                 print(f"fused-tp launch: {why}; all hosts end.", file=sys.stderr)
                 code, end_at = 1 if lost else found, min(end_at, _deadline(grace))
