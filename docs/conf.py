@@ -30,7 +30,7 @@ autodoc_typehints = "none"  # docstrings say shapes and dtypes, which types do n
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["megatron"]  # whose classes ours are made from; the documentation is built without it
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|nn|transformers|typing)\..*|.*(Module|Exception|Error|ParallelStyle|object)")
+    ("py:.*", r"(torch|nn|transformers|typing|pathlib)\..*|.*(Module|Exception|Error|ParallelStyle|object)")
 ]
 
 
