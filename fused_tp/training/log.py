@@ -48,7 +48,7 @@ class RunLog:
         """Writes down a step."""
         if not self._writes:
             return
-        flops = 3 * self._run.shape.forward_flops(self._settings.data.seq) * step.tokens  # backward is twice forward
+        flops = self._run.shape.flops(step.tokens, self._settings.data.seq)
         share = step.waited / step.seconds
         per_second = step.tokens / step.seconds
         tflops = flops / step.seconds / self._run.config.world_size / 1e12
