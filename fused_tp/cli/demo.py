@@ -10,26 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from importlib.util import find_spec
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from fused_tp.cli import at_least, make_folder, positive
+from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
 
 # Sized so that the default run ends in about a minute on two cores of a server CPU.
 DEFAULT_SIZES = {"hidden": 512, "intermediate": 1408, "layers": 4, "heads": 8, "kv_heads": 4}
-# Ranks of one host need no network; gloo would look for the address of the host's name, which may not resolve.
-LOOPBACK = "lo"
-_LONGEST_FOLDER = 64  # a socket's name has 104 bytes at most, and what is made in the folder some 35
-
-
 # Titles in the help, by the first option below them.
 GROUPS = {"tp": "parallelism", "steps": "training", "hf": "model", "out": "output"}
 
@@ -184,13 +177,13 @@ def main(arguments: argparse.Namespace) -> int:
         for name, folder in (("--save", settings.save), ("--out", settings.out)):
             if folder is not None:
                 make_folder(name, folder)
-        how = None if under_torchrun() else start_method(settings)
+        how = None if under_torchrun() else start_method(settings.device)
         if how == "forkserver":
-            preload()
+            preload(["fused_tp.cli.demo_run"])
         # Here, not above: `fused-tp --help` and a wrong argument need not wait for it, nor the fork server.
-        from fused_tp.cli.demo_run import launch
+        from fused_tp.cli.demo_run import rank_main
 
-        launch(settings, how)
+        launch(Job(rank_main, settings, settings.ranks, settings.device, settings.threads), how)
     except ValueError as error:
         print(f"fused-tp demo: {error}", file=sys.stderr)
         return 2
@@ -202,18 +195,6 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if json.loads((settings.out / "demo.json").read_text())["trained_alike"] else 1
 
 
-def start_method(settings: DemoSettings) -> str:
-    """How ranks are started: as forks of one process that has imported what they all need, seconds of work for each.
-
-    Not where they use GPUs: a library that touches one while it is imported would break it for all forks. Nor where the
-    name of its socket, in the folder for temporary files, would be too long for the system.
-    """
-    too_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER
-    if too_long or settings.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    return "forkserver"
-
-
 def _check_gpus(ranks: int) -> None:
     """Raises ValueError where this host has fewer GPUs than ranks; under torchrun there may be other hosts."""
     import torch
@@ -223,17 +204,6 @@ def _check_gpus(ranks: int) -> None:
         raise ValueError(f"--device cuda needs a GPU for each of the {ranks} ranks; torch sees {found}.")
 
 
-def preload() -> None:
-    """Start the fork server, which imports what ranks need while this process imports it too."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # ranks have the server's environment
-    forkserver.set_forkserver_preload(["fused_tp.cli.demo_run"])
-    forkserver.ensure_running()
-
-
 def option(name: str) -> str:
     """`kv_heads` -> `--kv-heads`."""
     return "--" + name.replace("_", "-")
-
-
-def under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -8,15 +8,11 @@ the machine does affects both equally, and the ratio of their times can be trust
 from __future__ import annotations
 
 import os
-import select
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +21,17 @@ import torch
 import torch._dynamo  # optimizers import it when they step: the process that ranks are forked from has it already
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fused_tp.cli import shipped_module
-from fused_tp.cli.demo import LOOPBACK, DemoSettings
+from fused_tp.cli.demo import DemoSettings
 from fused_tp.cli.demo_report import FUSED, PLAIN, SINGLE, THREADED, DemoResult, Run, Sample, report
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.runtime import tracing
-from fused_tp.runtime.settings import environment, timeout_seconds
+from fused_tp.runtime.settings import environment
 
 WARMUP_STEPS = 5  # of the learning rate
 GRAD_NORM = 1.0
@@ -46,76 +41,9 @@ TABLE_STARTS = ("|", "+", "---", "===", "***", "~~~", "^^^")
 TYPED_QUOTES = {0x2018: "'", 0x2019: "'", 0x201C: '"', 0x201D: '"'}
 THREADED_STEPS = 6  # enough for a median; their losses are not shown
 THREADED_SECONDS = 6.0  # enough of them where threads that share busy cores crawl
-REFUSAL = "fused_tp_demo_refusal"  # store key of why a rank cannot do what it was asked
 Advance = Callable[[Run, int], None]  # notes that a run has done one more of so many steps
 
 # ---- ranks ----
-
-
-def launch(settings: DemoSettings, start_method: str | None) -> None:
-    """Run the demo on settings.ranks ranks, started by `start_method`, or being there already (None, under torchrun).
-
-    Raises ValueError where what was asked does not fit the model or the text, or cannot be written; ChildProcessError
-    where a signal has ended a rank; torch's errors where a rank has failed.
-    """
-    if start_method is None:
-        _run_rank(settings, int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), None)
-        return
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    # This process holds the store of the ranks: no other process can take its port between the choice and its use.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    try:
-        # Daemons: an interrupt here ends them, and does not wait for them.
-        arguments = (settings, store.port, os.getpid())
-        mp.start_processes(_started, arguments, settings.ranks, daemon=True, start_method=start_method)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        # The rank that refused may not be the one that exited first: its peers lose their connection to it.
-        if store.check([REFUSAL]):
-            raise ValueError(store.get(REFUSAL).decode()) from None
-        if isinstance(error, mp.ProcessExitedException) and error.signal_name:
-            raise ChildProcessError(f"{error.signal_name} has ended rank {error.error_index}.") from None
-        raise
-
-
-def _started(rank: int, settings: DemoSettings, port: int, launcher: int) -> None:
-    _end_with(launcher)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
-    _run_rank(settings, rank, rank, store)
-
-
-def _end_with(process: int) -> None:
-    """Have this rank end when `process` does, even by a signal that it cannot act upon. On Linux only."""
-    if not hasattr(os, "pidfd_open"):
-        return
-    ended = os.pidfd_open(process)
-
-    def wait() -> None:
-        select.select([ended], [], [])
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _run_rank(settings: DemoSettings, rank: int, local_rank: int, store: dist.Store | None) -> None:
-    torch.set_num_threads(settings.threads)
-    backend = "gloo"
-    if settings.device == "cuda":
-        torch.cuda.set_device(local_rank)
-        backend = "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_seconds())
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=settings.ranks, timeout=timeout)
-    try:
-        rank_main(settings)
-    except (ValueError, OSError) as error:
-        if store is not None:
-            store.set(REFUSAL, str(error))
-        raise
-    finally:
-        dist.destroy_process_group()
 
 
 @dataclass

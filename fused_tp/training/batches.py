@@ -114,7 +114,7 @@ class DistributedBatches:
         self._keeps_state = dataset_state
         self._dataset_state: Any = None
         self._iterator: object | None = None  # the latest: an older one would go on from where this one is
-        self._dp_rank, self._dp_size = _place_of(mesh, dp_dims)
+        self._dp_rank, self._dp_size = data_parallel_place(mesh, dp_dims)
         self._agree(mesh)
         share, rest = divmod(global_batch_size, self._dp_size)
         if rest:
@@ -260,7 +260,7 @@ def _uneven(samples: int, ranks: int) -> str:
     )
 
 
-def _place_of(mesh: DeviceMesh | None, dp_dims: Sequence[str] | None) -> tuple[int, int]:
+def data_parallel_place(mesh: DeviceMesh | None, dp_dims: Sequence[str] | None = None) -> tuple[int, int]:
     """Of this rank: its number among those with batches of their own, and how many these are."""
     if mesh is None:
         return 0, 1

@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.planning.small_config import VOCABULARY, small_config
 from tests.integrations.models import full
 from tests.workers import RanksFailed, run_ranks
 
@@ -46,118 +47,9 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp+sp": ("tp", {"sequence_parallel": True}),
     "cp": ("cp", {}),
 }
-VOCAB = 128
 TOKENS = (2, 24)
 MOST_PARAMETERS = 14_000_000
 LOSS, GRADIENT = 2e-5, 2e-3  # differences; a gradient's relative to its largest element. Wrong ones are off by 1e-2.
-
-# Names that configs have for the same few sizes. A type is given those that its config knows.
-SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "output_dim"), 64),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "dff", "decoder_ffn_dim", "encoder_ffn_dim"), 128
-    ),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "attention_heads"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 64),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_key_value_heads", "encoder_layers"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size"), 32),
-    **dict.fromkeys(("head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank", "linear_head_dim"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
-    **dict.fromkeys(("n_group", "topk_group", "bos_token_id"), 1),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
-    **dict.fromkeys(("pad_token_id", "num_nextn_predict_layers"), 0),
-    "eos_token_id": 2,
-    "is_decoder": True,
-    "use_cache": False,
-}
-DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
-RANDOM = ("dropout", "pdrop", "jitter")  # parts of names of what would draw numbers
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # twice the hidden size
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}  # else attention alone
-OWN_SIZES: dict[str, dict[str, Any]] = {
-    "bamba": MAMBA,
-    "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # in four blocks, each of which is cut
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    },
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},  # of one, routers learn nothing
-    },
-    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note_text": {  # its layers with a window have sizes of their own
-        "num_key_value_heads": 4,
-        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
-        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_qk_rope_head_dim"), 8),
-        **dict.fromkeys(("swa_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank"), 16),
-    },
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
-    "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "intermediate_size": 128,
-        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.5],
-        **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
-        "altup_num_inputs": 2,
-    },
-    "granitemoehybrid": MAMBA,
-    "lfm2": CONVOLUTIONS,
-    "lfm2_moe": CONVOLUTIONS,
-    "llama4_text": {"floor_scale": 4},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-    },
-    "recurrent_gemma": {"num_hidden_layers": 3},  # the third attends
-    "xlstm": {"qk_dim_factor": 1.0},  # its layers and its cache round smaller ones apart
-    "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "num_hidden_layers": 5,
-        "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "linear_attention", "hybrid"],
-    },
-    "zaya": {"num_experts_per_tok": 1},
-}
-
-
-def small_config(kind_of_config: Any, **changes: Any) -> Any:
-    """A config with few layers, at least one of each kind that it has, and small sizes; or with other ones."""
-    from transformers import PreTrainedConfig
-
-    usual = kind_of_config()
-    known = {*usual.to_dict(), *getattr(kind_of_config, "attribute_map", {})}
-    depth = next((getattr(usual, name) for name in DEPTHS if isinstance(getattr(usual, name, None), int)), 2)
-    # Lists of one entry per layer: the first few layers that have one of each.
-    lists = {name: value for name, value in usual.to_dict().items() if isinstance(value, list) and len(value) == depth}
-    layers = 2
-    for value in lists.values():
-        words = [str(one) for one in value]
-        layers = max(layers, *(words.index(word) + 1 for word in set(words)))
-    layers = min(layers, 8)
-    sizes = {name: value for name, value in SMALL.items() if name in known}
-    sizes |= {name: layers for name in DEPTHS if name in known} | {name: v[:layers] for name, v in lists.items()}
-    random = (name for name in known if any(part in name for part in RANDOM) and not name.startswith("is_"))
-    sizes |= {
-        name: type(getattr(usual, name, 0.0))(0) for name in random if isinstance(getattr(usual, name), int | float)
-    }
-    if "qk_rope_head_dim" in known:  # latent attention: head_dim is that of the rotated part
-        sizes |= {"head_dim": 8, "num_key_value_heads": 4}
-    sizes |= OWN_SIZES.get(kind_of_config.model_type, {})
-    for name in kind_of_config.sub_configs:
-        part = getattr(usual, name, None)
-        if name not in sizes and isinstance(part, PreTrainedConfig):
-            sizes[name] = small_config(type(part))
-    own_name: dict[str, str] = getattr(kind_of_config, "attribute_map", {})
-    changed = {own_name.get(name, name) for name in changes}  # of two names for one size the config takes the last
-    sizes = {name: value for name, value in sizes.items() if own_name.get(name, name) not in changed}
-    return kind_of_config(**sizes, **changes)
 
 
 def make_model(kind: str, **changes: Any) -> Any:
@@ -300,7 +192,7 @@ def sweep_rank(
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.manual_seed(2)
-    tokens = torch.randint(3, VOCAB, TOKENS)
+    tokens = torch.randint(3, VOCABULARY, TOKENS)
     try:
         whole = make_model(kind, **changes)
         model = copy.deepcopy(whole)

@@ -17,6 +17,7 @@ from fused_tp.cli.demo import DemoSettings
 from fused_tp.cli.demo_report import DemoResult, Run, Sample, report, shown_steps, verdict
 from fused_tp.cli.demo_run import BYTES, make_tokens, plain_collectives
 from fused_tp.cli.main import main
+from fused_tp.cli.ranks import start_method
 from fused_tp.runtime import settings as runtime_settings
 
 pytestmark = pytest.mark.full
@@ -93,7 +94,7 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork server has a socket, whose name a long folder for temporary files makes too long."""
     for folder, device, method in [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]:
         monkeypatch.setattr(tempfile, "gettempdir", lambda folder=folder: "/" + "x" * folder)
-        assert demo.start_method(settings_of(f"--device {device}")) == method
+        assert start_method(device) == method
 
 
 def test_text(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""Ranks on this machine: a command starts them, runs one function on each, and has what rank 0 has made of it.
+
+Starting takes seconds, most of which go into imports. So ranks are forked from one process that has imported what they
+all need, and this module imports torch only where a rank runs, or is about to.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import select
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Settings = TypeVar("Settings")
+# Ranks of one host need no network; gloo would look for the address of the host's name, which may not resolve.
+LOOPBACK = "lo"
+_LONGEST_FOLDER = 64  # a socket's name has 104 bytes at most, and what is made in the folder some 35
+_REFUSAL = "fused_tp_refusal"  # store key of why a rank cannot do what it was asked
+_RESULT = "fused_tp_result"
+
+
+@dataclass(frozen=True)
+class Job(Generic[Settings]):
+    """What ranks are to do: `function(settings)`, both of which can be pickled.
+
+    Attributes:
+        threads: CPU threads of each rank.
+    """
+
+    function: Callable[[Settings], Any]
+    settings: Settings
+    ranks: int
+    device: str = "cpu"
+    threads: int = 1
+
+
+def under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_method(device: str) -> str:
+    """How ranks are started: as forks of one process that has imported what they all need, seconds of work for each.
+
+    Not where they use GPUs: a library that touches one while it is imported would break it for all forks. Nor where the
+    name of its socket, in the folder for temporary files, would be too long for the system.
+    """
+    too_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER
+    if too_long or device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    return "forkserver"
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Start the fork server, which imports what ranks need while this process imports it too."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # ranks have the server's environment
+    forkserver.set_forkserver_preload(list(modules))
+    forkserver.ensure_running()
+
+
+def launch(job: Job[Any], start_method: str | None) -> Any:
+    """Runs `job` on ranks started by `start_method`, or being there already (None, under torchrun).
+
+    Returns:
+        What the function has returned on rank 0; under torchrun on this rank.
+
+    Raises:
+        ValueError: a rank has raised one, or an OSError: what was asked does not fit, or cannot be written.
+        ChildProcessError: a signal has ended a rank.
+        torch.multiprocessing.ProcessRaisedException: a rank has failed.
+    """
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+
+    if start_method is None:
+        return _run_rank(job, int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), None)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    # This process holds the store of the ranks: no other process can take its port between the choice and its use.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        # Daemons: an interrupt here ends them, and does not wait for them.
+        arguments = (job, store.port, os.getpid())
+        mp.start_processes(_started, arguments, job.ranks, daemon=True, start_method=start_method)
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        # The rank that refused may not be the one that exited first: its peers lose their connection to it.
+        if store.check([_REFUSAL]):
+            raise ValueError(store.get(_REFUSAL).decode()) from None
+        if isinstance(error, mp.ProcessExitedException) and error.signal_name:
+            raise ChildProcessError(f"{error.signal_name} has ended rank {error.error_index}.") from None
+        raise
+    return pickle.loads(store.get(_RESULT))
+
+
+def _started(rank: int, job: Job[Any], port: int, launcher: int) -> None:
+    import torch.distributed as dist
+
+    from fused_tp.runtime.settings import timeout_seconds
+
+    _end_with(launcher)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
+    result = _run_rank(job, rank, rank, store)
+    if rank == 0:
+        store.set(_RESULT, cast("str", pickle.dumps(result)))  # which takes bytes, too
+
+
+def _end_with(process: int) -> None:
+    """Have this rank end when `process` does, even by a signal that it cannot act upon. On Linux only."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    ended = os.pidfd_open(process)
+
+    def wait() -> None:
+        select.select([ended], [], [])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _run_rank(job: Job[Any], rank: int, local_rank: int, store: dist.Store | None) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from fused_tp.runtime.settings import timeout_seconds
+
+    torch.set_num_threads(job.threads)
+    backend = "gloo"
+    if job.device == "cuda":
+        torch.cuda.set_device(local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_seconds())
+    if store is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=job.ranks, timeout=timeout)
+    try:
+        return job.function(job.settings)
+    except (ValueError, OSError) as error:
+        if store is not None:
+            store.set(_REFUSAL, str(error))
+        raise
+    finally:
+        dist.destroy_process_group()
