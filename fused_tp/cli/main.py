@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": "train the same model in several ways, and print what each costs",
     "bench": "measure the ops against plain collectives; with --tune, write this machine's dispatch table",
     "launch": "run a script on the ranks of this machine, of other hosts or of SLURM, over torchrun",
+    "check": "run a parallel model on CPU ranks against one process, and say where it differs",
     "doctor": "check this installation and say what is missing and how to get it",
     "explain": "say which schedule an op would run on, and why",
 }

@@ -88,16 +88,12 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
 
     usual: Any = kind_of_config()
     known = {*usual.to_dict(), *getattr(kind_of_config, "attribute_map", {})}
-    depth = next((getattr(usual, name) for name in DEPTHS if isinstance(getattr(usual, name, None), int)), 2)
-    # Lists of one entry per layer: the first few layers that have one of each.
-    lists = {name: value for name, value in usual.to_dict().items() if isinstance(value, list) and len(value) == depth}
     layers = 2
-    for value in lists.values():
+    for value in _lists_of_layers(usual).values():
         words = [str(one) for one in value]
-        layers = max(layers, *(words.index(word) + 1 for word in set(words)))
+        layers = max([layers, *(words.index(word) + 1 for word in set(words))])
     layers = min(layers, 8)
-    sizes = {name: value for name, value in SMALL.items() if name in known}
-    sizes |= {name: layers for name in DEPTHS if name in known} | {name: v[:layers] for name, v in lists.items()}
+    sizes = {name: value for name, value in SMALL.items() if name in known} | at_depth(usual, layers)
     random = (name for name in known if any(part in name for part in RANDOM) and not name.startswith("is_"))
     sizes |= {
         name: type(getattr(usual, name, 0.0))(0) for name in random if isinstance(getattr(usual, name), int | float)
@@ -112,4 +108,18 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
     own_name: dict[str, str] = getattr(kind_of_config, "attribute_map", {})
     changed = {own_name.get(name, name) for name in changes}  # of two names for one size the config takes the last
     sizes = {name: value for name, value in sizes.items() if own_name.get(name, name) not in changed}
-    return kind_of_config(**sizes, **changes)
+    made: Any = kind_of_config(**sizes, **changes)
+    return made
+
+
+def at_depth(config: Any, layers: int) -> dict[str, Any]:
+    """What gives a config so many layers: their number, by all names that it has for that, and a list's first ones."""
+    known = {*config.to_dict(), *getattr(type(config), "attribute_map", {})}
+    lists = {name: value[:layers] for name, value in _lists_of_layers(config).items()}
+    return {name: layers for name in DEPTHS if name in known} | lists
+
+
+def _lists_of_layers(config: Any) -> dict[str, list[Any]]:
+    """Lists of one entry for each layer."""
+    depth = next((getattr(config, name) for name in DEPTHS if isinstance(getattr(config, name, None), int)), 2)
+    return {name: value for name, value in config.to_dict().items() if isinstance(value, list) and len(value) == depth}

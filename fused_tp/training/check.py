@@ -1,0 +1,327 @@
+"""`check_model`: a parallel model against the whole one, on ranks of one machine without GPUs.
+
+Each rank also runs the whole model, so that it can compare what it has without sending anything. Both take the same
+steps on the same batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_tp.integrations.hf import is_transformers_model
+from fused_tp.integrations.mesh import make_mesh
+from fused_tp.ops.arguments import check_int
+from fused_tp.pipelining.pipeline import Pipeline, count_targets
+from fused_tp.planning import build as planning
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.runtime.settings import environment
+from fused_tp.training.batches import data_parallel_place
+from fused_tp.training.check_outputs import OutputComparison, Outputs, RankPart, recorded, relative_error
+from fused_tp.training.check_report import Report
+
+Batch = Mapping[str, Any]
+MakeBatch = Callable[[nn.Module, ParallelConfig], Batch]
+Build = Callable[[nn.Module, ParallelConfig, DeviceMesh], "nn.Module | Pipeline"]
+# A model of some layers in fp32 differs by 1e-5, and a wrong one by 1e-2. Models compute norms and angles in fp32 also
+# where they are in fp64.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
+_NOISE = 1e-4  # of the largest gradient of all: what rounding leaves of a gradient that should be 0
+_DROPOUT = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def check_model(
+    make_model: Callable[[], nn.Module],
+    config: ParallelConfig,
+    *,
+    batch: MakeBatch | None = None,
+    build: Build = planning.build,
+    dtype: torch.dtype = torch.float32,
+    tolerance: float | None = None,
+    steps: int = 1,
+    lr: float = 0.1,
+) -> Report:
+    """Whether a model computes over the ranks of `config` what it computes on one process, and where it does not.
+
+    A collective call of `config.world_size` CPU ranks, each of which gets the same report. Losses of all steps are
+    compared, and of the first also gradients and what modules return. A module that returns something else inside of
+    one that returns the right thing (terms of a sum, other orders) counts as one that cannot be compared.
+
+    Args:
+        make_model: makes the model, the same on all ranks; called after torch.manual_seed(0). Its forward takes what
+            the batch has by name, and returns something with a `loss`.
+        config: the cut.
+        batch: batch(model, config) -> keyword arguments of forward for all ranks and microbatches together: tensors
+            [rows, ...], the first of them [rows, seq, ...]; None: `random_batch`.
+        build: build(model, config, mesh) -> the parallel model, or a `Pipeline`; another cut than fused_tp's, or one
+            with something changed.
+        dtype: of the model's parameters.
+        tolerance: relative errors up to it are rounding; None: 1e-3 in fp32, 1e-5 in fp64.
+        steps: of plain gradient descent.
+        lr: its learning rate.
+
+    Raises:
+        TypeError, ValueError: something does not fit, or `build` refuses the model.
+
+    Example:
+        >>> report = check_model(make_model, ParallelConfig(cp=2, tp=2))
+        >>> assert report.right, report
+    """
+    check_int("steps", steps, 1)
+    torch.manual_seed(0)
+    whole = make_model().to(dtype)
+    given = (batch or random_batch)(whole, config)
+    parts = _parts(given, config.data_parallel * config.microbatches)
+    mesh = make_mesh("cpu", **config.mesh_sizes)
+    place, _ = data_parallel_place(mesh)
+    mine = range(place * config.microbatches, (place + 1) * config.microbatches)
+    # Ranks would stop at the first difference that they find by themselves; here all are reported.
+    with environment({"FUSED_TP_CHECK_BATCH": "0"}):
+        parallel = build(copy.deepcopy(whole), config, mesh)
+        optimizers = [torch.optim.SGD(list(one.parameters()), lr, foreach=False) for one in (whole, parallel)]
+        losses = []
+        for step in range(steps):
+            if step:
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with recorded(whole) as outputs:
+                expected = _step_whole(whole, parts, mine, outputs)
+            comparison = OutputComparison(outputs, RankPart(mesh, *_rows_of(given)))
+            with comparison.watching(_models(parallel, whole)), _counted() as communicated:
+                loss = _step_parallel(parallel, parts, mine)
+            losses.append((sum(expected) / len(parts), loss, sum(expected[i] for i in mine) / len(mine)))
+            if not step:
+                first = comparison, _gradient_errors(parallel, whole), communicated.get_comm_counts()
+    return _report(config, whole, outputs, losses, *first, tolerance=tolerance or TOLERANCE[dtype])
+
+
+def random_batch(
+    model: nn.Module, config: ParallelConfig, *, rows: int | None = None, seq: int = 24, packed: bool = False
+) -> dict[str, Any]:
+    """Random tokens [rows, seq] and labels for `model`, by the names that its forward has for them.
+
+    Args:
+        rows: of all ranks and microbatches together; None: two for each microbatch of each.
+        packed: two documents in each row, by position_ids.
+
+    Raises:
+        ValueError: its forward takes no labels, or with `packed` no position_ids.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    hf = is_transformers_model(model)
+    for name in ("labels", *(["position_ids"] if packed else [])):
+        if name not in parameters:
+            raise ValueError(f"{type(model).__name__}.forward takes no {name}; give a batch of what it takes.")
+    config_of: Any = getattr(model, "config", None)
+    embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabulary = config_of.get_text_config().vocab_size if hf else max(embeddings, default=0)
+    if not vocabulary:
+        raise ValueError(f"{type(model).__name__} has no nn.Embedding to make tokens for; give a batch.")
+    rows = 2 * config.data_parallel * config.microbatches if rows is None else rows
+    tokens = torch.randint(vocabulary, (rows, seq), generator=torch.Generator().manual_seed(1))
+    batch: dict[str, Any] = {"input_ids" if hf else next(iter(parameters)): tokens, "labels": tokens}
+    if hf:
+        batch["use_cache"] = False
+    if packed:
+        first = seq // 3
+        batch["position_ids"] = torch.cat([torch.arange(first), torch.arange(seq - first)]).expand(rows, seq)
+    return batch
+
+
+def _parts(batch: Batch, count: int) -> list[dict[str, Any]]:
+    """As many batches of equal size, for the microbatches of all data parallel ranks, one after the other."""
+    rows = len(_tokens(batch))
+    if rows % count:
+        raise ValueError(f"The batch has {rows} rows, which {count} microbatches of all ranks cannot share evenly.")
+    share = rows // count
+
+    def part(value: Any, index: int) -> Any:
+        cut = isinstance(value, Tensor) and value.ndim and len(value) == rows
+        return value[index * share :][:share] if cut else value
+
+    parts = [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
+    if isinstance(batch.get("labels"), Tensor) and len({int(count_targets(one)) for one in parts}) > 1:
+        raise ValueError(
+            "The microbatches of the batch have different numbers of targets, of which the mean of their means is not "
+            "the mean; give rows of which equally many labels are -100."
+        )
+    return parts
+
+
+def _tokens(batch: Batch) -> Tensor:
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.ndim > 1:
+            return value
+    raise ValueError(f"The batch has {[*batch]}, and nothing of them is a tensor [rows, seq, ...].")
+
+
+def _rows_of(batch: Batch) -> tuple[int, tuple[int, ...]]:
+    """Tokens of a row, and the bounds of the documents in each; () for one."""
+    seq, positions = _tokens(batch).shape[1], batch.get("position_ids")
+    begins = [] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
+    return seq, (*begins, seq) if len(begins) > 1 else ()
+
+
+def _models(parallel: nn.Module | Pipeline, whole: nn.Module) -> dict[nn.Module, nn.Module]:
+    stages = [stage.model for stage in parallel.stages.values()] if isinstance(parallel, Pipeline) else [parallel]
+    return dict.fromkeys(stages, whole)
+
+
+def _step_whole(model: nn.Module, parts: list[dict[str, Any]], mine: range, outputs: Outputs) -> list[float]:
+    """Losses of all parts, whose mean's gradients it adds; `outputs` are left with those of this rank's parts."""
+    losses: list[float] = []
+    own: Outputs = {}
+    for index, part in enumerate(parts):
+        outputs.clear()
+        losses.append(_forward_backward(model, part, index, len(parts)))
+        if index in mine:
+            for name, calls in outputs.items():
+                own.setdefault(name, []).extend(calls)
+    outputs.clear()
+    outputs.update(own)
+    return losses
+
+
+def _step_parallel(model: nn.Module | Pipeline, parts: list[dict[str, Any]], mine: range) -> float:
+    """The loss of this rank's parts."""
+    if isinstance(model, Pipeline):
+        own = [parts[i] for i in mine]
+        rows = len(_tokens(own[0]))
+
+        def joined(name: str) -> Any:
+            value = own[0][name]
+            cut = isinstance(value, Tensor) and value.ndim and len(value) == rows
+            return torch.cat([part[name] for part in own]) if cut else value
+
+        return float(model.step({name: joined(name) for name in own[0]}))
+    return sum(_forward_backward(model, parts[i], i, len(mine)) for i in mine) / len(mine)
+
+
+def _forward_backward(model: nn.Module, part: dict[str, Any], seed: int, parts: int) -> float:
+    torch.manual_seed(seed)  # dropout of what all ranks hold
+    loss = model(**part).loss
+    (loss / parts).backward()
+    return float(loss.detach())
+
+
+@contextmanager
+def _counted() -> Iterator[CommDebugMode]:
+    """A mode that counts collectives. As a context of its own it would also put hooks on all modules, to count by them,
+    which would change what runs."""
+    mode = CommDebugMode()
+    mode.comm_registry.add(torch.ops.c10d.send)  # of a pipeline
+    TorchDispatchMode.__enter__(mode)
+    try:
+        yield mode
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
+
+
+@torch.no_grad()
+def _gradient_errors(parallel: nn.Module | Pipeline, whole: nn.Module) -> dict[str, float]:
+    """Of all parameters that this rank has, by name. All ranks that have parts of one ask for it together."""
+    expected = {name: _gradient(p) for name, p in whole.named_parameters(remove_duplicate=False)}
+    largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
+    errors = {}
+    for name, parameter in parallel.named_parameters():
+        gradient = _gradient(parameter)
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        wanted = expected.get(name)
+        if wanted is not None and wanted.numel() == full.numel():  # of packed ones the shape differs
+            errors[name] = relative_error(full.view_as(wanted), wanted, _NOISE * largest)
+        else:
+            errors[name] = float("inf")
+    return errors
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _report(
+    config: ParallelConfig,
+    whole: nn.Module,
+    outputs: Outputs,
+    losses: list[tuple[float, float, float]],
+    comparison: OutputComparison,
+    gradients: dict[str, float],
+    communicated: Mapping[Any, int],
+    *,
+    tolerance: float,
+) -> Report:
+    """What all ranks have found together."""
+    counts = {str(op).rpartition(".")[2].removesuffix("_"): times for op, times in communicated.items()}
+    mine = {"losses": losses, "errors": comparison.errors, "skipped": comparison.skipped}
+    ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(ranks, {**mine, "gradients": gradients, "counts": counts})
+    skipped: dict[str, str] = {}
+    for rank in ranks:
+        skipped |= rank["skipped"]
+    errors = {
+        name: {rank: found["errors"][name] for rank, found in enumerate(ranks) if name in found["errors"]}
+        for name in outputs
+        if any(name in found["errors"] for found in ranks)
+    }
+    wrong = {name for name, of_ranks in errors.items() if not max(of_ranks.values()) <= tolerance}
+    for name in wrong - {""}:
+        around = next((one for one in _enclosing(name) if one in errors), name)
+        if around not in wrong:
+            skipped[name] = f"it returns something else, and {around or 'the model'} around it the right thing"
+            del errors[name]
+    worst = _largest(rank["gradients"] for rank in ranks)
+    missing = {name: float("inf") for name, _ in whole.named_parameters() if name not in worst}
+    report = Report(
+        layout=f"{config.shown()}, {config.world_size} ranks",
+        tolerance=tolerance,
+        losses=[
+            (of_step[0][0], sum(one[1] for one in of_step) / len(ranks))
+            for of_step in zip(*(rank["losses"] for rank in ranks), strict=True)
+        ],
+        loss_error=max(
+            abs(found - wanted) / max(abs(wanted), 1e-3) if found == found else float("inf")
+            for rank in ranks
+            for _, found, wanted in rank["losses"]
+        ),
+        outputs=errors,
+        skipped=skipped,
+        gradients=dict(sorted((worst | missing).items(), key=lambda one: -one[1])),
+        communicated=_largest(rank["counts"] for rank in ranks),
+    )
+    if report.suspect is not None and isinstance(whole.get_submodule(report.suspect), _DROPOUT):
+        return replace(report, advice=_ADVICE)
+    return report
+
+
+_ADVICE = (
+    "Dropout of what all ranks hold must draw the same on them: give them equal seeds. Dropout of a rank's part draws "
+    "other numbers than the whole model does; set its p to 0 to compare the rest."
+)
+
+
+def _enclosing(name: str) -> Iterable[str]:
+    """The names of the modules around it, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _largest(dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each key the largest value."""
+    found: dict[str, Any] = {}
+    for one in dicts:
+        for name, value in one.items():
+            found[name] = max(value, found.get(name, value))
+    return found

@@ -1,0 +1,161 @@
+"""What the modules of a parallel model return, next to what those of the whole model return for the same batch.
+
+A rank knows which part of each tensor it may hold: some of the tokens, in the order of its context parallel layout,
+some of the features or heads, or both. So it finds the matching part of the whole tensor by its shape, and sends
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fused_tp.integrations.forward_shard import CpContext, running_node
+from fused_tp.integrations.outputs import tensors_in
+from fused_tp.runtime.partition import shard_range
+
+Outputs = dict[str, list[list[Tensor]]]
+"""By the name of a module: for each of its calls the tensors that it returned. In the order in which modules return."""
+_PACKED = (1, 2, 3)  # parts that lie one after the other, each of which is cut: gate and up; q, k and v
+_SMALLEST = 1e-6  # what differences are relative to, at least
+
+
+def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, relative to the largest expected value, or to `scale` where that is larger."""
+    if not found.numel():
+        return 0.0
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.detach().to(wide), expected.detach().to(wide)
+    difference = torch.where(found == expected, 0.0, (found - expected).abs()).max().item()  # inf - inf is nan
+    finite = expected.abs()[expected.isfinite()]
+    largest = finite.max().item() if finite.numel() else 0.0
+    return difference / max(largest, scale, _SMALLEST) if difference == difference else inf
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Outputs]:
+    """A context that gives, at its end, what each module of `model` has returned inside of it."""
+    outputs: Outputs = {}
+
+    def record(name: str, module: nn.Module, args: object, output: Any) -> None:
+        # Copies, as models write into tensors in place.
+        outputs.setdefault(name, []).append([t.detach().clone() for t in tensors_in(output)])
+
+    handles = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class RankPart:
+    """Which part of a tensor this rank may hold.
+
+    Args:
+        mesh: of `make_mesh`.
+        tokens: of a row, on all ranks together.
+        documents: where packed documents begin, and the end; () for one document.
+    """
+
+    def __init__(self, mesh: DeviceMesh, tokens: int, documents: tuple[int, ...]) -> None:
+        self._tokens = tokens
+        self._tp_ranks, self._tp_rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
+        own = CpContext(mesh["cp"], tokens, documents=documents).positions(torch.device("cpu"))
+        start, stop = shard_range(len(own), self._tp_ranks, self._tp_rank)
+        self._positions = [own, own[start:stop]]  # the latter with sequence parallelism
+
+    def error(self, found: Tensor, expected: Tensor) -> float | None:
+        """How much `found` differs from this rank's part of `expected`; None where it is of no such shape."""
+        if found.ndim != expected.ndim:
+            return None
+        errors = []
+        for cuts in product(*(self._cuts(*sizes) for sizes in zip(expected.shape, found.shape, strict=True))):
+            part = expected
+            for dim, indices in enumerate(cuts):
+                part = part if indices is None else part.index_select(dim, indices)
+            errors.append(relative_error(found, part))
+        # A part of the same shape that is not the one meant would differ in everything.
+        return min(errors, default=None)
+
+    def _cuts(self, whole: int, own: int) -> list[Tensor | None]:
+        """Indices, `own` many, that this rank may hold of a dim of size `whole`; None for all."""
+        if own == whole:
+            return [None]
+        cuts: list[Tensor] = []
+        rows, rest = divmod(whole, self._tokens)
+        if rows and not rest:  # tokens; of all rows where they lie in one dim
+            begins = torch.arange(rows).unsqueeze(1) * self._tokens
+            cuts += [(begins + positions).flatten() for positions in self._positions]
+        for parts in _PACKED:
+            if whole % parts == 0:
+                start, stop = shard_range(whole // parts, self._tp_ranks, self._tp_rank)
+                cuts.append((torch.arange(parts).unsqueeze(1) * (whole // parts) + torch.arange(start, stop)).flatten())
+        return [indices for indices in cuts if len(indices) == own]
+
+
+class OutputComparison:
+    """Compares what the modules of a parallel model return, as they return it, with `expected`.
+
+    Attributes:
+        errors: by the name of a module, the largest of all its calls.
+        skipped: why a module is not compared, by its name.
+    """
+
+    def __init__(self, expected: Outputs, part: RankPart) -> None:
+        self._expected, self._part = expected, part
+        self._calls: dict[str, int] = {}
+        self.errors: dict[str, float] = {}
+        self.skipped: dict[str, str] = {}
+
+    @contextmanager
+    def watching(self, models: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
+        """A context in which the modules of these are compared; each with the whole model that it is (a part of)."""
+        handles = []
+        for model, whole in models.items():
+            of_whole = dict(whole.named_modules())
+            for name, module in model.named_modules():
+                # Else a pipeline's: in the place of others' layers, or around it, where nothing meant is returned.
+                if name in of_whole and _parameters_of(module) == _parameters_of(of_whole[name]):
+                    handles.append(module.register_forward_hook(partial(self._compare, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def _compare(self, name: str, module: nn.Module, args: object, output: Any) -> None:
+        if running_node() is not None:
+            return  # activation checkpointing computes it again
+        call = self._calls[name] = self._calls.get(name, 0) + 1
+        calls = self._expected.get(name, [])
+        found = tensors_in(output)
+        if call > len(calls) or len(found) != len(calls[call - 1]):
+            self.skipped[name] = f"it returns other numbers of tensors, or is called more than {len(calls)} times"
+            return
+        for t, whole in zip(found, calls[call - 1], strict=True):
+            if not whole.ndim:
+                continue  # losses
+            if isinstance(t, DTensor) and any(placement.is_partial() for placement in t.placements):
+                self.skipped[name] = "it returns a term of a sum over ranks"
+                continue
+            own = t.to_local() if isinstance(t, DTensor) else t
+            error = self._part.error(own, whole)
+            if error is None:
+                self.skipped[name] = f"it returns {tuple(own.shape)}, which is no known part of {tuple(whole.shape)}"
+            else:
+                self.errors[name] = max(self.errors.get(name, 0.0), error)
+
+
+def _parameters_of(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}

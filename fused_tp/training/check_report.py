@@ -1,0 +1,102 @@
+"""What `check_model` has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_SHOWN = 12  # parameters
+
+
+@dataclass(frozen=True)
+class Report:
+    """A parallel model next to the whole one. Errors are relative to the largest value of a tensor.
+
+    Attributes:
+        layout: such as "cp2 x tp2".
+        tolerance: errors up to it are rounding.
+        losses: of each step, on one process and in parallel.
+        loss_error: the largest of all steps and ranks.
+        outputs: errors by the name of a module, of each rank that has it, in the order in which the whole model's
+            modules return.
+        skipped: modules whose outputs are not compared, and why.
+        gradients: errors by the name of a parameter, the largest first.
+        communicated: by the name of a collective, how often a rank has called it in the first step: the one that has
+            called it most.
+        advice: what may explain a difference that is meant.
+    """
+
+    layout: str
+    tolerance: float
+    losses: list[tuple[float, float]]
+    loss_error: float
+    outputs: dict[str, dict[int, float]]
+    skipped: dict[str, str]
+    gradients: dict[str, float]
+    communicated: dict[str, int]
+    advice: str = ""
+
+    @property
+    def first_difference(self) -> str | None:
+        """The first module whose output differs."""
+        return next((name for name, errors in self.outputs.items() if self._differs(max(errors.values()))), None)
+
+    @property
+    def wrong_gradients(self) -> dict[str, float]:
+        """Errors of the parameters whose gradients differ, the largest first."""
+        return {name: error for name, error in self.gradients.items() if self._differs(error)}
+
+    @property
+    def suspect(self) -> str | None:
+        """The module to look at first: the first whose output differs; or else, as backward goes from the last to the
+        first, the last of those that have a parameter whose gradient differs."""
+        if self.first_difference is not None:
+            return self.first_difference
+        order = {name: place for place, name in enumerate(self.outputs)}
+        modules = [name.rpartition(".")[0] for name in self.wrong_gradients]
+        return max(modules, key=lambda name: order.get(name, -1), default=None)
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing differs."""
+        return self.first_difference is None and not self.wrong_gradients and not self._differs(self.loss_error)
+
+    def _differs(self, error: float) -> bool:
+        return not error <= self.tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        found = {"right": self.right, "suspect": self.suspect, "first_difference": self.first_difference}
+        return {**found, **asdict(self)}
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"layout         {self.layout}; tolerance {self.tolerance:g}"
+        for step, (alone, parallel) in enumerate(self.losses):
+            yield f"loss           step {step}: {alone:.6f} on one process, {parallel:.6f} in parallel"
+        first, wrong = self.first_difference, self.wrong_gradients
+        if first is None:
+            yield f"outputs        those of {len(self.outputs)} modules are right"
+        else:
+            differ = {rank: error for rank, error in self.outputs[first].items() if self._differs(error)}
+            ranks = "rank" if len(differ) == 1 else "ranks"
+            yield f"outputs        the first that differs: {first}"
+            yield f"               by {max(differ.values()):.1e}, on {ranks} {', '.join(map(str, differ))}"
+        for name, why in self.skipped.items():
+            yield f"not compared   {name}: {why}"
+        yield f"gradients      {len(wrong)} of {len(self.gradients)} parameters differ"
+        for name, error in list(wrong.items())[:_SHOWN]:
+            yield f"               {error:.1e}  {name}"
+        if len(wrong) > _SHOWN:
+            yield f"               and {len(wrong) - _SHOWN} more"
+        for name, times in self.communicated.items():
+            yield f"communication  {times:4} x {name}"
+        if self.right:
+            yield "RIGHT"
+        else:
+            yield f"WRONG: look at {self.suspect or 'how the loss is computed'} first"
+            if self.advice:
+                yield self.advice
