@@ -86,7 +86,7 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
     """A config with few layers, at least one of each kind that it has, and small sizes; or with other ones."""
     from transformers import PreTrainedConfig
 
-    usual: Any = kind_of_config()
+    usual = kind_of_config()
     known = {*usual.to_dict(), *getattr(kind_of_config, "attribute_map", {})}
     layers = 2
     for value in _lists_of_layers(usual).values():
@@ -95,9 +95,7 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
     layers = min(layers, 8)
     sizes = {name: value for name, value in SMALL.items() if name in known} | at_depth(usual, layers)
     random = (name for name in known if any(part in name for part in RANDOM) and not name.startswith("is_"))
-    sizes |= {
-        name: type(getattr(usual, name, 0.0))(0) for name in random if isinstance(getattr(usual, name), int | float)
-    }
+    sizes |= {name: type(value)(0) for name in random if isinstance(value := getattr(usual, name, None), int | float)}
     if "qk_rope_head_dim" in known:  # latent attention: head_dim is that of the rotated part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= OWN_SIZES.get(kind_of_config.model_type, {})

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.mesh import make_mesh
 from fused_tp.ops.arguments import check_int
+from fused_tp.ops.op import OPS
 from fused_tp.pipelining.pipeline import Pipeline, count_targets
 from fused_tp.planning import build as planning
 from fused_tp.planning.config import ParallelConfig
@@ -39,6 +39,8 @@ Build = Callable[[nn.Module, ParallelConfig, DeviceMesh], "nn.Module | Pipeline"
 # where they are in fp64.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
 _NOISE = 1e-4  # of the largest gradient of all: what rounding leaves of a gradient that should be 0
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+_NOTHING_SENT = {"wait_tensor", "barrier", "recv"}
 _DROPOUT = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -100,11 +102,11 @@ def check_model(
             with recorded(whole) as outputs:
                 expected = _step_whole(whole, parts, mine, outputs)
             comparison = OutputComparison(outputs, RankPart(mesh, *_rows_of(given)))
-            with comparison.watching(_models(parallel, whole)), _counted() as communicated:
+            with comparison.watching(_models(parallel, whole)), _Communicated() as communicated:
                 loss = _step_parallel(parallel, parts, mine)
             losses.append((sum(expected) / len(parts), loss, sum(expected[i] for i in mine) / len(mine)))
             if not step:
-                first = comparison, _gradient_errors(parallel, whole), communicated.get_comm_counts()
+                first = comparison, _gradient_errors(parallel, whole), communicated.counts
     return _report(config, whole, outputs, losses, *first, tolerance=tolerance or TOLERANCE[dtype])
 
 
@@ -217,17 +219,23 @@ def _forward_backward(model: nn.Module, part: dict[str, Any], seed: int, parts: 
     return float(loss.detach())
 
 
-@contextmanager
-def _counted() -> Iterator[CommDebugMode]:
-    """A mode that counts collectives. As a context of its own it would also put hooks on all modules, to count by them,
-    which would change what runs."""
-    mode = CommDebugMode()
-    mode.comm_registry.add(torch.ops.c10d.send)  # of a pipeline
-    TorchDispatchMode.__enter__(mode)
-    try:
-        yield mode
-    finally:
-        TorchDispatchMode.__exit__(mode, None, None, None)
+class _Communicated(TorchDispatchMode):
+    """Counts what ranks send each other, by op. CommDebugMode leaves out what a pipeline sends, and puts hooks on all
+    modules, which change what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # ops on their parts come by afterwards
+        namespace, _, rest = func.name().partition("::")
+        name = rest.partition(".")[0].strip("_")
+        fused = namespace == "fused_tp" and name in OPS and OPS[name].key is not None
+        if fused or (namespace in _COLLECTIVES and name not in _NOTHING_SENT):
+            self.counts[name] += 1
+        return func(*args, **kwargs or {})
 
 
 @torch.no_grad()
@@ -263,10 +271,9 @@ def _report(
     tolerance: float,
 ) -> Report:
     """What all ranks have found together."""
-    counts = {str(op).rpartition(".")[2].removesuffix("_"): times for op, times in communicated.items()}
     mine = {"losses": losses, "errors": comparison.errors, "skipped": comparison.skipped}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(ranks, {**mine, "gradients": gradients, "counts": counts})
+    dist.all_gather_object(ranks, {**mine, "gradients": gradients, "counts": dict(communicated)})
     skipped: dict[str, str] = {}
     for rank in ranks:
         skipped |= rank["skipped"]

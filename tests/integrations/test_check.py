@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from examples.llama import Llama, LlamaConfig, RMSNorm
 from fused_tp.cli.main import main
-from fused_tp.integrations.parallelize import parallelize
 from fused_tp.nn.sharding import local
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.planning.build import build
@@ -31,7 +30,8 @@ LATTER = "model.layers.1"
 
 
 def make_llama() -> nn.Module:
-    return Llama(LlamaConfig(**SIZES))
+    sizes: dict[str, Any] = SIZES
+    return Llama(LlamaConfig(**sizes))
 
 
 class Rescaled(nn.Module):
@@ -61,14 +61,15 @@ class FeatureNorm(nn.Module):
 
 def make_rescaled(projection: str, norm: Callable[[], nn.Module], p: float = 0.0) -> nn.Module:
     """A Llama one of whose projections, in both layers, is followed by a norm and dropout."""
-    model = Llama(LlamaConfig(**SIZES))
+    model: Any = make_llama()
     plan = {}
     for name, style in Llama.tp_plan.items():
         plan[f"{name}.linear" if name.endswith(projection) else name] = style
     for layer in model.model.layers:
         setattr(layer.self_attn, projection, Rescaled(getattr(layer.self_attn, projection), norm(), p))
-    model.tp_plan = plan  # type: ignore[misc]
-    return model
+    model.tp_plan = plan
+    made: nn.Module = model
+    return made
 
 
 def make_head_norm() -> nn.Module:
@@ -118,21 +119,26 @@ def test_a_right_model_and_a_wrong_one(group: dist.ProcessGroup) -> None:
     config = ParallelConfig(cp=2, tp=2)
     report = check_model(make_llama, config, steps=2)
     assert report.right and report.suspect is None and len(report.losses) == 2, report
-    assert len(report.outputs) == 32 and not report.skipped, report
-    assert report.communicated["all_to_all_single"] == 6, report  # a ring of two, forward and backward, in two layers
+    assert len(report.outputs) == 29 and not report.skipped, report
+    assert report.communicated["ring_attention"] == report.communicated["ring_attention_backward"] == 2, report
     report = check_model(make_llama, config, build=without_sum)
     assert not report.right and report.suspect == f"{LATTER}.self_attn.o_proj", report
     assert report.gradients[f"{LATTER}.self_attn.o_proj.weight"] > 0.01
 
 
 def right_ones(group: dist.ProcessGroup) -> None:
-    sizes = {"tp2": {"tp": 2, "sequence_parallel": False}, "tp2 with sequence parallelism": {"tp": 2}, "cp2": {"cp": 2}}
-    sizes |= {"pp2": {"pp": 2, "microbatches": 2}, "dp_shard2": {"dp_shard": 2, "microbatches": 2}}
-    sizes |= {"recompute": {"tp": 2, "recompute": "full"}}
+    sizes: dict[str, dict[str, Any]] = {
+        "tp2": {"tp": 2, "sequence_parallel": False},
+        "tp2 with sequence parallelism": {"tp": 2},
+        "cp2": {"cp": 2},
+        "pp2": {"pp": 2, "microbatches": 2},
+        "dp_shard2": {"dp_shard": 2, "microbatches": 2},
+        "recompute": {"tp": 2, "recompute": "full"},
+    }
     for make in (make_llama, make_transformers_llama):
         for name, config in sizes.items():
             report = check_model(make, ParallelConfig(**config), steps=2)
-            assert report.right and len(report.outputs) >= 30, f"{make.__name__}, {name}\n{report}"
+            assert report.right and len(report.outputs) >= 25, f"{make.__name__}, {name}\n{report}"
     packed = partial(random_batch, packed=True)
     report = check_model(make_transformers_llama, ParallelConfig(cp=2), batch=packed, dtype=torch.float64)
     assert report.right and report.loss_error < 1e-8, report
