@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -84,17 +85,18 @@ def main(arguments: argparse.Namespace) -> int:
             make_folder("--json", arguments.json.parent)
         how = None if under_torchrun() else start_method("cpu")
         if how == "forkserver":
-            preload(["fused_tp.training.check", "transformers"])
+            preload(["fused_tp.training.check", *(["transformers"] if ":" not in arguments.model else [])])
         report: Report = launch(Job(check, arguments, config.world_size), how)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     except ValueError as error:
         print(f"fused-tp check: {error}", file=sys.stderr)
         return 2
     except ChildProcessError as error:
         print(f"fused-tp check: {error}", file=sys.stderr)
         return 1
-    print(report)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, rank 0 reports
+        print(report)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     return 0 if report.right else 1
 
 

@@ -95,7 +95,8 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
     layers = min(layers, 8)
     sizes = {name: value for name, value in SMALL.items() if name in known} | at_depth(usual, layers)
     random = (name for name in known if any(part in name for part in RANDOM) and not name.startswith("is_"))
-    sizes |= {name: type(value)(0) for name in random if isinstance(value := getattr(usual, name, None), int | float)}
+    drawn = {name: getattr(usual, name, None) for name in random}
+    sizes |= {name: type(number)(0) for name, number in drawn.items() if isinstance(number, int | float)}
     if "qk_rope_head_dim" in known:  # latent attention: head_dim is that of the rotated part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= OWN_SIZES.get(kind_of_config.model_type, {})

@@ -188,7 +188,12 @@ def _step_whole(model: nn.Module, parts: list[dict[str, Any]], mine: range, outp
     own: Outputs = {}
     for index, part in enumerate(parts):
         outputs.clear()
-        losses.append(_forward_backward(model, part, index, len(parts)))
+        try:
+            losses.append(_forward_backward(model, part, index, len(parts)))
+        except Exception as error:
+            raise ValueError(
+                f"The model by itself does not run ({type(error).__name__}: {error}); give it another batch or dtype."
+            ) from error
         if index in mine:
             for name, calls in outputs.items():
                 own.setdefault(name, []).extend(calls)
@@ -283,7 +288,7 @@ def _report(
         if any(name in found["errors"] for found in ranks)
     }
     wrong = {name for name, of_ranks in errors.items() if not max(of_ranks.values()) <= tolerance}
-    for name in wrong - {""}:
+    for name in [name for name in errors if name and name in wrong]:
         around = next((one for one in _enclosing(name) if one in errors), name)
         if around not in wrong:
             skipped[name] = f"it returns something else, and {around or 'the model'} around it the right thing"
