@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fused_tp.pipelining.pipeline import pipeline
     from fused_tp.planning.build import build
     from fused_tp.planning.config import ParallelConfig
+    from fused_tp.planning.recommend import recommend
     from fused_tp.training.batches import DistributedBatches
     from fused_tp.training.checkpoints import CheckpointManager
 
@@ -60,6 +61,7 @@ _LAZY = {
     "sync_gradients": "fused_tp.integrations.grad_sync",
     "parallelize": "fused_tp.integrations.parallelize",
     "pipeline": "fused_tp.pipelining.pipeline",
+    "recommend": "fused_tp.planning.recommend",
 }
 
 __all__ = [
@@ -91,6 +93,7 @@ __all__ = [
     "pipeline",
     "split_backward",
     "ParallelConfig",
+    "recommend",
     "build",
     "make_mesh",
     "fsdp_mesh",

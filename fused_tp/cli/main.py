@@ -24,6 +24,7 @@ COMMANDS = {
     "launch": "run a script on the ranks of this machine, of other hosts or of SLURM, over torchrun",
     "check": "run a parallel model on CPU ranks against one process, and say where it differs",
     "doctor": "check this installation and say what is missing and how to get it",
+    "plan": "find the fastest ways to spread a model over GPUs, by a cost model",
     "explain": "say which schedule an op would run on, and why",
 }
 

@@ -1,0 +1,147 @@
+"""`fused-tp plan`: the fastest ways to spread a model over GPUs, as the cost model predicts them.
+
+Example:
+    $ fused-tp plan --model llama-3-70b --gpus 64 --gpu h100 --seq 8192 --batch 512
+    $ fused-tp plan --model path/to/config.json --gpus 16 --seq 4096 --batch 128 --write plan.json --format megatron
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fused_tp.cli import at_least, positive
+from fused_tp.planning.dialects import DIALECTS
+from fused_tp.planning.hardware import GIB, MACHINES, PRECISIONS, find_machine
+from fused_tp.planning.model_shape import SHAPES, find_shape
+from fused_tp.planning.recommend import Plan, recommend
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fused-tp plan`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"models known by name: {', '.join(SHAPES)}"
+    parser.add_argument("--model", required=True, help="a name listed below, a config.json or the folder of a model")
+    parser.add_argument("--gpus", type=at_least(1), required=True, help="ranks in all")
+    parser.add_argument("--gpu", choices=tuple(MACHINES), default="h100", help="kind of machine (default h100)")
+    parser.add_argument("--machine", metavar="FILE", help="JSON or YAML of a machine of your own, in place of --gpu")
+    parser.add_argument("--seq", type=at_least(1), default=8192, help="tokens of a row (default 8192)")
+    parser.add_argument("--batch", type=at_least(1), default=512, help="rows of a step, of all ranks (default 512)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of matmuls (default bf16)")
+    parser.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU (default: as the machine has it)")
+    parser.add_argument("--plain", action="store_true", help="plan for plain collectives, not for fused ops")
+    parser.add_argument("--top", type=at_least(1), default=5, help="so many plans (default 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the best plan's configuration, as JSON")
+    parser.add_argument(
+        "--format",
+        choices=("fused-tp", *DIALECTS),
+        default="fused-tp",
+        help="whose words --write uses; the best plan that has them (default fused-tp)",
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the plans; 2 where the question makes no sense or nothing fits."""
+    try:
+        shape = find_shape(arguments.model)
+        machine = find_machine(arguments.machine or arguments.gpu)
+        plans = recommend(
+            shape,
+            arguments.gpus,
+            machine=machine,
+            seq=arguments.seq,
+            global_batch=arguments.batch,
+            precision=arguments.precision,
+            memory=None if arguments.memory is None else arguments.memory * GIB,
+            fused_tp=not arguments.plain,
+            top=arguments.top,
+        )
+        written = None if arguments.write is None else _write(plans, arguments.write, arguments.format)
+    except (ValueError, OSError) as error:
+        print(f"fused-tp plan: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps([plan.to_dict() for plan in plans], indent=1))
+        return 0
+    print(
+        f"{shape.name}, {shape.parameters / 1e9:.1f} billion parameters, on {arguments.gpus} x {machine.name}: "
+        f"{arguments.batch} rows of {arguments.seq} tokens, {arguments.precision}"
+    )
+    _print_table(plans)
+    for number, plan in enumerate(plans, 1):
+        print(f"{number}. {plan.reason}")
+    if written is not None:
+        print(f"Wrote plan {written} to {arguments.write}.")
+    return 0
+
+
+def _write(plans: list[Plan], path: Path, form: str) -> int:
+    """Writes the first plan that a format has words for, and returns its number."""
+    refused = ""
+    for number, plan in enumerate(plans, 1):
+        try:
+            config = plan.config.to_dict() if form == "fused-tp" else DIALECTS[form].write(plan.config)
+        except ValueError as error:
+            refused = refused or str(error)
+            continue
+        path.write_text(json.dumps(config, indent=1) + "\n")
+        return number
+    raise ValueError(f"none of the {len(plans)} plans can be written for {form}; take a larger --top. {refused}")
+
+
+_HEAD = (
+    "",
+    "ranks",
+    "rows x microbatches",
+    "recompute",
+    "step",
+    "MFU",
+    "tokens/s/GPU",
+    "memory",
+    "bubble",
+    "waits: fused",
+    "plain",
+)
+
+
+def _cells(number: int, plan: Plan) -> tuple[str, ...]:
+    config = plan.config
+    stages = f", {config.virtual_stages} stages" if (config.virtual_stages or 1) > 1 else ""
+    return (
+        str(number),
+        config.shown() + stages,
+        f"{plan.microbatch_rows} x {config.microbatches}",
+        config.recompute,
+        f"{plan.time.total:.2f} s",
+        f"{plan.mfu:.1%}",
+        f"{plan.tokens_per_second / config.world_size:,.0f}",
+        f"{plan.memory.total / GIB:.0f} GiB",
+        f"{plan.bubble:.1%}",
+        f"{plan.exposed_fused:.1%}",
+        f"{plan.exposed_plain:.1%}",
+    )
+
+
+def _print_table(plans: list[Plan]) -> None:
+    rows = [_cells(number, plan) for number, plan in enumerate(plans, 1)]
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
+        for row in (_HEAD, *rows):
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    for name in _HEAD:
+        table.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # On a pipe rich takes 80 columns, and would cut cells off.
+    wide = console if console.is_terminal else Console(width=150)
+    wide.print(table)

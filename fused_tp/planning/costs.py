@@ -1,0 +1,482 @@
+"""What a training step costs: seconds by what they are spent on, and bytes of a rank by what they hold.
+
+| part                | formula                                                                                       |
+|---------------------|-----------------------------------------------------------------------------------------------|
+| FLOPs               | eq. 3 of Narayanan et al. (arXiv:2104.04473)                                                  |
+| a matmul            | FLOPs / reached peak + bytes / reached bandwidth                                              |
+| memory-bound ops    | bytes read and written / reached bandwidth                                                    |
+| pipeline bubble     | (pp - 1) / v microbatches, v stages of a rank (arXiv:2104.04473, section 2.2)                 |
+| a collective        | latency x log2(n) + bytes x (n - 1) / n / reached bandwidth of the slowest hop                |
+| fused tp            | pipelined in tp steps: max(matmul, collective) + min(matmul, collective) / tp                 |
+| activations         | s b h (10 + 24 / tp), by parts, and 5 a s / h of kept scores (Korthikanti et al., 2205.05198) |
+| weights, optimizer  | 2 of weights, 4 of gradients, 12 of Adam with a copy of the weights: bytes a parameter        |
+
+Two constants are fitted, on the eight step times of table 5 in arXiv:2205.05198 and nothing else: see `FITTED` and
+`fused_tp.planning.published`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import log2
+
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.hardware import Machine
+from fused_tp.planning.model_shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What is reached of a machine's numbers.
+
+    Attributes:
+        links: share of the bandwidth of links, in collectives.
+        kernel: seconds that a kernel costs beside its work: its launch, and tiles that leave multiprocessors idle.
+        memory: share of the bandwidth of memory, in ops that are bound by it.
+    """
+
+    links: float
+    kernel: float
+    memory: float = 0.92  # measured by torchao on pointwise kernels (roofline_utils.py)
+
+
+# Least squares of relative errors of `published.fitted_rows`; tests/unit/test_planning.py holds that this is so.
+FITTED = Constants(links=0.73, kernel=18e-6)
+
+# Network adapters reach more of their bandwidth than links do (Calculon, SC23).
+NETWORK = 0.9
+# Of compute that a collective runs beside, its kernels take this share of the multiprocessors (Calculon, SC23).
+OVERLAP_COST = 0.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """How a training program does what `ParallelConfig` leaves open; the defaults are those of `fused_tp.build`.
+
+    Attributes:
+        attention: "flash" never keeps scores; "selective" computes them again in backward (arXiv:2205.05198); "unfused"
+            keeps them.
+        shards: what `dp_shard` cuts. "parameters": FSDP, ZeRO 3; "optimizer": ZeRO 1, Megatron's distributed optimizer.
+        fused_tp: collectives of tp overlap with the matmuls beside them.
+        overlap_dp: collectives of data parallelism overlap with compute.
+        gradient_bytes: of an element that is reduced over data parallel ranks.
+        dropout: its masks are kept.
+        split_sends: stages send each other 1/tp of the hidden state from each rank of tp, also where all have the whole
+            of it (scatter/gather, arXiv:2104.04473, section 4.1).
+    """
+
+    attention: str = "flash"
+    shards: str = "parameters"
+    fused_tp: bool = True
+    overlap_dp: bool = True
+    gradient_bytes: int = 4
+    dropout: bool = False
+    split_sends: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step on the slowest rank, by what they are spent on. Communication: what compute does not hide."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory_bound: float = 0.0
+    recompute: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    dp: float = 0.0
+    pp: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+    @property
+    def communication(self) -> float:
+        """Not hidden, of all kinds."""
+        return self.tp + self.cp + self.ep + self.dp + self.pp
+
+    def __add__(self, other: StepTime) -> StepTime:
+        return StepTime(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+    def __mul__(self, times: float) -> StepTime:
+        return StepTime(**{one.name: getattr(self, one.name) * times for one in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of the rank that needs most, by what they hold."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """Of all parts."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Predicts time and memory of a step.
+
+    Attributes:
+        shape, config, machine: of what, how spread, on what.
+        seq: tokens of a row.
+        global_batch: rows of all ranks together.
+        precision: of matmuls of layers: "bf16" or "fp8".
+        software: see there.
+        constants: see there.
+
+    Example:
+        >>> from fused_tp.planning.hardware import find_machine
+        >>> from fused_tp.planning.model_shape import find_shape
+        >>> config = ParallelConfig(dp_shard=8, tp=8, microbatches=4, recompute="full")
+        >>> shape, machine = find_shape("llama-3-70b"), find_machine("h100")
+        >>> model = CostModel(shape=shape, config=config, machine=machine, seq=8192, global_batch=64)
+        >>> 0.2 < model.mfu < 0.6
+        True
+    """
+
+    shape: ModelShape
+    config: ParallelConfig
+    machine: Machine
+    seq: int
+    global_batch: int
+    precision: str = "bf16"
+    software: Software = Software()
+    constants: Constants = FITTED
+
+    # -- sizes --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rows(self) -> float:
+        """Rows of a microbatch."""
+        return self.global_batch / (self.config.data_parallel * self.config.microbatches)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Of a microbatch on one rank of cp."""
+        return self.rows * self.seq / self.config.cp
+
+    @cached_property
+    def stages(self) -> int:
+        """Of a pipeline rank."""
+        return self.config.virtual_stages or 1
+
+    @cached_property
+    def layers(self) -> int:
+        """Of the pipeline rank that has most: all stages take the time of the longest."""
+        return -(-self.shape.layers // (self.config.pp * self.stages)) * self.stages
+
+    @cached_property
+    def spread(self) -> int:
+        """What sequence parallelism divides tokens between layers by."""
+        return self.config.tp if self.config.sequence_parallel else 1
+
+    # -- time of one layer --------------------------------------------------------------------------------------------
+
+    def _moved(self, count: float) -> float:
+        return count / (self.machine.memory_bandwidth * self.constants.memory)
+
+    def _matmul(self, m: float, n: float, k: float, precision: str | None = None, written: int = 2) -> float:
+        """Seconds of [m, k] x [k, n]; `written`: bytes moved for an element of the result."""
+        precision = precision or self.precision
+        element = 1 if precision == "fp8" else 2
+        flops = 2 * m * n * k / self.machine.matmul_flops[precision]
+        return flops + self._moved(element * (m * k + k * n) + written * m * n) + self.constants.kernel
+
+    def _grad_weight(self, wide: float, narrow: float, precision: str | None = None) -> float:
+        """Seconds of a weight's gradient, which is added to the one in fp32."""
+        return self._matmul(wide, narrow, self.tokens, precision, written=8)
+
+    def _ring(self, count: float, ranks: int, inside: int, times: int = 1) -> float:
+        """Seconds of an all-gather or reduce-scatter.
+
+        Args:
+            count: bytes of the whole.
+            ranks: that take part.
+            inside: ranks of inner dims of the mesh, which lie between two neighbours.
+            times: 2 for an all-reduce.
+        """
+        if ranks == 1:
+            return 0.0
+        machine = self.machine
+        local = max(1, min(ranks, machine.ranks_per_node // inside))
+        bandwidth, latency = machine.link_bandwidth * self.constants.links, machine.link_latency
+        if local < ranks:
+            # The ranks of a node share out what goes between nodes: each has a network adapter.
+            bandwidth = min(bandwidth, machine.network_bandwidth * NETWORK * local)
+            latency = machine.network_latency
+        return times * (latency * log2(ranks) + count * (ranks - 1) / ranks / bandwidth)
+
+    def _overlapped(self, matmul: float, collective: float) -> float:
+        """What is left of a collective beside a matmul, which both go on in tp steps."""
+        if not self.software.fused_tp:
+            return collective
+        hidden = min(matmul, collective) * (1 - 1 / self.config.tp)
+        return collective - hidden + OVERLAP_COST * hidden
+
+    @cached_property
+    def _layer(self) -> tuple[StepTime, StepTime]:
+        """Forward and backward of a layer, of a microbatch."""
+        shape, tp, tokens, kernel = self.shape, self.config.tp, self.tokens, self.constants.kernel
+        queries, keys = shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp
+        narrow = shape.active_width / tp
+        wide = narrow * (2 if shape.gated else 1)
+        rope = 4 * (queries + keys) if shape.gated else 0.0
+        between = (10 + self.software.dropout) * shape.hidden / self.spread  # a norm and a residual sum
+        forward, backward = self._attention()
+        for outputs, inputs, extra in ((queries + 2 * keys, queries, rope), (wide, narrow, 2 * (wide + narrow))):
+            ahead, back = self._pair(outputs, inputs)
+            moved = tokens * (between + extra)
+            casts = (tokens * 2 * (shape.hidden + inputs), tokens * 4 * (outputs + shape.hidden))
+            if self.precision != "fp8":
+                casts = (0.0, 0.0)
+            forward += ahead + StepTime(memory_bound=self._moved(moved + casts[0]) + 5 * kernel)
+            backward += back + StepTime(memory_bound=self._moved(2 * moved + casts[1]) + 7 * kernel)
+        if self.config.ep > 1:
+            sent = 2 * tokens * shape.hidden * shape.experts_per_token
+            there_and_back = StepTime(ep=2 * self._ring(sent, self.config.ep, tp * self.config.cp))
+            forward, backward = forward + there_and_back, backward + there_and_back
+        if self.config.recompute == "full":
+            again = StepTime(tp=forward.tp, cp=forward.cp, ep=forward.ep)
+            backward += again + StepTime(recompute=forward.total - forward.communication)
+        return forward, backward
+
+    def _pair(self, wide: float, narrow: float) -> tuple[StepTime, StepTime]:
+        """A matmul hidden -> wide behind an all-gather, and one narrow -> hidden before a reduce-scatter.
+
+        Without sequence parallelism one all-reduce each way takes the place of both; in backward it runs beside the
+        gradient of the weight, as the all-gather there does with sequence parallelism.
+        """
+        hidden, tokens, tp = self.shape.hidden, self.tokens, self.config.tp
+        first = self._matmul(tokens, wide, hidden), self._matmul(tokens, hidden, wide), self._grad_weight(wide, hidden)
+        last = (
+            self._matmul(tokens, hidden, narrow),
+            self._matmul(tokens, narrow, hidden),
+            self._grad_weight(hidden, narrow),
+        )
+        gather = self._ring((1 if self.precision == "fp8" else 2) * tokens * hidden, tp, 1)
+        scatter = self._ring(2 * tokens * hidden, tp, 1)
+        forward = StepTime(matmul=first[0] + last[0])
+        backward = StepTime(matmul=sum(first[1:]) + sum(last[1:]))
+        if self.config.sequence_parallel:
+            exposed = self._overlapped(first[0], gather), self._overlapped(last[0], scatter)
+            again = max(0.0, gather - last[1])  # of the input that the gradient of the weight needs
+            back = self._overlapped(last[1], gather) + self._overlapped(first[1], scatter) + again
+            return forward + StepTime(tp=sum(exposed)), backward + StepTime(tp=back)
+        reduce = 2 * scatter
+        if self.software.fused_tp:
+            back = self._overlapped(first[1] + first[2], reduce)
+        else:
+            back = max(0.0, reduce - first[2])
+        return forward + StepTime(tp=self._overlapped(last[0], reduce)), backward + StepTime(tp=back)
+
+    def _attention(self) -> tuple[StepTime, StepTime]:
+        """Forward and backward of attention, with the ring of keys and values."""
+        shape, tp, cp = self.shape, self.config.tp, self.config.cp
+        heads = shape.heads / tp
+        flops = 4 * self.tokens * self.seq * heads * shape.head_dim
+        if self.software.attention == "flash":
+            seconds = flops / 2 / self.machine.attention_flops  # half of it is masked
+            forward, backward = StepTime(attention=seconds), StepTime(attention=2.5 * seconds)
+        else:
+            scores = self.tokens * self.seq * heads
+            batch = self.rows * heads
+            length = self.seq / cp
+            kernels = 2 * self.constants.kernel  # of a whole batch of products
+            one = self._matmul(length, self.seq, shape.head_dim, "bf16")
+            one += self._matmul(length, shape.head_dim, self.seq, "bf16") - kernels
+            products = batch * one + kernels
+            # Written, softmax, dropout with its mask, read.
+            softmax = self._moved((2 + 4 + 5 * self.software.dropout + 2) * scores)
+            forward = StepTime(attention=products + softmax)
+            backward = StepTime(attention=2 * (products + softmax))
+            if self.software.attention == "selective":
+                backward += StepTime(recompute=products / 2 + softmax)
+        ring = 0.0
+        if cp > 1 and self.config.ulysses_size == 1:
+            step = self._ring(4 * cp * self.tokens * shape.kv_heads * shape.head_dim / tp, cp, tp) / (cp - 1)
+            hidden = min(step, forward.attention / cp)
+            ring = (cp - 1) * (step - hidden + OVERLAP_COST * hidden)
+        elif cp > 1:
+            sent = self.tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp * 2
+            ring = self._ring(sent, cp, tp)
+        return forward + StepTime(cp=ring), backward + StepTime(cp=2 * ring)
+
+    @cached_property
+    def _head(self) -> StepTime:
+        """Output layer and loss, forward and backward."""
+        width, tokens = self.shape.vocab / self.config.tp, self.tokens
+        hidden = self.shape.hidden
+        seconds = self._matmul(tokens, width, hidden, "bf16") + self._matmul(tokens, hidden, width, "bf16")
+        seconds += self._grad_weight(width, hidden, "bf16")
+        gather = self._ring(2 * tokens * hidden, self.config.tp, 1)
+        return StepTime(matmul=seconds, memory_bound=self._moved(20 * tokens * width), tp=2 * gather)
+
+    # -- time of a step -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Of a step."""
+        config, pp, micro = self.config, self.config.pp, self.config.microbatches
+        forward, backward = self._layer
+        layer = forward + backward
+        # A rank with fewer layers than others has room for the output layer.
+        spare = 1 if self.shape.layers % (pp * self.stages) else 0
+        first, last = layer * self.layers, layer * (self.layers - spare) + self._head
+        slowest = last if last.total > first.total or pp == 1 else first
+        mean = (layer.total * self.shape.layers + self._head.total) / pp
+        step = slowest * micro + StepTime(dp=self._data_parallel(forward.total, backward.total))
+        if pp > 1:
+            zero_bubble = config.schedule in ("ZBVZeroBubble", "DualPipeV")
+            bubble = 0.0 if zero_bubble else (pp - 1) / self.stages * mean
+            sent = 2 * self.tokens * self.shape.hidden / (config.tp if self.software.split_sends else self.spread)
+            inside = config.tp * config.cp * config.data_parallel
+            hop = self._ring(2 * sent, 2, inside)
+            # Interleaved stages compute for other microbatches meanwhile.
+            hops = 2 * (micro if self.stages == 1 else 0) + 2 * (pp - 1)
+            step += StepTime(bubble=bubble, pp=hops * hop)
+        return step + StepTime(optimizer=self._moved(32 * self._owned))
+
+    def _data_parallel(self, forward: float, backward: float) -> float:
+        """Seconds of gradients and parameters between data parallel ranks, that compute does not hide."""
+        config, inside = self.config, self.config.tp
+        if self.software.shards == "optimizer":
+            ranks = config.data_parallel * config.cp
+            window = self.layers * forward, self.layers * backward
+            gradients = self._ring(self.software.gradient_bytes * self._local, ranks, inside)
+            weights = self._ring(2 * self._local, ranks, inside)
+            if config.dp_shard * config.ep == 1:
+                gradients, weights = 2 * gradients, 0.0
+            if not self.software.overlap_dp:
+                return gradients + weights
+            return sum(
+                max(one / self.layers, one - seconds) for one, seconds in zip((weights, gradients), window, strict=True)
+            )
+        # Without FSDP ranks of cp have copies of all parameters.
+        shards, copies = (config.dp_shard * config.cp, config.dp_replicate) if config.is_sharded else (1, config.cp)
+        local, gradient_bytes, micro = self._local / self.layers, self.software.gradient_bytes, config.microbatches
+        weights = self._ring(2 * local, shards, inside)
+        scatter = self._ring(gradient_bytes * local, shards, inside)
+        over = self._ring(gradient_bytes * local / shards, copies * config.ep, inside * shards, times=2)
+        if not self.software.overlap_dp:
+            return self.layers * (2 * micro * weights + micro * scatter + over)
+        if config.pp > 1:  # gathered once, reduced behind the last microbatch
+            return weights + scatter + self.layers * (max(0.0, weights - forward) + max(0.0, scatter + over - backward))
+        each, last = max(0.0, weights + scatter - backward), max(0.0, weights + scatter + over - backward)
+        first = weights + self.layers * max(0.0, weights - forward)
+        return micro * first + self.layers * ((micro - 1) * each + last) + over
+
+    # -- what is predicted --------------------------------------------------------------------------------------------
+
+    @property
+    def flops(self) -> float:
+        """Of a rank in a step, as MFU counts them."""
+        return self.shape.flops(self.global_batch * self.seq, self.seq) / self.config.world_size
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak of the precision that the model's FLOPs make up (model FLOPs utilization)."""
+        return self.flops / self.time.total / self.machine.peak(self.precision)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.global_batch * self.seq / self.time.total
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _layer_parameters(self) -> float:
+        """Of the largest layer on a rank, before data parallelism shards it."""
+        shape, tp = self.shape, self.config.tp
+        width = (
+            shape.experts * shape.intermediate / self.config.ep + shape.shared_intermediate
+            if shape.experts
+            else shape.intermediate
+        )
+        return (shape.attention_parameters + shape.mlp_parameters(1) * width) / tp
+
+    @cached_property
+    def _local(self) -> float:
+        """Parameters of the rank that has most, before data parallelism shards them."""
+        shape, tp = self.shape, self.config.tp
+        at_ends = shape.embedding_parameters if self.config.pp == 1 else shape.vocab * shape.hidden
+        dense = min(shape.dense_layers, self.layers) if shape.experts else 0
+        saved = dense * (
+            self._layer_parameters - (shape.attention_parameters + shape.mlp_parameters(shape.dense_width)) / tp
+        )
+        return self.layers * self._layer_parameters - saved + at_ends / tp
+
+    @cached_property
+    def _owned(self) -> float:
+        """Parameters whose optimizer state the rank keeps."""
+        config = self.config
+        if self.software.shards == "optimizer":
+            return self._local / (config.data_parallel * config.cp if config.dp_shard * config.ep > 1 else 1)
+        return self._local / (config.dp_shard * config.cp if config.is_sharded else 1)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Of the rank that needs most.
+
+        In a pipeline that is the first, which keeps most microbatches, or the last, which has the logits.
+        """
+        config, shape = self.config, self.shape
+        weights, gradients = 2 * self._local, 4 * self._local
+        if self.software.shards == "parameters" and config.is_sharded and config.pp == 1:
+            # Gathered are a layer at work, the next one, and the output layer.
+            weights = 2 * min(self._local, 2 * self._layer_parameters + shape.vocab * shape.hidden / config.tp)
+            gradients = 4 * self._owned
+        logits = self.tokens * (4 * shape.hidden / self.spread + 6 * shape.vocab / config.tp)
+        first = self.activations_per_layer * self._layers_in_flight
+        last = self.activations_per_layer * min(self.layers, self._layers_in_flight) + logits
+        if config.recompute == "full":
+            at_work = replace(self, config=replace(config, recompute="none")).activations_per_layer
+            first, last = first + at_work, last + at_work
+        at_end = last > first or config.pp == 1
+        return Memory(
+            weights=weights,
+            gradients=gradients,
+            optimizer=12 * self._owned,
+            activations=(last - logits) if at_end else first,
+            logits=logits if at_end else 0.0,
+        )
+
+    @cached_property
+    def activations_per_layer(self) -> float:
+        """Bytes that a layer keeps of a microbatch for backward.
+
+        Table 2 of Korthikanti et al. (arXiv:2205.05198), by parts, so that it holds for grouped heads, gated MLPs and
+        experts: 34 s b h where heads are whole, the MLP is 4 h wide, and dropout has masks.
+        """
+        shape, tp = self.shape, self.config.tp
+        if self.config.recompute == "full":
+            return self.tokens * 2 * shape.hidden / self.spread
+        between = (8 + 2 * self.software.dropout) * shape.hidden / self.spread  # inputs of norms and of what follows
+        attention = 2 * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / tp
+        mlp = 2 * (3 if shape.gated else 2) * shape.active_width / tp
+        scores = (
+            (4 + self.software.dropout) * shape.heads * self.seq / tp if self.software.attention == "unfused" else 0
+        )
+        return self.tokens * (between + attention + mlp + scores)
+
+    @property
+    def _layers_in_flight(self) -> float:
+        """Layers times microbatches whose activations the first rank keeps (arXiv:2205.05198, section 4.2.3)."""
+        pp, micro, layers = self.config.pp, self.config.microbatches, self.layers
+        if self.config.schedule == "GPipe" and pp > 1:
+            return micro * layers
+        if self.stages == 1 or self.config.schedule in ("ZBVZeroBubble", "DualPipeV"):
+            return min(micro, pp) * layers
+        return min(micro, pp * (1 + (pp - 1) / (pp * self.stages))) * layers

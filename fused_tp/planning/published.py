@@ -1,0 +1,251 @@
+"""Published measurements, and what the cost model predicts of them.
+
+`costs.FITTED` is fitted on `fitted_rows` alone. All other rows are predicted blind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.costs import CostModel, Software
+from fused_tp.planning.hardware import GIB, MACHINES
+from fused_tp.planning.model_shape import SHAPES, ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A published measurement beside its prediction.
+
+    Attributes:
+        name: of model and variant.
+        model: the configuration that was measured.
+        published, predicted: in the unit of the set: percent of MFU, GiB, or percent of gain.
+    """
+
+    name: str
+    model: CostModel
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted less published."""
+        return self.predicted - self.published
+
+
+def mean_error(rows: list[Row]) -> float:
+    """Mean of absolute errors."""
+    return sum(abs(row.error) for row in rows) / len(rows)
+
+
+def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> ModelShape:
+    """A GPT: whole heads, an MLP of 4 x hidden features without a gate."""
+    sizes = {"kv_heads": heads, "head_dim": hidden // heads, "intermediate": 4 * hidden} | rest
+    return ModelShape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, gated=False, **sizes)
+
+
+def _config(dp: int, microbatches: int, virtual: int = 1, **sizes: Any) -> ParallelConfig:
+    interleaved: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
+    return ParallelConfig(dp_shard=dp, microbatches=microbatches, **interleaved, **sizes)
+
+
+# -- Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198 --------------
+
+_THEIRS = Software(
+    attention="selective", shards="optimizer", fused_tp=False, overlap_dp=False, dropout=True, split_sends=True
+)
+# Table 3: heads, hidden, layers, pp, stages of a rank, batch, microbatch. Table 5: seconds of a step with sequence
+# parallelism and selective recomputation, and with full recomputation and neither. Figure 1: GiB of parameters and
+# optimizer, of activations without and with sequence parallelism and selective recomputation.
+_KORTHIKANTI = (
+    ("22B", (48, 6144, 64), (1, 1, 4, 4), (1.10, 1.42), (45.5625, 59.25, 9.5625)),
+    ("175B", (96, 12288, 96), (8, 3, 64, 1), (13.75, 18.13), (45.5625, 66.84375, 12.3515625)),
+    ("530B", (105, 20480, 128), (35, 3, 280, 1), (37.83, 49.05), (31.640625, 114.0234375, 23.076171875)),
+    ("1T", (128, 25600, 160), (64, 1, 512, 1), (71.49, 94.42), (32.958984375, 131.25, 26.5625)),
+)
+
+
+def _korthikanti(full: bool, kept_scores: bool = False) -> Iterator[CostModel]:
+    for name, (layers, hidden, heads), (pp, virtual, batch, micro), _, _ in _KORTHIKANTI:
+        config = _config(
+            1, batch // micro, virtual, pp=pp, tp=8, recompute="full" if full else "none",
+            sequence_parallel=not full and not kept_scores,
+        )  # fmt: skip
+        yield CostModel(
+            shape=gpt(name, layers, hidden, heads, 51200, tied=True),
+            config=config,
+            machine=MACHINES["a100"],
+            seq=2048,
+            global_batch=batch,
+            software=replace(_THEIRS, attention="unfused" if full or kept_scores else "selective"),
+        )
+
+
+def fitted_rows() -> list[Row]:
+    """MFU in percent of the step times that the constants are fitted on."""
+    rows = []
+    for at, (full, how) in enumerate(((False, "sequence parallel, selective"), (True, "full recomputation"))):
+        for (name, _, _, seconds, _), model in zip(_KORTHIKANTI, _korthikanti(full), strict=True):
+            published = 100 * model.flops / seconds[at] / model.machine.peak("bf16")
+            rows.append(Row(name=f"{name}, {how}", model=model, published=published, predicted=100 * model.mfu))
+    return rows
+
+
+def memory_rows() -> list[Row]:
+    """GiB of a rank in figure 1, which leaves embeddings out."""
+    rows = []
+    for (name, _, _, _, (state, kept, selective)), plain, less in zip(
+        _KORTHIKANTI, _korthikanti(False, kept_scores=True), _korthikanti(False), strict=True
+    ):
+        layers_only = replace(less, shape=replace(less.shape, vocab=0))
+        memory = layers_only.memory
+        for what, model, published, predicted in (
+            ("weights and optimizer", layers_only, state, memory.weights + memory.gradients + memory.optimizer),
+            ("activations, all kept", plain, kept, plain.memory.activations),
+            ("activations, sequence parallel and selective", less, selective, less.memory.activations),
+        ):
+            rows.append(Row(name=f"{name}, {what}", model=model, published=published, predicted=predicted / GIB))
+    return rows
+
+
+# -- Megatron-Core r0.8, README of NVIDIA/Megatron-LM: weak and strong scaling on H100 --------------------------------
+
+_MEGATRON = Software(shards="optimizer", dropout=True, split_sends=True)
+# Name, heads, hidden, layers, tp, pp, GPUs, batch; percent of MFU. images/model_table.png
+_WEAK: tuple[tuple[Any, ...], ...] = (
+    ("1.7B", 16, 2048, 24, 1, 1, 48, 192, 41),
+    ("7.1B", 32, 4096, 30, 2, 1, 96, 192, 47),
+    ("16B", 48, 6144, 32, 4, 1, 192, 192, 49),
+    ("32B", 56, 7168, 48, 8, 1, 384, 192, 46),
+    ("70B", 64, 8192, 84, 8, 2, 768, 384, 42),
+    ("119B", 80, 10240, 92, 8, 4, 1536, 768, 43),
+    ("177B", 96, 12288, 96, 8, 6, 2304, 1152, 44),
+    ("314B", 128, 16384, 96, 8, 8, 3072, 1536, 48),
+    ("462B", 144, 18432, 112, 8, 16, 6144, 3072, 47),
+)
+# GPUs and percent of MFU of the 177B model with a batch of 1152.
+STRONG = ((96, 47), (4608, 42))
+
+
+def _megatron(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, gpus: int, batch: int) -> CostModel:
+    """Not published are the microbatch, here one row, as in Megatron-LM's examples of GPT-3, and stages of a rank and
+    recomputation, here those that are predicted to be fastest."""
+    dp = gpus // (tp * pp)
+    models = [
+        CostModel(
+            shape=gpt(name, layers, hidden, heads, 131072),
+            config=_config(dp, batch // dp, virtual, tp=tp, pp=pp, recompute=recompute),
+            machine=MACHINES["h100"],
+            seq=4096,
+            global_batch=batch,
+            software=_MEGATRON,
+        )
+        for virtual in (range(1, layers // pp + 1) if pp > 1 else (1,))
+        if layers % (pp * virtual) == 0
+        for recompute in ("none", "full")
+    ]
+    return min((one for one in models if one.memory.total < one.machine.memory), key=lambda one: one.time.total)
+
+
+def weak_scaling_rows() -> list[Row]:
+    """MFU in percent."""
+    found = [(_megatron(*sizes), published) for *sizes, published in _WEAK]
+    return [
+        Row(
+            name=f"{model.shape.name}, {model.config.world_size} GPUs",
+            model=model,
+            published=mfu,
+            predicted=100 * model.mfu,
+        )
+        for model, mfu in found
+    ]
+
+
+def strong_scaling(gpus: int) -> CostModel:
+    """The 177B model with a batch of 1152 on so many GPUs."""
+    return _megatron("177B", 96, 12288, 96, 8, 6, gpus, 1152)
+
+
+def strong_scaling_rows() -> list[Row]:
+    """MFU in percent."""
+    return [
+        Row(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
+        for gpus, mfu in STRONG
+        for model in [strong_scaling(gpus)]
+    ]
+
+
+# -- NeMo 24.12, performance summary: H100, FP8 -----------------------------------------------------------------------
+
+_NEMO = Software(shards="optimizer", gradient_bytes=2)
+_GPT3_175B = gpt("GPT3-175B", 96, 12288, 96, 51200)
+# Shape; GPUs, batch, microbatch, seq, tp, pp, cp, stages of a rank; tokens/s of a GPU, TFLOP/s of a GPU.
+_SUMMARY = (
+    (gpt("GPT3-5B", 24, 4096, 32, 51200), (64, 2048, 4, 2048, 1, 1, 1, 1), 23406, 765),
+    (gpt("GPT3-20B", 44, 6144, 48, 51200), (64, 256, 2, 2048, 2, 1, 1, 1), 5851, 750),
+    (_GPT3_175B, (128, 256, 1, 2048, 4, 8, 1, 6), 716, 771),
+    (_GPT3_175B, (512, 2048, 2, 2048, 4, 8, 1, 6), 825, 888),
+    (SHAPES["llama-2-7b"], (8, 128, 1, 4096, 1, 1, 1, 1), 16934, 780),
+    (SHAPES["llama-2-13b"], (16, 128, 1, 4096, 1, 4, 1, 10), 8715, 760),
+    (SHAPES["llama-2-70b"], (64, 128, 1, 4096, 4, 4, 1, 20), 1728, 768),
+    (gpt("Nemotron-8B", 32, 4096, 32, 256000), (64, 256, 4, 4096, 2, 1, 1, 1), 12507, 643),
+    (gpt("Nemotron-22B", 40, 6144, 48, 256000), (64, 256, 2, 4096, 2, 4, 1, 10), 4312, 562),
+    (gpt("Nemotron-340B", 96, 18432, 96, 256000, kv_heads=8), (128, 32, 1, 4096, 8, 8, 1, 12), 326, 686),
+    (SHAPES["llama-3-8b"], (8, 128, 1, 8192, 1, 1, 2, 1), 12273, 711),
+    (SHAPES["llama-3-70b"], (64, 128, 1, 8192, 4, 4, 2, 5), 1524, 734),
+)
+
+
+def nemo_rows() -> list[Row]:
+    """MFU in percent of the FP8 peak."""
+    rows = []
+    for shape, (gpus, batch, micro, seq, tp, pp, cp, virtual), tokens, _ in _SUMMARY:
+        dp = gpus // (tp * pp * cp)
+        model = CostModel(
+            shape=shape,
+            config=_config(dp, batch // (dp * micro), virtual, tp=tp, pp=pp, cp=cp),
+            machine=MACHINES["h100"],
+            seq=seq,
+            global_batch=batch,
+            precision="fp8",
+            software=_NEMO,
+        )
+        published = 100 * shape.flops(tokens, seq) / model.machine.peak("fp8")
+        rows.append(Row(name=f"{shape.name}, {gpus} GPUs", model=model, published=published, predicted=100 * model.mfu))
+    return rows
+
+
+# -- torchtitan, asynchronous tensor parallelism: pytorch/pytorch issue 149990 ----------------------------------------
+
+
+def fused_tp_rows() -> list[Row]:
+    """Percent of tokens/s that overlapped tp gains: Llama 3 70B, 128 H100, FSDP 16 x TP 8, 16 rows of 8192 tokens."""
+    rows = []
+    for precision, plain, fused in (("bf16", 598, 673), ("fp8", 820, 950)):
+        model = CostModel(
+            shape=SHAPES["llama-3-70b"],
+            config=ParallelConfig(dp_shard=16, tp=8, recompute="full"),
+            machine=MACHINES["h100"],
+            seq=8192,
+            global_batch=256,
+            precision=precision,
+        )
+        without = replace(model, software=replace(model.software, fused_tp=False))
+        gain = 100 * (without.time.total / model.time.total - 1)
+        name = f"Llama-3-70B, {precision}"
+        rows.append(Row(name=name, model=model, published=100 * (fused / plain - 1), predicted=gain))
+    return rows
+
+
+# By title: what is measured, in which unit, and the rows.
+SETS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
+    "Step times of arXiv:2205.05198, A100 (fitted)": ("MFU, %", fitted_rows),
+    "Memory of arXiv:2205.05198": ("GiB", memory_rows),
+    "Megatron-Core, weak scaling, H100 (blind)": ("MFU, %", weak_scaling_rows),
+    "Megatron-Core, strong scaling, H100 (blind)": ("MFU, %", strong_scaling_rows),
+    "NeMo 24.12, H100, FP8 (blind)": ("MFU of the FP8 peak, %", nemo_rows),
+    "Gain of overlapped tp, H100 (blind)": ("tokens/s more, %", fused_tp_rows),
+}

@@ -1,0 +1,217 @@
+"""`recommend`: all configurations that a model can run in, ranked by predicted time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fused_tp.ops.arguments import check_int
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.costs import CostModel, Memory, Software, StepTime
+from fused_tp.planning.hardware import GIB, PRECISIONS, Machine, find_machine
+from fused_tp.planning.model_shape import ModelShape, find_shape
+from fused_tp.runtime.errors import listed
+
+# Of a GPU's memory, what CUDA, NCCL and fragmentation leave.
+USABLE_MEMORY = 0.92
+MICROBATCH_ROWS = (1, 2, 4, 8)
+VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A configuration and what is predicted of it.
+
+    Attributes:
+        config: for `fused_tp.build`.
+        time, memory: of a step and of the rank that needs most, by part.
+        microbatch_rows: of one microbatch.
+        mfu: share of peak FLOP/s.
+        tokens_per_second: of all ranks.
+        exposed_fused, exposed_plain: share of the step that waits for communication, with fused and with plain tp.
+        reason: why it is behind the best plan, in a sentence.
+    """
+
+    config: ParallelConfig
+    time: StepTime
+    memory: Memory
+    microbatch_rows: int
+    mfu: float
+    tokens_per_second: float
+    exposed_fused: float
+    exposed_plain: float
+    reason: str
+
+    @property
+    def bubble(self) -> float:
+        """Share of the step in which a pipeline rank has nothing to compute."""
+        return self.time.bubble / self.time.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: seconds, GiB, shares."""
+        return {
+            "config": self.config.to_dict(),
+            "step_seconds": self.time.total,
+            "seconds": {name: value for name, value in vars(self.time).items() if value},
+            "memory_gib": self.memory.total / GIB,
+            "gib": {name: value / GIB for name, value in vars(self.memory).items()},
+            "microbatch_rows": self.microbatch_rows,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "bubble": self.bubble,
+            "exposed_communication": {"fused": self.exposed_fused, "plain": self.exposed_plain},
+            "reason": self.reason,
+        }
+
+
+def recommend(
+    model: str | Path | ModelShape | Any,
+    gpus: int,
+    *,
+    machine: str | Path | Machine = "h100",
+    seq: int,
+    global_batch: int,
+    precision: str = "bf16",
+    memory: float | None = None,
+    fused_tp: bool = True,
+    top: int = 5,
+) -> list[Plan]:
+    """The `top` fastest configurations that fit into memory, best first.
+
+    Tensor parallel ranks stay within a node. Times are those of the model in `fused_tp.planning.costs`; the guide on
+    planning has how far they are from published ones.
+
+    Args:
+        model: a name in `fused_tp.planning.model_shape.SHAPES`, a config.json or its folder, a transformers config, or
+            a ModelShape.
+        gpus: ranks in all.
+        machine: a name in `fused_tp.planning.hardware.MACHINES`, a JSON file of a Machine, or a Machine.
+        seq: tokens of a row.
+        global_batch: rows of all ranks together in a step.
+        precision: "bf16" or "fp8", of the matmuls of layers.
+        memory: bytes of a GPU; None: as the machine has it.
+        fused_tp: collectives of tp overlap with matmuls; False: plain collectives.
+        top: at most so many.
+
+    Raises:
+        ValueError: an unknown model or machine, or no configuration that is legal and fits.
+
+    Example:
+        >>> best = recommend("llama-3-8b", 8, seq=8192, global_batch=64)[0]
+        >>> best.config.world_size
+        8
+    """
+    shape, machine = find_shape(model), find_machine(machine)
+    for name, value in (("gpus", gpus), ("seq", seq), ("global_batch", global_batch), ("top", top)):
+        check_int(name, value, 1)
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}; it must be one of {listed(map(repr, PRECISIONS))}.")
+    machine.peak(precision)
+    limit = (machine.memory if memory is None else memory) * USABLE_MEMORY
+    software = Software(fused_tp=fused_tp)
+    fitting, smallest = [], float("inf")
+    for config in configurations(shape, gpus, machine.ranks_per_node, seq=seq, global_batch=global_batch):
+        costs = CostModel(
+            shape=shape, config=config, machine=machine, seq=seq, global_batch=global_batch, precision=precision,
+            software=software,
+        )  # fmt: skip
+        smallest = min(smallest, costs.memory.total)
+        if costs.memory.total <= limit:
+            fitting.append(costs)
+    if smallest == float("inf"):
+        raise ValueError(
+            f"{shape.name} can be cut over {gpus} ranks in no way for {global_batch} rows of {seq} tokens: data "
+            "parallel ranks and microbatches must divide the rows, and tp the key/value heads; change rows or ranks."
+        )
+    if not fitting:
+        raise ValueError(
+            f"{shape.name} does not fit: the smallest of all configurations of {gpus} ranks needs {smallest / GIB:.0f} "
+            f"GiB a rank, and {limit / GIB:.0f} GiB can be used; take more ranks, more memory, or shorter rows."
+        )
+    fitting.sort(key=lambda one: (round(one.time.total, 6), one.memory.total))
+    return [_plan(one, fitting[0]) for one in fitting[:top]]
+
+
+def configurations(
+    shape: ModelShape, gpus: int, ranks_per_node: int, *, seq: int, global_batch: int
+) -> Iterator[ParallelConfig]:
+    """All ParallelConfigs of so many ranks that `ParallelConfig.check` lets pass for this shape."""
+    for tp in _divisors(gpus, ranks_per_node):
+        for cp in _divisors(gpus // tp, max(1, seq // 1024)):
+            for pp in _divisors(gpus // (tp * cp), shape.layers):
+                dp = gpus // (tp * cp * pp)
+                for sizes in _data_parallel(shape, dp, pp):
+                    yield from _legal(shape, sizes | {"tp": tp, "cp": cp, "pp": pp}, dp, seq, global_batch)
+
+
+def _data_parallel(shape: ModelShape, dp: int, pp: int) -> Iterator[dict[str, Any]]:
+    """Ways to make dp ranks of copies, shards and experts: all copies, all shards, experts dealt out."""
+    yield {"dp_shard": dp}
+    if dp > 1:
+        yield {"dp_replicate": dp}
+    if shape.experts and pp == 1:
+        yield from ({"ep": ep, "dp_shard": dp // ep} for ep in _divisors(dp, shape.experts) if ep > 1)
+
+
+def _legal(shape: ModelShape, sizes: dict[str, Any], dp: int, seq: int, global_batch: int) -> Iterator[ParallelConfig]:
+    for rows in MICROBATCH_ROWS:
+        if global_batch % (dp * rows):
+            continue
+        for virtual in VIRTUAL_STAGES if sizes["pp"] > 1 else (1,):
+            kind: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
+            try:
+                config = ParallelConfig(**sizes, **kind, microbatches=global_batch // (dp * rows))
+                config.check(shape, seq=seq, global_batch=global_batch)
+            except ValueError:
+                continue  # says what is wrong to whoever asks for this one
+            yield config
+            yield replace(config, recompute="full")
+
+
+def _divisors(count: int, at_most: int) -> list[int]:
+    return [n for n in range(1, min(count, at_most) + 1) if count % n == 0]
+
+
+def _plan(costs: CostModel, best: CostModel) -> Plan:
+    plain = replace(costs, software=replace(costs.software, fused_tp=False))
+    fused = replace(costs, software=replace(costs.software, fused_tp=True))
+    return Plan(
+        config=costs.config,
+        time=costs.time,
+        memory=costs.memory,
+        microbatch_rows=round(costs.rows),
+        mfu=costs.mfu,
+        tokens_per_second=costs.tokens_per_second,
+        exposed_fused=fused.time.communication / fused.time.total,
+        exposed_plain=plain.time.communication / plain.time.total,
+        reason=_reason(costs, best),
+    )
+
+
+_PARTS = {
+    "matmul": "matmuls are smaller or more of them",
+    "attention": "attention takes longer",
+    "memory_bound": "ops bound by memory move more bytes",
+    "recompute": "activations are computed again",
+    "tp": "communication of tp is exposed",
+    "cp": "communication of cp is exposed",
+    "ep": "communication of ep is exposed",
+    "dp": "communication of data parallelism is exposed",
+    "pp": "stages wait for messages",
+    "bubble": "the pipeline's bubble is larger",
+    "optimizer": "a rank has more optimizer state to update",
+}
+
+
+def _reason(costs: CostModel, best: CostModel) -> str:
+    """A sentence: the part that costs most more than in the best plan."""
+    if costs is best:
+        return "The fastest of those that fit."
+    more = {name: getattr(costs.time, name) - getattr(best.time, name) for name in _PARTS}
+    name = max(more, key=lambda one: more[one])
+    slower = costs.time.total / best.time.total - 1
+    if slower < 5e-4:
+        return "As fast as the best."
+    return f"{slower:.1%} slower: {_PARTS[name]} ({more[name]:.2f} s more)."

@@ -1,0 +1,219 @@
+"""The planner: predictions against published numbers, legal and sorted plans, machines, the command."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fused_tp.cli.main import main
+from fused_tp.planning import published
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.costs import FITTED, CostModel
+from fused_tp.planning.hardware import GIB, MACHINES, Machine, find_machine
+from fused_tp.planning.model_shape import SHAPES, ModelShape, find_shape
+from fused_tp.planning.recommend import USABLE_MEMORY, configurations, recommend
+from tests.workers import error_of
+
+SMALL = ModelShape(
+    name="small", layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=4096, vocab=32000
+)
+
+
+# -- published numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "bar"),
+    [
+        (published.fitted_rows, 1.0),
+        (published.nemo_rows, 2.5),
+        (published.weak_scaling_rows, 5.0),  # microbatches are not published; see the guide
+        (published.strong_scaling_rows, 5.0),
+        (published.fused_tp_rows, 7.5),
+    ],
+)
+def test_mean_error_of_predictions(rows: Any, bar: float) -> None:
+    assert published.mean_error(rows()) <= bar
+
+
+def test_memory_is_that_of_the_published_formulas() -> None:
+    for row in published.memory_rows():
+        assert row.predicted == pytest.approx(row.published, rel=0.01), row.name
+
+
+def test_flops_are_counted_as_published() -> None:
+    """NeMo's TFLOP/s follow from its tokens/s by the formula of MFU."""
+    for row, (*_, tflops) in zip(published.nemo_rows(), published._SUMMARY, strict=True):
+        assert row.published / 100 * 1979 == pytest.approx(tflops, abs=1.5), row.name
+
+
+def test_order_of_published_configurations() -> None:
+    nemo = {row.name: row for row in published.nemo_rows()}
+    few, many = nemo["GPT3-175B, 128 GPUs"], nemo["GPT3-175B, 512 GPUs"]
+    assert few.predicted < many.predicted  # twice the rows of a microbatch
+    assert min(nemo.values(), key=lambda row: row.predicted) == nemo["Nemotron-22B, 64 GPUs"]
+    steps = published.fitted_rows()
+    assert all(selective.predicted > full.predicted for selective, full in zip(steps[:4], steps[4:], strict=True))
+    few, many = published.strong_scaling_rows()
+    assert few.predicted > many.predicted
+    assert all(5 < row.predicted < 20 for row in published.fused_tp_rows())
+
+
+@pytest.mark.parametrize("change", [{"links": 0.6}, {"links": 0.88}, {"kernel": 12e-6}, {"kernel": 25e-6}])
+def test_fitted_constants_are_the_best(change: dict[str, float]) -> None:
+    def error(constants: Any) -> float:
+        models = [(replace(row.model, constants=constants), row.published) for row in published.fitted_rows()]
+        return sum((100 * model.mfu / mfu - 1) ** 2 for model, mfu in models)
+
+    assert error(FITTED) < error(replace(FITTED, **change))
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        ("llama-3-8b", 8.03, 8.03),
+        ("llama-3.1-405b", 405.8, 405.8),
+        ("qwen3-30b-a3b", 30.5, 3.35),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("gpt3-175b", 174.6, 174.6),
+    ],
+)
+def test_parameters_of_published_shapes(name: str, parameters: float, active: float) -> None:
+    assert SHAPES[name].parameters / 1e9 == pytest.approx(parameters, rel=0.01)
+    assert SHAPES[name].active_parameters / 1e9 == pytest.approx(active, rel=0.01)
+
+
+def test_shapes_of_configs(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    config.save_pretrained(tmp_path)
+    assert find_shape(tmp_path) == find_shape(tmp_path / "config.json")
+    assert find_shape(config).parameters == 2 * (4 * 64 * 64 + 3 * 64 * 96) + 2 * 128 * 64
+    assert "Did you mean 'llama-3-70b'" in str(error_of(find_shape, "llama3-70b"))
+    (tmp_path / "config.json").write_text("{}")
+    assert "holds no config" in str(error_of(find_shape, tmp_path))
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_plans_of_70b_are_legal_fit_and_come_in_time() -> None:
+    start = time.perf_counter()
+    plans = recommend("llama-3-70b", 64, seq=8192, global_batch=512, top=10)
+    assert time.perf_counter() - start < 2
+    shape, machine = SHAPES["llama-3-70b"], MACHINES["h100"]
+    for plan in plans:
+        plan.config.check(shape, seq=8192, global_batch=512)
+        assert plan.config.world_size == 64 and plan.config.tp <= machine.ranks_per_node
+        assert plan.memory.total <= machine.memory * USABLE_MEMORY
+        assert plan.microbatch_rows * plan.config.microbatches * plan.config.data_parallel == 512
+        assert plan.exposed_fused <= plan.exposed_plain and plan.reason
+    assert [plan.time.total for plan in plans] == sorted(plan.time.total for plan in plans)
+    assert plans[0].reason == "The fastest of those that fit."
+
+
+def test_experts_are_dealt_out() -> None:
+    found = {config.ep for config in configurations(SHAPES["mixtral-8x7b"], 8, 8, seq=4096, global_batch=8)}
+    assert found == {1, 2, 4, 8}
+
+
+def test_less_memory_takes_recomputation_or_more_ranks_for_a_layer() -> None:
+    tight = recommend("llama-3-70b", 64, seq=8192, global_batch=512, memory=32 * GIB)[0]
+    wide = recommend("llama-3-70b", 64, seq=8192, global_batch=512)[0]
+    assert tight.memory.total < wide.memory.total and tight.time.total > wide.time.total
+
+
+def test_questions_without_an_answer() -> None:
+    assert "does not fit: the smallest" in str(error_of(recommend, "llama-3.1-405b", 8, seq=8192, global_batch=8))
+    assert "in no way for 1 rows" in str(error_of(recommend, SMALL, 64, seq=512, global_batch=1))
+    assert "is none of machine a100" in str(
+        error_of(recommend, SMALL, 8, machine="a100", seq=512, global_batch=8, precision="fp8")
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "less"),
+    [
+        ({"tp": 2}, "weights"),
+        ({"dp_shard": 2}, "optimizer"),
+        ({"recompute": "full"}, "activations"),
+        ({"cp": 2}, "activations"),
+        ({"microbatches": 2}, "logits"),
+    ],
+)
+def test_what_each_kind_of_parallelism_saves(change: dict[str, Any], less: str) -> None:
+    def memory(config: ParallelConfig) -> float:
+        model = CostModel(shape=SMALL, config=config, machine=MACHINES["h100"], seq=4096, global_batch=8)
+        return float(getattr(model.memory, less))
+
+    assert memory(ParallelConfig(**change)) < memory(ParallelConfig())
+
+
+# -- machines, the command --------------------------------------------------------------------------------------------
+
+
+def test_machines_there_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(MACHINES["h100"].to_dict() | {"name": "mine", "memory": 40e9}))
+    assert find_machine(path) == replace(MACHINES["h100"], name="mine", memory=40e9)
+    path.write_text(json.dumps(MACHINES["h100"].to_dict() | {"memory": 0}))
+    assert "memory of machine h100 is 0" in str(error_of(Machine.from_file, path))
+    path.write_text(json.dumps({"name": "mine", "speed": 1}))
+    assert "'speed', which is no field" in str(error_of(Machine.from_file, path))
+    path.write_text(json.dumps({"name": "mine"}))
+    assert "does not describe a machine" in str(error_of(Machine.from_file, path))
+    assert "is no machine; there are" in str(error_of(find_machine, "v100"))
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "llama-3-8b", "--gpus", "8", "--seq", "4096", "--batch", "32"]
+    path = tmp_path / "plan.json"
+    assert main([*arguments, "--write", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "llama-3-8b, 8.0 billion parameters, on 8 x h100" in said and "1. The fastest" in said
+    best = ParallelConfig.from_file(path)
+    assert best.world_size == 8
+    assert main([*arguments, "--json", "--top", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 3 and ParallelConfig.from_dict(found[0]["config"]) == best
+    (tmp_path / "mine.json").write_text(json.dumps(MACHINES["a100"].to_dict() | {"name": "mine"}))
+    written = [*arguments, "--machine", str(tmp_path / "mine.json"), "--write", str(path), "--format", "megatron"]
+    assert main(written) == 0
+    assert "8 x mine" in capsys.readouterr().out and "tensor_model_parallel_size" in json.loads(path.read_text())
+
+
+def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, says in (
+        (["--model", "no-such", "--gpus", "8"], "'no-such' is no model"),
+        (["--model", "llama-3.1-405b", "--gpus", "1"], "does not fit"),
+        (["--model", "llama-3-8b", "--gpus", "8", "--machine", "none.json"], "none.json cannot be read"),
+    ):
+        assert main(["plan", *wrong]) == 2
+        assert says in capsys.readouterr().err
+
+
+# -- the guide --------------------------------------------------------------------------------------------------------
+
+
+def test_guide_has_the_tables_and_the_figures_of_the_code() -> None:
+    pytest.importorskip("transformers")
+    from docs import tables
+
+    guide = (Path(tables.__file__).parent / "guides" / "planning.md").read_text()
+    assert "{{ predictions }}" in guide and "{{ machines }}" in guide
+    assert f"({FITTED.links:.0%})".replace("%", " %") in guide and f"({FITTED.kernel * 1e6:.0f} µs)" in guide
+    blind = published.weak_scaling_rows() + published.strong_scaling_rows()
+    assert f"{published.mean_error(published.nemo_rows()):.1f} points of MFU off" in guide
+    assert f"{published.mean_error(blind):.1f} points off" in guide
+    for name, _, _ in ((row.name, row.published, row.predicted) for row in blind):
+        assert name in tables.predictions()
