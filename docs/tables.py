@@ -18,6 +18,8 @@ from xml.etree import ElementTree
 import torch
 
 from fused_tp.integrations import plan
+from fused_tp.planning import published
+from fused_tp.planning.hardware import MACHINES
 from fused_tp.runtime import dispatch
 from fused_tp.runtime.settings import SETTINGS
 from fused_tp.schedules.registry import SCHEDULES
@@ -237,6 +239,35 @@ def model_types_file(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> str
     return f'{{\n "versions": {json.dumps(versions)},\n "types": {{\n{types}\n }}\n}}'
 
 
+def predictions() -> str:
+    """What the cost model predicts of published measurements: a table for each set."""
+    tables = []
+    for title, (unit, make) in published.SETS.items():
+        rows = make()
+        cells = [(row.name, f"{row.published:.1f}", f"{row.predicted:.1f}", f"{row.error:+.1f}") for row in rows]
+        cells.append(("mean of absolute errors", "", "", f"{published.mean_error(rows):.1f}"))
+        tables.append(table((title, f"published, {unit}", "predicted", "error"), cells))
+    return "\n\n".join(tables)
+
+
+def machines() -> str:
+    """What the cost model knows of machines."""
+    rows = (
+        (
+            f"`{one.name}`",
+            ", ".join(f"{value / 1e12:.0f} {name}" for name, value in one.peak_flops.items()),
+            ", ".join(f"{value / 1e12:.0f} {name}" for name, value in one.matmul_flops.items()),
+            f"{one.attention_flops / 1e12:.0f}",
+            f"{one.memory / 1e9:.0f} GB, {one.memory_bandwidth / 1e12:.2f} TB/s",
+            f"{one.link_bandwidth / 1e9:.0f}, {one.network_bandwidth / 1e9:.0f}",
+            one.source,
+        )
+        for one in MACHINES.values()
+    )
+    head = ("machine", "peak TFLOP/s", "matmuls", "attention", "memory", "GB/s within, between nodes", "source")
+    return table(head, rows)
+
+
 def tests() -> str:
     """Every test file by the first line of its docstring, with the seconds that `seconds_by_file` has found."""
     root = Path(__file__).resolve().parents[1]
@@ -263,7 +294,8 @@ def seconds_by_file(junit: str) -> dict[str, int]:
 
 def all_tables() -> dict[str, str]:
     made: tuple[Callable[[], str], ...] = (
-        settings, install_settings, schedules, support, defaults, styles, models, model_types, tests,
+        settings, install_settings, schedules, support, defaults, styles, models, model_types, predictions, machines,
+        tests,
     )  # fmt: skip
     return {make.__name__: make() for make in made}
 
