@@ -102,6 +102,7 @@ GIB = 1024**3
 # FLOP/s of matmuls: maximum sustainable matmul FLOPS (under load, at the power limit), Stas Bekman, Machine Learning
 # Engineering, compute/accelerator. For fp8 the source has short bursts only, which are scaled by the ratio in bf16.
 _MATMUL = "matmuls: Bekman, Machine Learning Engineering"
+_ATTENTION = "attention: estimated after arXiv"
 
 MACHINES = {
     machine.name: machine
@@ -115,7 +116,7 @@ MACHINES = {
             memory_bandwidth=2.039e12,
             link_bandwidth=300e9,
             network_bandwidth=25e9,
-            source=f"NVIDIA A100 SXM data sheet, 200 Gb/s of network a GPU; {_MATMUL}; attention: arXiv:2307.08691",
+            source=f"NVIDIA A100 SXM data sheet, 200 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2307.08691",
         ),
         Machine(
             name="h100",
@@ -126,7 +127,7 @@ MACHINES = {
             memory_bandwidth=3.35e12,
             link_bandwidth=450e9,
             network_bandwidth=50e9,
-            source=f"NVIDIA H100 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL}; attention: arXiv:2407.08608",
+            source=f"NVIDIA H100 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2407.08608",
         ),
         Machine(
             name="h200",
@@ -137,7 +138,7 @@ MACHINES = {
             memory_bandwidth=4.8e12,
             link_bandwidth=450e9,
             network_bandwidth=50e9,
-            source=f"NVIDIA H200 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL}; attention: arXiv:2407.08608",
+            source=f"NVIDIA H200 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2407.08608",
         ),
         Machine(
             name="b200",

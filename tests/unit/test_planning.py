@@ -212,8 +212,8 @@ def test_guide_has_the_tables_and_the_figures_of_the_code() -> None:
     guide = (Path(tables.__file__).parent / "guides" / "planning.md").read_text()
     assert "{{ predictions }}" in guide and "{{ machines }}" in guide
     assert f"({FITTED.links:.0%})".replace("%", " %") in guide and f"({FITTED.kernel * 1e6:.0f} µs)" in guide
-    blind = published.weak_scaling_rows() + published.strong_scaling_rows()
+    scaling = published.weak_scaling_rows() + published.strong_scaling_rows()
     assert f"{published.mean_error(published.nemo_rows()):.1f} points of MFU off" in guide
-    assert f"{published.mean_error(blind):.1f} points off" in guide
-    for name, _, _ in ((row.name, row.published, row.predicted) for row in blind):
+    assert f"{published.mean_error(scaling):.1f} points off" in guide
+    for name, _, _ in ((row.name, row.published, row.predicted) for row in scaling):
         assert name in tables.predictions()
