@@ -185,7 +185,7 @@ def _main() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
-    with contextlib.suppress(ImportError):  # an optional library, of which a rank may need half a second's worth
+    with contextlib.suppress(ImportError):  # optional, and a second of CPU time in each rank that needs it
         import transformers.models.llama.modeling_llama
         import transformers.trainer_utils  # noqa: F401  # for the forks
 

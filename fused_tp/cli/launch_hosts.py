@@ -130,7 +130,7 @@ def run(
             return 2
         running, left = list(nodes), len(nodes)
         while running:
-            time.sleep(0.05)
+            time.sleep(0.05)  # nothing waits for ends of processes, signals and deadlines at once
             while signals:
                 number = signals.pop(0)
                 code = code or 128 + number

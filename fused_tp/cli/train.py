@@ -13,9 +13,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fused_tp.runtime.settings import timeout_seconds
+
+if TYPE_CHECKING:
+    from fused_tp.training.settings import TrainSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +45,9 @@ def main(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fused-tp train: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"fused-tp train: {error}", file=sys.stderr)
+        return 1
 
 
 def start_ranks(
@@ -71,16 +77,14 @@ def start_ranks(
     return 0 if done.returncode == 0 else 1
 
 
-def run_rank(settings: object) -> int:
+def run_rank(settings: TrainSettings) -> int:
     """Trains as one of the ranks whose variables torchrun has set."""
     import torch
     import torch.distributed as dist
 
     from fused_tp.training.log import RunLog
     from fused_tp.training.run import TrainingRun
-    from fused_tp.training.settings import TrainSettings
 
-    assert isinstance(settings, TrainSettings)
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

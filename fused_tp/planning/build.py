@@ -86,9 +86,9 @@ def build(
         for part in parts:
             _shard(part, container, experts, mesh, reshard_after_forward=config.pp == 1)
         if isinstance(built, Pipeline):
-            for stage in built.stages.values():
+            for stage in built.stages.values():  # torch's pipelines look for FSDP at what they call
                 fully_shard(stage, mesh=fsdp_mesh(mesh), reshard_after_forward=False)
-    elif config.data_parallel == 1 and config.pp == 1 and mesh.device_type != "cpu":
+    elif config.world_size == 1:
         model.to(mesh.device_type)
     return built
 

@@ -179,10 +179,11 @@ class ParallelConfig:
         """
         wrong = []
         for what, count in (("attention heads", shape.heads), ("key/value heads", shape.kv_heads)):
-            if what == "key/value heads" and shape.latent_attention:
+            # One head of keys is computed by all ranks, where a model can have that.
+            if what == "key/value heads" and (shape.latent_attention or count == 1):
                 continue
             if count % self.tp:
-                wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(shape.kv_heads)} do")
+                wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(count)} do")
         if shape.heads // self.tp % self.ulysses_size or shape.kv_heads // self.tp % self.ulysses_size:
             wrong.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):

@@ -142,7 +142,8 @@ def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     dp = given.get("data_parallel_size") or (world // inside if world and world % inside == 0 else ep)
     if dp % ep:
         raise ValueError(f"expert_model_parallel_size={ep} does not divide the {dp} data parallel ranks.")
-    # Megatron's optimizer keeps parameters whole and shards its state; FSDP2 shards both.
+    # Megatron's distributed optimizer keeps parameters whole and shards its state; FSDP2 shards both. Taken for granted
+    # where nothing is said, as ms-swift has it: results are the same, and copies need more memory.
     dp_field = "dp_shard" if given.get("use_distributed_optimizer", True) else "dp_replicate"
     fields[dp_field] = dp // ep
     if ("micro_batch_size" in given) != ("global_batch_size" in given):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,18 @@ GIB = 1024**3
 _MATMUL = "matmuls: Bekman, Machine Learning Engineering"
 _ATTENTION = "attention: estimated after arXiv"
 
+_H100 = Machine(
+    name="h100",
+    peak_flops={"bf16": 989e12, "fp8": 1979e12},
+    matmul_flops={"bf16": 755e12, "fp8": 1453e12 * 755 / 834},
+    attention_flops=450e12,
+    memory=80 * GIB,
+    memory_bandwidth=3.35e12,
+    link_bandwidth=450e9,
+    network_bandwidth=50e9,
+    source=f"NVIDIA H100 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2407.08608",
+)
+
 MACHINES = {
     machine.name: machine
     for machine in (
@@ -118,27 +130,13 @@ MACHINES = {
             network_bandwidth=25e9,
             source=f"NVIDIA A100 SXM data sheet, 200 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2307.08691",
         ),
-        Machine(
-            name="h100",
-            peak_flops={"bf16": 989e12, "fp8": 1979e12},
-            matmul_flops={"bf16": 755e12, "fp8": 1453e12 * 755 / 834},
-            attention_flops=450e12,
-            memory=80 * GIB,
-            memory_bandwidth=3.35e12,
-            link_bandwidth=450e9,
-            network_bandwidth=50e9,
-            source=f"NVIDIA H100 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2407.08608",
-        ),
-        Machine(
+        _H100,
+        replace(
+            _H100,
             name="h200",
-            peak_flops={"bf16": 989e12, "fp8": 1979e12},
-            matmul_flops={"bf16": 755e12, "fp8": 1453e12 * 755 / 834},
-            attention_flops=450e12,
             memory=141e9,
             memory_bandwidth=4.8e12,
-            link_bandwidth=450e9,
-            network_bandwidth=50e9,
-            source=f"NVIDIA H200 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2407.08608",
+            source=_H100.source.replace("H100", "H200"),
         ),
         Machine(
             name="b200",

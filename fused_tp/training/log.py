@@ -10,11 +10,14 @@ from typing import Any
 
 from fused_tp.training.run import Step, TrainingRun
 
+LINES = "train.jsonl"
+
 
 class RunLog:
     """The log of a run on rank 0; on other ranks it says nothing.
 
-    train.jsonl goes on where a run was interrupted: the last line of a step counts.
+    train.jsonl goes on where a run was interrupted: the last line of a step counts. A run from the beginning begins it
+    anew.
 
     Args:
         run: whose settings say where to.
@@ -28,7 +31,9 @@ class RunLog:
         if not writes:
             return
         self._settings.out.mkdir(parents=True, exist_ok=True)
-        self._lines = open(self._settings.out / "train.jsonl", "a")  # noqa: SIM115  # closed by close()
+        self._file = self._settings.out / LINES
+        if run.done == 0:
+            self._file.unlink(missing_ok=True)
         if self._settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -77,10 +82,9 @@ class RunLog:
             self._print(f"step {number}: sample {sample!r}")
 
     def close(self) -> None:
-        """Ends the files, and draws report.png where matplotlib is installed."""
+        """Ends tensorboard's file, and draws report.png where matplotlib is installed."""
         if not self._writes:
             return
-        self._lines.close()
         if self._events is not None:
             self._events.close()
         try:
@@ -89,8 +93,8 @@ class RunLog:
             self._print(f"No report.png: {error}.")
 
     def _record(self, kind: str, values: dict[str, Any]) -> None:
-        self._lines.write(json.dumps({"kind": kind, **values}) + "\n")
-        self._lines.flush()
+        with self._file.open("a") as file:
+            file.write(json.dumps({"kind": kind, **values}) + "\n")
 
     def _print(self, line: str) -> None:
         if self._writes:
@@ -100,7 +104,7 @@ class RunLog:
 def read_log(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The lines of train.jsonl by kind, in order of steps; of a step that was taken twice the last one."""
     found: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "evaluation": {}, "sample": {}}
-    for line in (folder / "train.jsonl").read_text().splitlines():
+    for line in (folder / LINES).read_text().splitlines():
         values = json.loads(line)
         found[values["kind"]][values["number"]] = values
     return {kind: [lines[number] for number in sorted(lines)] for kind, lines in found.items()}

@@ -75,6 +75,11 @@ class LossScale:
     def value(self) -> float:
         return float(self._state["loss_scale"])
 
+    @property
+    def can_fall(self) -> bool:
+        """Whether gradients that are not finite may have overflowed by it."""
+        return self._used and self.value > 1
+
     def update(self, finite: bool) -> None:
         if not self._used:
             return
@@ -99,6 +104,7 @@ class TrainingRun:
 
     Raises:
         ValueError: settings that do not fit each other, the model, the text or the ranks.
+        FloatingPointError: of `steps`, on all ranks: gradients are not finite, and that is no overflow of fp16.
 
     Example:
         >>> with TrainingRun(TrainSettings.from_file("train.yaml")) as run:
@@ -178,6 +184,11 @@ class TrainingRun:
         loss = self._forward_backward(batch)
         norm = self._clip()
         skipped = not math.isfinite(norm)
+        if skipped and not self._scale.can_fall:
+            raise FloatingPointError(
+                f"the gradients of step {self.done + 1} are not finite (loss {loss}, norm {norm}), and not by overflow "
+                "in fp16; lower the learning rate, or look at the rows of this step. The model is as it was before it."
+            )
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -230,7 +241,8 @@ class TrainingRun:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """The loss over all targets of the evaluation rows; None where there are none."""
+        """The loss over all targets of the evaluation rows, less than a global batch at their end left out; None where
+        there are none."""
         if self.evaluation_rows is None:
             return None
         total, count = 0.0, 0
@@ -405,6 +417,6 @@ def _tokenizer(name: str) -> Any:
 
 
 def _check_vocabulary(rows: PackedText, vocab: int) -> None:
-    largest = int(rows.tokens[: 1 << 20].max())
+    largest = int(rows.tokens[: 1 << 20].max())  # not all: they may be a file that is longer than memory
     if largest >= vocab:
         raise ValueError(f"The text has token {largest}, and the model's vocabulary ends at {vocab - 1}.")

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from fused_tp.planning.config import ParallelConfig, read_mapping
 
 Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
 
 
 class _Part(BaseModel):
@@ -44,7 +43,7 @@ class DataSettings(_Part):
     """Text, in rows of `seq` tokens of documents that do not see each other."""
 
     path: Path | None = None  # see `fused_tp.training.text.load_text`; None: Python's language reference, 420 kB
-    seq: Count = 512
+    seq: Annotated[int, Field(ge=2)] = 512  # a token and its successor
     tokenizer: str = "bytes"  # "bytes", or a folder or name of transformers'
     evaluation: Path | None = None  # None: the last `evaluation_rows` of `path`
     evaluation_rows: Annotated[int, Field(ge=0)] = 0

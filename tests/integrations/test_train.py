@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fused_tp.training.log import RunLog, read_log
 from fused_tp.training.run import TrainingRun
 from fused_tp.training.settings import TrainSettings
 from tests.workers import error_of, run_fresh
@@ -138,3 +139,31 @@ def test_runs_that_cannot_be(tmp_path: Path) -> None:
     (found,) = run_fresh(1, refusals, tmp_path)
     for text, part in zip(found, says, strict=True):
         assert part in text, (part, text)
+
+
+def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
+    """A run that writes its log, and what ends one whose gradients are not finite."""
+    settings = TrainSettings.of(given)
+    with TrainingRun(settings) as run:
+        log = RunLog(run, writes=True)
+        log.start()
+        for step in run.steps():
+            log.step(step)
+        log.evaluation(run.done, run.evaluate(), None)
+        log.close()
+    with TrainingRun(TrainSettings.of({**given, "optimizer": {"learning_rate": 1e30}})) as run:
+        return str(error_of(list, run.steps()))
+
+
+def test_logs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    given = settings_of(tmp_path, out=str(out), steps=4)
+    out.mkdir()
+    (out / "train.jsonl").write_text('{"kind": "step", "number": 9}\n')  # of another run, which this one begins anew
+    (said,) = run_fresh(1, logged, given)
+    assert "are not finite" in said and "not by overflow in fp16" in said, said
+    log = read_log(out)
+    assert [step["number"] for step in log["step"]] == [1, 2, 3, 4]
+    assert [one["number"] for one in log["evaluation"]] == [4]
+    assert all(step["tokens"] == 8 * 64 and step["tflops_per_rank"] > 0 for step in log["step"])
+    assert (out / "report.png").stat().st_size > 1000
