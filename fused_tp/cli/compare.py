@@ -184,7 +184,7 @@ def draw(results: list[Result], path: Path) -> None:
     time.barh(names, [one.step_seconds * one.waiting for one in results], label="waiting for peers")
     time.set_xlabel("seconds")
     time.invert_yaxis()
-    time.legend()
+    time.legend(loc="lower right")
     memory.barh(names, [one.memory / 2**30 for one in results])
     memory.set_xlabel("peak memory of a rank, GiB")
     figure.savefig(path, dpi=120)
