@@ -21,6 +21,7 @@ import re
 import shutil
 import uuid
 import warnings
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -35,8 +36,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from fused_tp.nn.checkpoint import OriginalShapes
 from fused_tp.nn.in_original_shape import InOriginalShape
@@ -64,8 +68,8 @@ class CheckpointManager:
     batches then draw equal noise until they are given seeds of their own.
 
     A checkpoint is a folder `step-N` of torch.distributed.checkpoint, and counts once it has `complete.pt`, which is
-    written last. What an interrupted save has left is ignored, and removed by a later one. Files are pickles in part:
-    restore from folders that you trust.
+    written last, with checksums of the other files. What an interrupted save has left is ignored, and removed by a
+    later one. Files are pickles in part: restore from folders that you trust.
 
     Making it, `save`, `restore` and `close` are collective calls of all ranks. Inside `with` it is closed at the end.
 
@@ -222,7 +226,12 @@ class CheckpointManager:
             ranks = self._gather(own)
             self._on_first(lambda: self._begin(folder, ranks))
             with _alone(self._group):
-                dcp.save(tensors, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+                dcp.save(
+                    tensors, storage_writer=_Writer(folder), process_group=self._group, no_dist=self._group is None
+                )
+            own_files = [*folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]
+            sums = self._gather({path.name: _checksum(path) for path in own_files})
+            common["checksums"] = {name: value for one in sums for name, value in one.items()}
             self._on_first(lambda: self._complete(folder, common, ranks))
         except BaseException as error:  # CheckpointException of torch is no Exception
             said = f"The checkpoint of step {common['step']} was not written to {folder}: {_reason(error)}"
@@ -262,8 +271,8 @@ class CheckpointManager:
         """The step of the newest complete checkpoint, which everything now is in the state of; None if there is none.
 
         Raises:
-            ValueError: on all ranks, before anything is changed: the checkpoint is of another model, lacks what this
-                manager was given, or is not seen by all ranks.
+            ValueError: on all ranks, before anything is changed: the checkpoint is damaged or of another model, lacks
+                what this manager was given, or is not seen by all ranks.
         """
         self.wait()
         newest = self._exchange(max(self._steps(), default=None) if self._rank == 0 else None)[0]
@@ -306,7 +315,13 @@ class CheckpointManager:
         """
         if not (folder / COMPLETE).exists():
             raise ValueError(f"it does not see {folder / COMPLETE}, which rank 0 does.")
-        common = torch.load(folder / COMPLETE, map_location="cpu", weights_only=False)
+        try:
+            common = torch.load(folder / COMPLETE, map_location="cpu", weights_only=False)
+        except Exception as error:
+            raise ValueError(_damaged(folder / COMPLETE, _reason(error))) from error
+        for name in sorted(common["checksums"])[self._rank :: self._size]:
+            if not (folder / name).exists() or _checksum(folder / name) != common["checksums"][name]:
+                raise ValueError(_damaged(folder / name, "it is not what was written"))
         given = {"scheduler": self._scheduler, "data": self._data, "extra": self._extra}
         if lacks := [name for name, one in given.items() if one is not None and common[name] is None]:
             raise ValueError(f"{folder} was saved without {listed(lacks)}; make the CheckpointManager without, too.")
@@ -468,6 +483,18 @@ class CheckpointManager:
             raise ValueError(said[0])
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Raises what the system has said of a full disk, where torch's archives say something of their own."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
 class _OfRank(NamedTuple):
     """What a rank has besides tensors."""
 
@@ -484,6 +511,19 @@ class _Loading(NamedTuple):
     model: dict[str, Any]  # state dict, of the model's own memory
     seen: dict[str, Any]  # what torch.distributed.checkpoint writes into, of the same memory
     optimizer: dict[str, Any]  # state dict
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of the file."""
+    value = 0
+    with open(path, "rb") as file:
+        while part := file.read(1 << 24):
+            value = zlib.crc32(part, value)
+    return value
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"{path} is damaged: {why}. Remove {path.parent}, and restore() goes on from the checkpoint before it."
 
 
 def _modules_of(model: nn.Module | Pipeline) -> list[nn.Module]:

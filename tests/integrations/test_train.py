@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,32 @@ def test_runs_that_cannot_be(tmp_path: Path) -> None:
     (found,) = run_fresh(1, refusals, tmp_path)
     for text, part in zip(found, says, strict=True):
         assert part in text, (part, text)
+
+
+def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int, int]:
+    """What a run says that cannot save, and where the next one begins, and ends."""
+    settings = TrainSettings.of(given)
+    with TrainingRun(settings) as run:
+        steps = run.steps()
+        next(steps), next(steps)
+        assert run.checkpoints is not None
+        run.checkpoints.wait()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # a longer file is an OSError, as on a full disk
+        try:
+            said = str(error_of(list, steps))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with TrainingRun(settings) as run:
+        first = run.done
+        return said, first, [step.number for step in run.steps()][-1]
+
+
+def test_a_full_disk_loses_no_checkpoint(tmp_path: Path) -> None:
+    given = settings_of(tmp_path, checkpoints={"folder": str(tmp_path / "saved"), "every": 2})
+    ((said, first, last),) = run_fresh(1, disk_full, given)
+    assert "The checkpoint of step 4 was not written" in said and "File too large" in said
+    assert (first, last) == (2, 6)
 
 
 def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
