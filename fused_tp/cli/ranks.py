@@ -76,8 +76,7 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
 
     Raises:
         ValueError: a rank has raised one, or an OSError: what was asked does not fit, or cannot be written.
-        ChildProcessError: a signal has ended a rank.
-        torch.multiprocessing.ProcessRaisedException: a rank has failed.
+        ChildProcessError: a rank has failed, or a signal has ended it.
     """
     import torch.distributed as dist
     import torch.multiprocessing as mp
@@ -98,7 +97,7 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
             raise ValueError(store.get(_REFUSAL).decode()) from None
         if isinstance(error, mp.ProcessExitedException) and error.signal_name:
             raise ChildProcessError(f"{error.signal_name} has ended rank {error.error_index}.") from None
-        raise
+        raise ChildProcessError(f"A rank has failed. {error}") from None
     return pickle.loads(store.get(_RESULT))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -66,9 +67,10 @@ class Report:
         return not error <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """All of it, as JSON has it: a number that is none is a string, such as "Infinity"."""
         found = {"right": self.right, "suspect": self.suspect, "first_difference": self.first_difference}
-        return {**found, **asdict(self)}
+        values: dict[str, Any] = json.loads(json.dumps({**found, **asdict(self)}), parse_constant=str)
+        return values
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

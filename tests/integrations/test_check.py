@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.planning.build import build
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.training.check import check_model, random_batch
+from fused_tp.training.check_report import Report
 from tests.integrations.models import SIZES
 from tests.workers import fresh_ranks, on_ranks, run_ranks
 
@@ -191,6 +193,12 @@ def test_the_module_of_a_planted_error_is_named() -> None:
         rank.unwrap()
 
 
+def test_json_of_numbers_that_are_none() -> None:
+    report = Report("tp2", 1e-3, [(1.0, math.nan)], math.inf, {"norm": {1: 0.5}}, {}, {"norm.weight": math.inf}, {})
+    written = json.dumps(report.to_json(), allow_nan=False)
+    assert json.loads(written)["gradients"] == {"norm.weight": "Infinity"}
+
+
 @pytest.mark.full
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
@@ -211,3 +219,6 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }.items():
         assert main(["check", *line.split()]) == 2
         assert said in capsys.readouterr().err
+    assert main(["check", "json:dumps", "--tp", "2"]) == 1  # which wants an argument
+    said = capsys.readouterr().err
+    assert said.startswith("fused-tp check: A rank has failed.") and "TypeError: dumps() missing" in said
