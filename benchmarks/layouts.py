@@ -1,0 +1,95 @@
+"""Whether a training run is the same run in every layout, and in another one from its middle on.
+
+Each layout trains `--steps` steps, which are compared with those of one process. The next layout then goes on from its
+checkpoint in the middle, which is compared with the run that was not interrupted.
+
+    python -m benchmarks.layouts --steps 200 --out out/layouts
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from fused_tp.cli import at_least
+from fused_tp.cli.train import start_ranks
+from fused_tp.training.log import read_log
+from fused_tp.training.settings import TrainSettings
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "dp2": {"dp_replicate": 2},
+    "tp2": {"tp": 2},
+    "cp2": {"cp": 2},
+    "pp2": {"pp": 2, "microbatches": 4},
+    "tp2 x pp2": {"tp": 2, "pp": 2, "microbatches": 4},
+    "dp2 x tp2": {"dp_shard": 2, "tp": 2},
+}
+SETTINGS: dict[str, Any] = {
+    "model": {
+        "type": "llama",
+        "config": {  # 9.6M parameters
+            "hidden_size": 384,
+            "intermediate_size": 1024,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+        },
+    },
+    "data": {"seq": 64},
+    "global_batch": 4,
+    "optimizer": {"learning_rate": 5e-4, "warmup": 10},
+}
+
+
+def train(folder: Path, parallel: dict[str, Any], steps: int) -> dict[int, float]:
+    """The loss of each step, by its number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {**SETTINGS, "steps": steps, "parallel": parallel, "out": str(folder)}
+    given["checkpoints"] = {"folder": str(folder / "checkpoints"), "every": steps // 2}
+    config = folder / "train.json"
+    config.write_text(json.dumps(given))
+    if start_ranks(TrainSettings.of(given).least_ranks(), config):
+        sys.exit(f"{folder.name} has failed.")
+    return {step["number"]: step["loss"] for step in read_log(folder)["step"]}
+
+
+def apart(found: dict[int, float], wanted: dict[int, float]) -> float:
+    """The largest difference of a loss."""
+    return max(abs(loss - wanted[number]) for number, loss in found.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=at_least(4), default=200, help="of each run (200)")
+    parser.add_argument("--out", type=Path, default=Path("out/layouts"), help="for the runs and layouts.json")
+    arguments = parser.parse_args()
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    losses = {name: train(arguments.out / name, way, arguments.steps) for name, way in LAYOUTS.items()}
+    names, found = [*LAYOUTS], []
+    for name, following in zip(names, names[1:] + names[:1], strict=True):
+        folder = arguments.out / f"{name}, then {following}"
+        middle = f"step-{arguments.steps // 2:08d}"
+        shutil.copytree(arguments.out / name / "checkpoints" / middle, folder / "checkpoints" / middle)
+        resumed = train(folder, LAYOUTS[following], arguments.steps)
+        found.append(
+            {
+                "layout": name,
+                "off one process": apart(losses[name], losses["one process"]),
+                "goes on in": following,
+                "off the run without interruption": apart(resumed, losses[name]),
+                "steps": len(resumed),
+                "last loss": resumed[arguments.steps],
+            }
+        )
+    (arguments.out / "layouts.json").write_text(json.dumps(found, indent=1) + "\n")
+    for row in found:
+        print("| " + " | ".join(f"{v:.1e}" if "off" in k else str(v) for k, v in row.items()) + " |")
+
+
+if __name__ == "__main__":
+    main()
