@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fused_tp
+from fused_tp.cli.main import COMMANDS
 from tests.workers import REPOSITORY, fresh_ranks, run_ranks
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -115,6 +116,15 @@ def test_readme_is_short_and_links_to_pages_that_are_there() -> None:
     assert len(text.splitlines()) <= 150
     links = re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)
     assert links and not [link for link in links if not (REPOSITORY / link).exists()]
+
+
+def test_features_have_tests_and_commands() -> None:
+    text = (REPOSITORY / "docs" / "features.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what")]
+    for row in rows:
+        tests = re.findall(r"`(\w+/test_\w+\.py)`", row)
+        assert tests and not [test for test in tests if not (REPOSITORY / "tests" / test).exists()], row
+    assert set(re.findall(r"`fused-tp (\w+)", text)) == set(COMMANDS)
 
 
 def test_reference_has_the_public_api() -> None:
