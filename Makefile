@@ -1,5 +1,5 @@
 # Everything from a fresh clone: each target makes .venv and installs into it what it needs, as constraints.txt pins it.
-#   make demo     train and sample a small model on 1, 2, ... ranks of this machine; report in out/demo
+#   make demo     train a small model on one process and over ranks of this machine, and compare; into out/demo
 #   make test     the contract of the public API, in minutes         make test-all  every test
 #   make lint     ruff, mypy, import-linter, clang-format            make format    rewrite to what lint wants
 #   make docs     the documentation, into out/docs                   make wheel     a wheel for other machines, into dist
@@ -49,11 +49,11 @@ $(VENV)/installed-nccl: | $(VENV)/installed
 $(VENV)/installed-stacks: constraints.txt | $(VENV)/installed
 	$(PIP) "fused-tp[trl]"
 	$(PIP) --no-deps lightning lightning-utilities torchmetrics \
-		torchtitan spmd_types torchdata torch_checkpointing tyro docstring_parser typeguard tensorboard
+		torchtitan spmd_types torchdata torch_checkpointing tyro docstring_parser typeguard
 	touch $@
 
-demo: $(VENV)/installed $(VENV)/installed-demo
-	$(BIN)/fused-tp demo --out out/demo $(ARGS)
+demo: $(VENV)/installed $(VENV)/installed-train
+	$(BIN)/fused-tp compare --tp 2 --out out/demo $(ARGS)
 
 test: $(VENV)/installed $(VENV)/installed-test
 	$(BIN)/python -m pytest -q $(ARGS)

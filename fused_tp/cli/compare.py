@@ -1,24 +1,30 @@
 """`fused-tp compare`: trains the same model in several ways for a few steps, and prints what each costs, side by side.
 
-Each way is a run of `fused-tp train` with other `parallel` sizes: one process, then those that are asked for, each with
-plain collectives too where tensor or context parallel ranks communicate.
+| way         | ranks | in turn, step for step, on the same ranks            |
+|-------------|-------|------------------------------------------------------|
+| one process | 1     | one thread; as many as the largest way has ranks     |
+| tp, cp, ... | n     | fused_tp; plain collectives, where tp or cp have any |
+
+Whatever else the machine does meets both of a turn equally, so that the ratio of their times can be trusted where the
+times themselves cannot.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fused_tp.cli import at_least, make_folder
-from fused_tp.cli.train import start_ranks
+from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
+from fused_tp.runtime.settings import environment
 
 PLAIN = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}  # matmul, then a collective of torch.distributed
-ALIKE = 1e-3  # of the loss, in nats: rounding in fp32 comes to 1e-6 in some steps, and grows with their number
 WARMUP = 2  # steps left out of times: they allocate, connect and choose
 SMALL: dict[str, Any] = {
     "model": {
@@ -33,26 +39,46 @@ SMALL: dict[str, Any] = {
     },
     "data": {"seq": 256},
     "global_batch": 8,
+    "optimizer": {"learning_rate": 1e-3, "warmup": 5},
+    "sample": {"prompt": "The ", "tokens": 100},
 }
 
 
 @dataclass(frozen=True)
-class Result:
-    """Of one way.
+class Variant:
+    """One of the runs of a way.
 
     Attributes:
-        step_seconds: the median behind the first steps.
-        waiting: share of these steps in which a rank waited for its peers, in the mean.
-        memory: bytes, the most that a rank has had.
+        name: of its line in the table.
+        settings: of `fused_tp.training.settings.TrainSettings`.
+        plain: a matmul and then a collective of torch.distributed, in place of fused_tp's schedules and transports.
+        threads: of each rank.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    plain: bool = False
+    threads: int = 1
+
+
+@dataclass
+class Result:
+    """What a variant gave; lists have a value for each step.
+
+    Attributes:
+        seconds: of the slowest rank.
+        waited: seconds of a rank, in the mean, that it waited for its peers.
+        memory: bytes, the most that a rank has had; None where another variant was in the same process before.
     """
 
     name: str
     ranks: int
-    step_seconds: float
-    tokens_per_second: float
-    waiting: float
-    memory: int
+    threads: int
+    tokens: int
+    seconds: list[float]
+    waited: list[float]
     losses: list[float]
+    memory: int | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,50 +93,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=at_least(2), action="append", default=[], help=words, metavar="N")
     parser.add_argument("--parallel", action="append", default=[], metavar="JSON", help='such as {"tp": 2, "cp": 2}')
-    parser.add_argument("--steps", type=at_least(WARMUP + 1), default=10, help="of each run (10)")
-    parser.add_argument("--out", type=Path, default=Path("out/compare"), help="for the runs, compare.json, compare.png")
+    parser.add_argument("--steps", type=at_least(WARMUP + 1), default=20, help="of each run (20)")
+    parser.add_argument("--out", type=Path, default=Path("out/compare"), help="for compare.json, compare.png")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0: all ways train alike; 1: one failed, or trains otherwise; 2: settings that do not fit.
+    """0: all ways train alike; 1: one failed, or trains otherwise; 2: settings that do not fit."""
+    # Here, not above: `fused-tp --help` and a wrong argument need not wait for them.
+    import torch
 
-    In fp32 losses that differ by more than ALIKE are another training; in 16 bits rounding may differ by more.
-    """
+    from fused_tp.cli.compare_report import Comparison
     from fused_tp.planning.config import read_mapping
     from fused_tp.training.settings import TrainSettings, changed
 
     try:
-        given = read_mapping(arguments.config) if arguments.config else SMALL
-        given = changed({**given, "steps": arguments.steps, "parallel": {}}, arguments.set)
-        ways = ways_of(arguments)
-        for way in ways.values():
-            TrainSettings.of({**given, "parallel": way}).least_ranks()
+        if under_torchrun():
+            raise ValueError("it starts the ranks of each way by itself, on this machine; leave torchrun out.")
+        given = changed(read_mapping(arguments.config) if arguments.config else SMALL, arguments.set)
+        given |= {"steps": arguments.steps, "checkpoints": None}  # no way goes on from what another has saved
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        jobs = make_jobs(given, ways_of(arguments), device)
+        for job in jobs:
+            TrainSettings.of(job.settings[0].settings)
+            if device == "cuda" and job.ranks > torch.cuda.device_count():
+                raise ValueError(
+                    f"{job.settings[0].name} needs {job.ranks} GPUs; torch sees {torch.cuda.device_count()}."
+                )
         make_folder("--out", arguments.out)
+        how = start_method(device)
+        if how == "forkserver":
+            preload(["fused_tp.training.run", "transformers.modeling_utils", "torch._dynamo"])
+        results: list[list[Result]] = []
+        text = None
+        for job in jobs:
+            print(f"{job.settings[0].name}, {arguments.steps} steps ...", flush=True)
+            found, text = launch(job, how)
+            results.append(found)
     except ValueError as error:
         print(f"fused-tp compare: {error}", file=sys.stderr)
         return 2
-    results = []
-    for name, way in ways.items():
-        for suffix, env in (("", {}), (", plain collectives", PLAIN)):
-            if suffix and not {"tp", "cp"} & set(way):
-                continue
-            result = run_way(name + suffix, {**given, "parallel": way}, arguments.out, env)
-            if result is None:
-                print(f"fused-tp compare: {name}{suffix} has failed; its output is above.", file=sys.stderr)
-                return 1
-            results.append(result)
-    print(table(results))
-    (arguments.out / "compare.json").write_text(json.dumps([asdict(result) for result in results], indent=1))
-    draw(results, arguments.out / "compare.png")
-    first = results[0].losses
-    apart = max(abs(a - b) for result in results for a, b in zip(result.losses, first, strict=True))
-    print(f"Losses differ by {apart:.1e} at most. Written: {arguments.out}/compare.json, compare.png")
-    return 0 if apart < ALIKE or given.get("precision", "fp32") != "fp32" else 1
+    except ChildProcessError as error:
+        print(f"fused-tp compare: {job.settings[0].name} has failed. {error}", file=sys.stderr)
+        return 1
+    comparison = Comparison(results, given.get("precision", "fp32"))
+    comparison.write(arguments.out, given)
+    print(comparison)
+    if text is not None:
+        print(f"What the last of them writes: {text!r}")
+    print(f"Written: {arguments.out}/compare.json, compare.png")
+    return 0 if comparison.alike else 1
 
 
 def ways_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """`parallel` of each way, by name; one process first."""
-    ways: dict[str, dict[str, Any]] = {"one process": {}}
+    """`parallel` of each way that is asked for, by name."""
+    ways: dict[str, dict[str, Any]] = {}
     for size in arguments.tp:
         ways[f"tp{size}"] = {"tp": size}
     for size in arguments.cp:
@@ -132,59 +168,64 @@ def ways_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return ways
 
 
-def run_way(name: str, settings: dict[str, Any], out: Path, env: dict[str, str]) -> Result | None:
-    """Trains in one way; None where a rank failed."""
-    from fused_tp.training.log import read_log
+def make_jobs(given: dict[str, Any], ways: dict[str, dict[str, Any]], device: str) -> list[Job[list[Variant]]]:
+    """One for each way, one process first.
+
+    Raises:
+        ValueError: a way has sizes that are none.
+    """
+    from fused_tp.planning.config import ParallelConfig
+
+    sizes = {name: ParallelConfig.from_dict(way).world_size for name, way in ways.items()}
+    variants = [Variant("one process", {**given, "parallel": {}})]
+    # More threads than there are cores only slow each other down.
+    threads = min(max(sizes.values(), default=1), os.cpu_count() or 1)
+    if device == "cpu" and threads > 1:
+        variants.append(Variant(f"one process, {threads} threads", variants[0].settings, threads=threads))
+    jobs = [Job(train_in_turn, variants, 1, device)]
+    for name, way in ways.items():
+        variants = [Variant(name, {**given, "parallel": way})]
+        if {"tp", "cp"} & set(way):
+            variants.append(Variant(f"{name}, plain collectives", variants[0].settings, plain=True))
+        jobs.append(Job(train_in_turn, variants, sizes[name], device))
+    return jobs
+
+
+def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
+    """On every rank of a way: what its variants gave, and the sample that the first of them writes."""
+    import torch
+    import torch.distributed as dist
+
+    from fused_tp.training.run import Step, TrainingRun, memory_peak
     from fused_tp.training.settings import TrainSettings
 
-    folder = out / name.replace(" ", "_").replace(",", "")
-    folder.mkdir(parents=True, exist_ok=True)
-    config = folder / "train.json"
-    config.write_text(json.dumps({**settings, "out": str(folder)}))
-    ranks = TrainSettings.of(settings).least_ranks()
-    print(f"{name}: {ranks} rank{'s' if ranks > 1 else ''}", flush=True)
-    if start_ranks(ranks, config, env=env, quiet=True):
-        return None
-    steps = read_log(folder)["step"]
-    timed = steps[WARMUP:]
-    seconds = statistics.median(step["seconds"] for step in timed)
-    return Result(
-        name,
-        ranks,
-        seconds,
-        steps[0]["tokens"] / seconds,
-        sum(step["waited"] for step in timed) / sum(step["seconds"] for step in timed),
-        max(step["memory"] for step in steps),
-        [step["loss"] for step in steps],
-    )
+    results: list[Result] = []
+    runs: list[tuple[Variant, TrainingRun, Iterator[Step]]] = []
 
+    def step(index: int) -> None:
+        variant, _, steps = runs[index]
+        dist.barrier()  # a step starts on all ranks at once, so that none waits for what happened before
+        torch.set_num_threads(variant.threads)
+        with environment(PLAIN if variant.plain else {}):
+            done = next(steps)
+        results[index].seconds.append(done.seconds)
+        results[index].waited.append(done.waited)
+        results[index].losses.append(done.loss)
 
-def table(results: list[Result]) -> str:
-    """A line for each way."""
-    lines = [
-        f"{'':28} {'ranks':>5} {'s/step':>8} {'speed':>6} {'tokens/s':>9} {'waiting':>8} {'GiB/rank':>9} {'loss':>8}"
-    ]
-    for one in results:
-        speed = results[0].step_seconds / one.step_seconds
-        lines.append(
-            f"{one.name:28} {one.ranks:5} {one.step_seconds:8.3f} {speed:5.2f}x {one.tokens_per_second:9,.0f} "
-            f"{one.waiting:8.0%} {one.memory / 2**30:9.2f} {one.losses[-1]:8.4f}"
-        )
-    return "\n".join(lines)
-
-
-def draw(results: list[Result], path: Path) -> None:
-    """Bars of each way: time of a step, of which waiting, and memory."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.2 + 0.45 * len(results)), layout="constrained")
-    time, memory = figure.subplots(1, 2, sharey=True)
-    names = [one.name for one in results]
-    time.barh(names, [one.step_seconds for one in results], label="a step")
-    time.barh(names, [one.step_seconds * one.waiting for one in results], label="waiting for peers")
-    time.set_xlabel("seconds")
-    time.invert_yaxis()
-    time.legend(loc="lower right")
-    memory.barh(names, [one.memory / 2**30 for one in results])
-    memory.set_xlabel("peak memory of a rank, GiB")
-    figure.savefig(path, dpi=120)
+    for index, variant in enumerate(variants):
+        with environment(PLAIN if variant.plain else {}):
+            run = TrainingRun(TrainSettings.of(variant.settings))
+        runs.append((variant, run, run.steps()))
+        tokens = run.settings.global_batch * run.settings.data.seq
+        results.append(Result(variant.name, dist.get_world_size(), variant.threads, tokens, [], [], [], None))
+        for _ in range(WARMUP):
+            step(index)
+        if index == 0:
+            most = torch.tensor(memory_peak(run.device), device=run.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            results[0].memory = int(most)
+    for number in range(runs[0][1].settings.steps - WARMUP):
+        for index in range(len(runs))[:: -1 if number % 2 else 1]:
+            step(index)
+    torch.set_num_threads(variants[0].threads)
+    return results, runs[0][1].sample()

@@ -44,8 +44,8 @@ _LIBRARIES = {
     "transformers": ("hf", "parallelize() of Hugging Face models"),
     "megatron-core": ("megatron", "Megatron-Core integration"),
     "deepspeed": ("deepspeed", "DeepSpeed integration, benchmark baseline"),
-    "matplotlib": ("demo", "plots of demo and bench"),
-    "rich": ("demo", "progress of the demo"),
+    "matplotlib": ("train", "plots of train, compare and bench"),
+    "rich": ("train", "tables of plan"),
 }
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")

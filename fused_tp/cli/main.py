@@ -17,7 +17,6 @@ from fused_tp.cli import shipped_module
 from fused_tp.runtime.errors import FusedTPError
 
 COMMANDS = {
-    "demo": "train a small model on this machine in three ways and compare losses and speed",
     "train": "pretrain or finetune a transformers model on text, over any ranks",
     "compare": "train the same model in several ways, and print what each costs",
     "bench": "measure the ops against plain collectives; with --tune, write this machine's dispatch table",
@@ -30,10 +29,9 @@ COMMANDS = {
 
 # Which extra brings a module that a subcommand may need.
 _EXTRAS = {
-    "rich": "demo",
-    "matplotlib": "demo",
-    "psutil": "demo",
-    "numpy": "demo",
+    "rich": "train",
+    "matplotlib": "train",
+    "numpy": "hf",
     "transformers": "hf",
     "pydantic": "train",
     "yaml": "train",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
-from examples.llama import Llama
+from examples.llama import KVCache, Llama, LlamaConfig
 from fused_tp.integrations import layers
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import (
@@ -36,6 +36,18 @@ from tests.integrations.models import (
 )
 from tests.reference import refuses
 from tests.workers import on_ranks
+
+
+def test_cache_of_the_example_llama() -> None:
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2)).double()
+    tokens = torch.randint(256, (2, 13))
+    cache = KVCache()
+    # First tokens, several more, one by one: the three ways a cache is used.
+    parts = [model(part, cache=cache).logits for part in tokens.split([5, 4, 1, 1, 1, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits)
+    positions = torch.arange(13).expand(2, 13)
+    assert torch.equal(model(tokens, positions=positions).logits, model(tokens).logits)
 
 
 @on_layouts("tp2", "cp2_tp2_sp_lossparallel", full=["tp2_sp", "cp2", "cp2_tp2", "ring2_ulysses2"])

@@ -292,4 +292,4 @@ def test_a_missing_library_is_named_with_its_extra(
 
     monkeypatch.setattr(doctor, "main", needs_rich)
     assert main(["doctor"]) == 2
-    assert "pip install 'fused-tp[demo]'" in capsys.readouterr().err
+    assert "pip install 'fused-tp[train]'" in capsys.readouterr().err

@@ -1,0 +1,181 @@
+"""What `fused-tp compare` found: its table, compare.json and compare.png."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fused_tp.cli import cpu_name
+from fused_tp.cli.compare import WARMUP, Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Of the loss, in nats: what rounding alone may add up to in so many steps; in time any two runs grow apart.
+ALIKE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
+ALIKE_STEPS = 50
+
+INK, MUTED = "#1f2933", "#7b8794"
+STYLE = {
+    "font.size": 10.5,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that was measured.
+
+    Attributes:
+        ways: results of each way, whose steps were taken in turn; the first is one process.
+        precision: of "fp32", "bf16", "fp16".
+    """
+
+    ways: list[list[Result]]
+    precision: str
+
+    @property
+    def results(self) -> list[Result]:
+        return [result for way in self.ways for result in way]
+
+    @property
+    def apart(self) -> float:
+        """The largest difference of a loss to one process's."""
+        return max(max(self.differences(result)[:ALIKE_STEPS]) for result in self.results)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ways train the same model, up to rounding."""
+        return self.apart <= ALIKE[self.precision]
+
+    def differences(self, result: Result) -> list[float]:
+        """|loss - loss of one process| of each step; infinity where one of them is no number."""
+        pairs = zip(result.losses, self.results[0].losses, strict=True)
+        return [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
+
+    def __str__(self) -> str:
+        """A line for each result, and what follows from them."""
+        lines = [
+            f"{'':28} {'ranks':>5} {'s/step':>8} {'speed':>6} {'tokens/s':>9} {'waiting':>8} {'GiB/rank':>9} "
+            f"{'loss':>8} {'off by':>8}"
+        ]
+        first = step_seconds(self.results[0])
+        for result in self.results:
+            seconds = step_seconds(result)
+            memory = "" if result.memory is None else f"{result.memory / 2**30:.2f}"
+            waiting = f"{waited_share(result):.0%}" if result.ranks > 1 else ""
+            lines.append(
+                f"{result.name:28} {result.ranks:5} {seconds:8.3f} {first / seconds:5.2f}x "
+                f"{result.tokens / seconds:9,.0f} {waiting:>8} {memory:>9} "
+                f"{result.losses[-1]:8.4f} {max(self.differences(result)):8.1e}"
+            )
+        for way in self.ways[1:]:
+            if len(way) == 2:
+                lines.append(f"{way[0].name} is {speedup(way):.2f}x as fast as with plain collectives.")
+        if self.alike:
+            lines.append(f"All train alike: a loss is {self.apart:.1e} off that of one process at most.")
+        else:
+            lines.append(
+                f"THEY DIFFER: a loss is {self.apart:.1e} off that of one process, where rounding explains "
+                f"{ALIKE[self.precision]:.0e}."
+            )
+        return "\n".join(lines)
+
+    def write(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Writes compare.json and compare.png."""
+        machine = {
+            "cpu": cpu_name(),
+            "cpus": os.cpu_count(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        values = {
+            "settings": settings,
+            "machine": machine,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "alike": self.alike,
+            "results": [asdict(result) | {"step_seconds": step_seconds(result)} for result in self.results],
+            "speedup_over_plain": {way[0].name: speedup(way) for way in self.ways[1:] if len(way) == 2},
+        }
+        (folder / "compare.json").write_text(json.dumps(values, indent=1, default=str) + "\n")
+        self.draw(folder / "compare.png")
+
+    def draw(self, path: Path) -> None:
+        """Losses and their differences on the left, time of a step on the right."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        with matplotlib.rc_context(STYLE):
+            height = max(4.6, 1.4 + 0.62 * len(self.results))
+            figure = Figure(figsize=(11.5, height), dpi=120, layout="constrained")
+            grid = figure.add_gridspec(2, 2, height_ratios=(2.2, 1), width_ratios=(1, 1.25))
+            losses = figure.add_subplot(grid[0, 0])
+            self._draw_losses(losses, figure.add_subplot(grid[1, 0], sharex=losses))
+            self._draw_times(figure.add_subplot(grid[:, 1]))
+            figure.savefig(path)
+
+    def _draw_losses(self, losses: Axes, differences: Axes) -> None:
+        """Below the losses the largest difference so far: one step's is as often 0 as not, since losses are fp32."""
+        steps = range(1, len(self.results[0].losses) + 1)
+        for index, way in enumerate(self.ways):
+            result = way[0]
+            losses.plot(steps, result.losses, color=f"C{index}", linewidth=7 / (1 + index), label=result.name)
+            if index:
+                # 0 has no place on a log axis; it is drawn at the floor, below one rounding of fp32.
+                so_far = accumulate(self.differences(result), max, initial=1e-8)
+                differences.plot(steps, list(so_far)[1:], color=f"C{index}")
+        losses.set(title="Loss", ylabel="nats per token")
+        losses.tick_params(labelbottom=False)
+        losses.legend()
+        differences.xaxis.get_major_locator().set_params(integer=True)
+        differences.set(xlabel="step", ylabel="difference to\none process, so far")
+        if len(self.ways) > 1:
+            differences.set_yscale("log")
+            differences.margins(y=0.2)
+
+    def _draw_times(self, axes: Axes) -> None:
+        """A bar each: time a step computes and moves data, and, lighter at its end, time it waits for peers."""
+        colors = [f"C{index}" for index, way in enumerate(self.ways) for _ in way]
+        longest = max(map(step_seconds, self.results))
+        for place, (result, color) in enumerate(zip(self.results, colors, strict=True)):
+            seconds, share = step_seconds(result), waited_share(result)
+            fused = "plain" not in result.name
+            axes.barh(place, seconds * (1 - share), height=0.5, color=color, alpha=1 if fused else 0.6)
+            axes.barh(place, seconds * share, 0.5, seconds * (1 - share), color=color, alpha=0.35, hatch="////")
+            wait = f", {share:.0%} waiting for peers" if result.ranks > 1 else ""
+            axes.text(0, place - 0.31, result.name, weight="bold", va="bottom")
+            axes.text(seconds + 0.02 * longest, place, f"{result.tokens / seconds:,.0f} tokens/s{wait}", va="center")
+        axes.set(title="Time of a step", xlabel="seconds (median)", xlim=(0, 1.75 * longest), yticks=[])
+        axes.set_ylim(len(self.results) - 0.5, -0.75)
+
+
+def step_seconds(result: Result) -> float:
+    """Median over the steps behind the first."""
+    return statistics.median(result.seconds[WARMUP:])
+
+
+def waited_share(result: Result) -> float:
+    """How much of the time of these steps a rank waited for its peers."""
+    return sum(result.waited[WARMUP:]) / sum(result.seconds[WARMUP:])
+
+
+def speedup(way: list[Result]) -> float:
+    """Time of a step of the second over the first's: the median over steps that were taken one after the other."""
+    pairs = zip(way[1].seconds[WARMUP:], way[0].seconds[WARMUP:], strict=True)
+    return statistics.median(second / first for second, first in pairs)

@@ -1,0 +1,46 @@
+"""How commands start ranks on this machine, and how all end when one of them does."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import psutil
+import pytest
+
+from fused_tp.cli.ranks import start_method
+
+SLEEP = """
+import time
+from fused_tp.cli.ranks import Job, launch, preload
+preload(["torch.distributed"])
+launch(Job(time.sleep, 1000, ranks=2), "forkserver")
+"""
+
+
+def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork server has a socket, whose name a long folder for temporary files makes too long."""
+    for folder, device, method in [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]:
+        monkeypatch.setattr(tempfile, "gettempdir", lambda folder=folder: "/" + "x" * folder)
+        assert start_method(device) == method
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("whom", "code"), [("command", -signal.SIGKILL), ("rank", 1)])
+def test_all_end_when_one_is_killed(whom: str, code: int) -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-c", SLEEP], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(ranks := [rank for server in psutil.Process(command.pid).children() for rank in server.children()]) < 2:
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.1)
+    started = psutil.Process(command.pid).children(recursive=True)
+    (psutil.Process(command.pid) if whom == "command" else ranks[1]).kill()
+    _, said = command.communicate(timeout=20)
+    assert command.returncode == code, said
+    assert not psutil.wait_procs(started, timeout=10)[1]
+    assert whom == "command" or "SIGKILL has ended rank 1" in said.splitlines()[-1]
