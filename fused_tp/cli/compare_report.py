@@ -132,6 +132,8 @@ class Comparison:
 
     def _draw_losses(self, losses: Axes, differences: Axes) -> None:
         """Below the losses the largest difference so far: one step's is as often 0 as not, since losses are fp32."""
+        from matplotlib.ticker import MaxNLocator
+
         steps = range(1, len(self.results[0].losses) + 1)
         for index, way in enumerate(self.ways):
             result = way[0]
@@ -143,7 +145,7 @@ class Comparison:
         losses.set(title="Loss", ylabel="nats per token")
         losses.tick_params(labelbottom=False)
         losses.legend()
-        differences.xaxis.get_major_locator().set_params(integer=True)
+        differences.xaxis.set_major_locator(MaxNLocator(integer=True))
         differences.set(xlabel="step", ylabel="difference to\none process, so far")
         if len(self.ways) > 1:
             differences.set_yscale("log")
