@@ -153,7 +153,16 @@ class TrainingRun:
                 extra=self._state,
                 keep=settings.checkpoints.keep,
             )
-            self.done = self.checkpoints.restore() or 0
+            self._restore(self.checkpoints)
+
+    def _restore(self, checkpoints: CheckpointManager) -> None:
+        """Goes on from the newest checkpoint, with the optimizer's settings of now where those of then were others."""
+        options = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+        self.done = checkpoints.restore() or 0
+        self.scheduler.base_lrs = [own["initial_lr"] for own in options]
+        share = learning_rate_share(self.settings.optimizer, self.done, self.settings.steps)
+        for group, own in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(own, lr=own["initial_lr"] * share)
 
     def __enter__(self) -> TrainingRun:
         return self

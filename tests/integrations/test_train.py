@@ -142,8 +142,8 @@ def test_runs_that_cannot_be(tmp_path: Path) -> None:
         assert part in text, (part, text)
 
 
-def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int, int]:
-    """What a run says that cannot save, and where the next one begins, and ends."""
+def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int, int, list[float]]:
+    """What a run says that cannot save, where the next one begins and ends, and rates of one with other settings."""
     settings = TrainSettings.of(given)
     with TrainingRun(settings) as run:
         steps = run.steps()
@@ -157,15 +157,17 @@ def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     with TrainingRun(settings) as run:
-        first = run.done
-        return said, first, [step.number for step in run.steps()][-1]
+        first, last = run.done, [step.number for step in run.steps()][-1]
+    optimizer = {"learning_rate": 1e-4, "warmup": 2, "decay": "constant"}
+    with TrainingRun(TrainSettings.of({**given, "steps": 8, "optimizer": optimizer})) as run:
+        return said, first, last, [step.learning_rate for step in run.steps()]
 
 
-def test_a_full_disk_loses_no_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_loses_no_checkpoint_and_settings_may_change(tmp_path: Path) -> None:
     given = settings_of(tmp_path, checkpoints={"folder": str(tmp_path / "saved"), "every": 2})
-    ((said, first, last),) = run_fresh(1, disk_full, given)
+    ((said, first, last, rates),) = run_fresh(1, disk_full, given)
     assert "The checkpoint of step 4 was not written" in said and "File too large" in said
-    assert (first, last) == (2, 6)
+    assert (first, last, rates) == (2, 6, [1e-4, 1e-4])
 
 
 def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
