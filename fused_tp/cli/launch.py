@@ -22,6 +22,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -141,7 +142,7 @@ def _check(arguments: argparse.Namespace) -> None:
     script = arguments.script
     if arguments.module:
         package = script.partition(".")[0]
-        if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        if find_spec(package) is None and PathFinder.find_spec(package, [os.getcwd()]) is None:
             raise ValueError(
                 f"-m {script}: there is no module or package {package} here; install it, or change folder."
             )

@@ -66,7 +66,7 @@ def start_ranks(
         quiet: what they print is shown only if one fails.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(max_restarts), "-m", "fused_tp.cli.main", "train"]
+    command += ["--max-restarts", str(max_restarts), "-m", "fused_tp", "train"]
     command += [str(config), *(word for change in changes for word in ("--set", change))]
     # The agent's own store outlives its ranks, which would then meet what those before them have left.
     given = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"} | os.environ | dict(env or {})

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.machinery import ModuleSpec
 from itertools import pairwise
 from pathlib import Path
 
@@ -156,6 +157,22 @@ def test_sbatch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert done.stdout.splitlines()[-2:] == ["train.py", "it's"]
     assert main(["launch", *words]) == 2 and "job.sh cannot be written (File exists)" in capsys.readouterr().err
     assert main(["launch", "--dry-run", *words]) == 0 and capsys.readouterr().out == text
+
+
+def test_a_package_that_a_finder_of_its_own_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an editable installation has it: not in a folder of sys.path."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None) if name == "installed_elsewhere" else None
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    assert main(["launch", "--dry-run", "--per-node", "2", "-m", "installed_elsewhere.train"]) == 0
+    assert "-m installed_elsewhere.train" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
