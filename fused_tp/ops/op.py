@@ -33,7 +33,7 @@ from fused_tp.ops.split_backward import apply_split, is_split
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
 from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
-from fused_tp.runtime.tracing import recording, span
+from fused_tp.runtime.tracing import op_span, recording
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.registry import select_schedule
 
@@ -336,7 +336,7 @@ class Op(Generic[A]):
         return _owned(self.forward(schedule, args))
 
     def _range(self, schedule: Schedule | None, args: A) -> AbstractContextManager[object]:
-        return span(self.name, args, None if schedule is None else schedule.name)
+        return op_span(args[-1], self.name, args, None if schedule is None else schedule.name)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -417,7 +417,7 @@ class Op(Generic[A]):
             raise self._differentiated_twice()
         if not recording() or _in_dispatch_mode():
             return half(saved, *grads)
-        with span(f"{self.name} backward", grads):
+        with op_span(ctx.args[-1], f"{self.name} backward", grads):
             return half(saved, *grads)
 
     def _differentiated_twice(self) -> RuntimeError:

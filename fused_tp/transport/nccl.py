@@ -305,11 +305,8 @@ class NcclDist(TorchDist):
 
     def wait(self, pipeline: Pipeline, index: int, stream: int) -> None:
         """`stream` goes on behind an exchange of the pipeline."""
-        begun = time.perf_counter()
-        try:
+        with tracing.waiting(pipeline.call.op):
             self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
-        finally:
-            tracing.add_wait(time.perf_counter() - begun)
 
     def abandon(self, pipeline: Pipeline | None, stream: int) -> None:
         """For a movement without a waiter, most likely because of an error; its memory goes back to `stream`."""

@@ -155,10 +155,10 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
             cause=failed,
         )
     current = _Exchange(group, what, gone)
-    begun = time.perf_counter()
     try:
-        current.give(json.dumps(mine).encode())
-        return [json.loads(current.get(rank)) for rank in range(group.size)]
+        with tracing.waiting(f"exchange of {what}, group {group.name}"):
+            current.give(json.dumps(mine).encode())
+            return [json.loads(current.get(rank)) for rank in range(group.size)]
     except NoAnswer as error:
         silent: FusedTPError = current.error(
             CollectiveTimeoutError,
@@ -174,8 +174,6 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
     except FusedTPError as error:
         publish_failure(group, error)
         raise
-    finally:
-        tracing.add_wait(time.perf_counter() - begun)
 
 
 def agree(group: Group, what: str, here: Callable[[], Availability]) -> Availability:

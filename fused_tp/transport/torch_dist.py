@@ -77,14 +77,15 @@ class TorchDist(GroupCalls):
     def _wait(self, call: Call, work: Any) -> None:
         if self.broken is not None:  # and this movement has ended with the one that failed
             raise self.unusable()
-        begun = time.perf_counter()
+        deadline = time.perf_counter() + settings.timeout_seconds()
         try:
-            for one in work if isinstance(work, list) else [work]:
-                # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block here.
-                if self.backend == "nccl":
-                    one.wait()
-                else:
-                    self._wait_in_slices(call, one, begun + settings.timeout_seconds())
+            with tracing.waiting(call.op):
+                for one in work if isinstance(work, list) else [work]:
+                    # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block.
+                    if self.backend == "nccl":
+                        one.wait()
+                    else:
+                        self._wait_in_slices(call, one, deadline)
         except FusedTPError:
             raise
         except RuntimeError as error:
@@ -92,8 +93,6 @@ class TorchDist(GroupCalls):
         else:
             if work in self._collectives:
                 self._collectives.remove(work)
-        finally:
-            tracing.add_wait(time.perf_counter() - begun)
 
     def _wait_in_slices(self, call: Call, work: Any, deadline: float) -> None:
         """Waits until `deadline`, and looks now and then whether a peer has given up, or has left."""

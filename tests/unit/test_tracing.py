@@ -107,6 +107,26 @@ def test_without_nvtx_it_says_so_once(
     assert nvtx.names == [] and len(caplog.records) == 1 and "has no NVTX" in caplog.text
 
 
+class Native:
+    """In the place of a native group, which counts its own waits."""
+
+    seconds = 0.25
+
+
+def test_a_profiler_sees_waits() -> None:
+    native = Native()
+    tracing.add_wait_source(native, lambda group: group.seconds)
+    before = tracing.waited_seconds()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with tracing.op_span("3", "op", torch.empty(2, 3)):
+            native.seconds += 0.5
+        with pytest.raises(KeyError), tracing.waiting("all_gather"):
+            raise KeyError
+    shown = {event.key for event in profile.key_averages()}
+    assert {"op [2, 3]", "waited 0.500000 s, group 3", "waiting for all_gather"} <= shown
+    assert 0.5 < tracing.waited_seconds() - before < 5
+
+
 def test_ops_in_nvtx(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one rank, forward and backward, through both doors of an op; the loss has no tensor of two dims but one."""
     monkeypatch.setenv("FUSED_TP_NVTX", "1")
