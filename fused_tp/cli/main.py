@@ -19,6 +19,7 @@ from fused_tp.runtime.errors import FusedTPError
 COMMANDS = {
     "train": "pretrain or finetune a transformers model on text, over any ranks",
     "compare": "train the same model in several ways, and print what each costs",
+    "report": "say from traces how much communication is hidden, who is late, and what to change",
     "bench": "measure the ops against plain collectives; with --tune, write this machine's dispatch table",
     "launch": "run a script on the ranks of this machine, of other hosts or of SLURM, over torchrun",
     "check": "run a parallel model on CPU ranks against one process, and say where it differs",

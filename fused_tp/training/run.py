@@ -28,6 +28,7 @@ from fused_tp.planning.model_shape import ModelShape
 from fused_tp.runtime import tracing
 from fused_tp.training.batches import DistributedBatches
 from fused_tp.training.checkpoints import CheckpointManager
+from fused_tp.training.profile import StepProfiler
 from fused_tp.training.settings import OptimizerSettings, TrainSettings
 from fused_tp.training.text import Bytes, PackedText, load_text
 
@@ -154,6 +155,10 @@ class TrainingRun:
                 keep=settings.checkpoints.keep,
             )
             self._restore(self.checkpoints)
+        self._profiler: StepProfiler | None = None
+        if settings.profile is not None:
+            parts = self.model.stages.values() if isinstance(self.model, Pipeline) else [self.model]
+            self._profiler = StepProfiler(settings, parts, self.mesh)
 
     def _restore(self, checkpoints: CheckpointManager) -> None:
         """Goes on from the newest checkpoint, with the optimizer's settings of now where those of then were others."""
@@ -179,7 +184,8 @@ class TrainingRun:
         if self.done >= self.settings.steps:
             return
         for batch in self.batches:
-            step = self._step(batch)
+            with nullcontext() if self._profiler is None else self._profiler.step(self.done + 1):
+                step = self._step(batch)
             if saving is not None and (step.number % saving.every == 0 or step.number == self.settings.steps):
                 assert self.checkpoints is not None
                 self.checkpoints.save(step.number)

@@ -78,6 +78,17 @@ class SampleSettings(_Part):
     temperature: Annotated[float, Field(ge=0)] = 0.7  # 0: the likeliest token each time
 
 
+class ProfileSettings(_Part):
+    """Steps that every rank records, for `fused-tp report`: `steps` of them, from the one of number `first`."""
+
+    first: Count = 3  # those before it allocate, connect and choose
+    steps: Count = 3
+
+    @property
+    def last(self) -> int:
+        return self.first + self.steps - 1
+
+
 class TrainSettings(_Part):
     """All of a run.
 
@@ -90,7 +101,8 @@ class TrainSettings(_Part):
             (arXiv:1710.03740).
         evaluate_every: steps; None: at the end only.
         log_every: steps between two lines.
-        out: folder of train.jsonl, report.png and, with `tensorboard`, its event files.
+        profile: steps that are recorded; None: none.
+        out: folder of train.jsonl, report.png, the traces of `profile` and, with `tensorboard`, its event files.
     """
 
     model: ModelSettings
@@ -105,8 +117,18 @@ class TrainSettings(_Part):
     sample: SampleSettings | None = None
     log_every: Count = 1
     seed: Annotated[int, Field(ge=0)] = 0
+    profile: ProfileSettings | None = None
     out: Path = Path("out/train")
     tensorboard: bool = False
+
+    @model_validator(mode="after")
+    def _profiled_steps_exist(self) -> TrainSettings:
+        if self.profile is not None and self.profile.last > self.steps:
+            raise ValueError(
+                f"profile records steps {self.profile.first} to {self.profile.last}, and the run ends with step "
+                f"{self.steps}; take fewer of them, or a smaller profile.first"
+            )
+        return self
 
     @classmethod
     def from_file(cls, path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:

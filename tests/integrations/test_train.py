@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from fused_tp.cli.main import main
+from fused_tp.training.exposure import Report, analyze
 from fused_tp.training.log import RunLog, read_log
 from fused_tp.training.run import TrainingRun
 from fused_tp.training.settings import TrainSettings
+from fused_tp.training.traces import read_traces
 from tests.workers import error_of, run_fresh
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -196,3 +201,61 @@ def test_logs(tmp_path: Path) -> None:
     assert [one["number"] for one in log["evaluation"]] == [4]
     assert all(step["tokens"] == 8 * 64 and step["tflops_per_rank"] > 0 for step in log["step"])
     assert (out / "report.png").stat().st_size > 1000
+
+
+PROFILED: list[dict[str, Any]] = [
+    {"tp": 2},
+    {"pp": 2, "microbatches": 2},
+    {"dp_shard": 2},
+    {"dp_replicate": 2, "recompute": "full"},
+]
+
+
+def profiled(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> None:
+    """Of the run over tensor parallel ranks, rank 1 is slow in an MLP."""
+    for given in runs:
+        with TrainingRun(TrainSettings.of(given)) as run:
+            if run.config.tp == 2 and group.rank() == 1:
+                run.model.model.layers[2].mlp.register_forward_hook(lambda *_: time.sleep(0.05))
+            assert len([*run.steps()]) == 6
+
+
+def report_of(folder: Path) -> Report:
+    report = analyze(read_traces([folder]))
+    for rank in report.ranks:
+        assert rank.step == pytest.approx(rank.compute + rank.exposed + rank.bubble + rank.idle)
+        assert min(rank.compute, rank.hidden, rank.exposed, rank.bubble) >= 0 and 0 < rank.compute < rank.step
+    return report
+
+
+@pytest.mark.full
+def test_profile(tmp_path: Path) -> None:
+    profile = {"first": 3, "steps": 2}
+    names = ["-".join(parallel) for parallel in PROFILED]
+    outs = [{"parallel": PROFILED[n], "out": str(tmp_path / name), "profile": profile} for n, name in enumerate(names)]
+    run_fresh(2, profiled, [settings_of(tmp_path, **out) for out in outs])
+    report = report_of(tmp_path / "tp")
+    late = max(report.ranks, key=lambda rank: rank.waited_for)
+    assert (late.rank, late.cause) == (1, "model.layers.2.mlp") and late.waited_for > 0.04 and late.more > 0.04
+    assert {"matmul_reduce_scatter", "all_gather_matmul"} <= {op.op for op in report.ops if op.group == "tp"}
+    report = report_of(tmp_path / "pp-microbatches")
+    assert all(rank.bubble > 0 for rank in report.ranks) and "recv" in {op.op for op in report.ops}
+    assert "all_gather" in {op.op for op in report_of(tmp_path / "dp_shard").ops}
+    assert report_of(tmp_path / "dp_replicate-recompute").ops[0].group == "dp_replicate"
+
+
+@pytest.mark.full
+def test_profile_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = tmp_path / "train.json", tmp_path / "report"
+    config.write_text(json.dumps(settings_of(tmp_path)))
+    assert main(["report", "--live", str(config), "--steps", "2", "--out", str(out), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["ranks"]) == 1 and found["ranks"][0]["compute"] > 0 and not found["notes"]
+    assert (out / "traces" / "rank0.json.gz").exists() and (out / "report.png").stat().st_size > 1000
+    assert main(["report", "--live", str(config), "--set", "data.seq=1", "--out", str(out)]) == 2
+    assert "'data.seq' is 1" in capsys.readouterr().err
+
+
+def test_profile_of_steps_that_do_not_come(tmp_path: Path) -> None:
+    given = settings_of(tmp_path, profile={"first": 6, "steps": 2})
+    assert "profile records steps 6 to 7, and the run ends with step 6" in str(error_of(TrainSettings.of, given))

@@ -1,0 +1,113 @@
+"""`fused-tp report`: what is hidden and what is exposed of the ranks' communication, and who makes the others wait.
+
+Example:
+    $ fused-tp train train.yaml --set profile.steps=3    # writes the traces of three steps
+    $ fused-tp report out/train
+    $ fused-tp report --live train.yaml                  # trains some steps for it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from fused_tp.cli import at_least, make_folder
+from fused_tp.cli.train import start_ranks
+
+if TYPE_CHECKING:
+    from fused_tp.training.exposure import Report
+
+_PARTS = ("compute", "hidden", "exposed", "bubble", "idle")
+_BARS = ("compute", "exposed", "bubble", "idle")  # a step; what is hidden is part of compute
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths", nargs="*", type=Path, help="traces of torch.profiler, one of each rank, or their folder"
+    )
+    parser.add_argument(
+        "--live", type=Path, metavar="CONFIG", help="of `fused-tp train`: train some steps, report on them"
+    )
+    parser.add_argument("--steps", type=at_least(1), help="that --live records, behind two others (3)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of --live")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--out", type=Path, default=Path("out/report"), help="for report.json, report.png (out/report)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """0: reported; 1: a rank of --live has failed; 2: no traces, or none that can be read."""
+    from fused_tp.training.exposure import analyze
+    from fused_tp.training.traces import read_traces
+
+    try:
+        if (arguments.live is None) == (not arguments.paths):
+            raise ValueError("name either traces, or a configuration by --live.")
+        if arguments.live is None and (arguments.steps or arguments.set):
+            raise ValueError("--steps and --set say what --live trains; traces are reported on as they are.")
+        make_folder("--out", arguments.out)
+        if arguments.live is not None and not _train(arguments):
+            return 1
+        report = analyze(read_traces(arguments.paths or [arguments.out]))
+    except ValueError as error:
+        print(f"fused-tp report: {error}", file=sys.stderr)
+        return 2
+    text = json.dumps(asdict(report), indent=1)
+    (arguments.out / "report.json").write_text(text + "\n")
+    print(text if arguments.json else table(report))
+    draw(report, arguments.out / "report.png")
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> bool:
+    """Trains in --out, with a profile; False where a rank has failed, whose output is shown."""
+    from fused_tp.planning.config import read_mapping
+    from fused_tp.training.settings import TrainSettings, changed
+
+    given, steps = changed(read_mapping(arguments.live), arguments.set), arguments.steps or 3
+    given |= {"out": str(arguments.out), "steps": 2 + steps, "profile": {"first": 3, "steps": steps}}
+    given |= {"checkpoints": None, "evaluate_every": None, "sample": None}
+    config = arguments.out / "train.json"
+    config.write_text(json.dumps(given))
+    return start_ranks(TrainSettings.of(given).least_ranks(), config, quiet=True) == 0
+
+
+def table(report: Report) -> str:
+    """Ranks, then communication by op and by group, then who is late, and what to change."""
+    rows = [(str(rank.rank), asdict(rank)) for rank in report.ranks]
+    rows.append(("mean", {name: fmean(row[name] for _, row in rows) for name in ("step", *_PARTS, "waited_for")}))
+    lines = [f"{'rank':>5} {'s/step':>9}{''.join(f'{part:>9}' for part in _PARTS)}   others wait"]
+    for name, row in rows:
+        shares = "".join(f"{row[part] / row['step']:9.1%}" for part in _PARTS)
+        lines.append(f"{name:>5} {row['step']:9.4f}{shares} {row['waited_for']:11.4f} s")
+    lines.append(f"\n{'communication of a step':36} {'group':14} {'calls':>7} {'exposed':>10} {'hidden':>10}")
+    for one in (*report.ops, *report.groups):
+        group = one.group or "not known"
+        lines.append(f"{one.op:36} {group:14} {one.calls:7.1f} {one.exposed:8.4f} s {one.hidden:8.4f} s")
+    for rank in report.ranks:
+        if rank.cause:
+            lines.append(f"\nRank {rank.rank} is late: others wait {rank.waited_for:.4f} s of a step for it. It spends")
+            lines[-1] += f" {rank.more:.4f} s more than they do in {rank.cause}."
+    return "\n".join([*lines, *(f"\n{line}" for line in (*report.notes, *report.advice))])
+
+
+def draw(report: Report, path: Path) -> None:
+    """Bars of what each rank's step is made of."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 0.35 * len(report.ranks)), layout="constrained")
+    axes = figure.subplots()
+    names = [f"rank {rank.rank}" for rank in report.ranks]
+    left = [0.0] * len(names)
+    for part in _BARS:
+        times = [getattr(rank, part) for rank in report.ranks]
+        axes.barh(names, times, left=left, label=part)
+        left = [start + time for start, time in zip(left, times, strict=True)]
+    axes.set_xlabel("seconds of a step")
+    axes.invert_yaxis()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)

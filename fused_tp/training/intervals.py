@@ -1,0 +1,57 @@
+"""Sets of times."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+
+
+class Intervals:
+    """A set of times, as intervals that neither overlap nor touch, in order.
+
+    Args:
+        given: (start, stop) in any order, which may overlap.
+
+    Attributes:
+        length: of all of them.
+
+    Example:
+        >>> list(Intervals([(0, 2), (1, 3), (5, 6)]).without(Intervals([(1, 2)])))
+        [(0, 1), (2, 3), (5, 6)]
+    """
+
+    def __init__(self, given: Iterable[tuple[float, float]]) -> None:
+        self._starts: list[float] = []
+        self._stops: list[float] = []
+        for start, stop in sorted(given):
+            if self._stops and start <= self._stops[-1]:
+                self._stops[-1] = max(self._stops[-1], stop)
+            elif start < stop:
+                self._starts.append(start)
+                self._stops.append(stop)
+        self._lengths = [0.0, *accumulate(stop - start for start, stop in self)]
+        self.length = self._lengths[-1]
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        return zip(self._starts, self._stops, strict=True)
+
+    def covered(self, start: float, stop: float) -> float:
+        """How much of the time from `start` to `stop` lies in the set."""
+        return self._before(stop) - self._before(start)
+
+    def _before(self, time: float) -> float:
+        count = bisect_right(self._starts, time)
+        return self._lengths[count] - max(0.0, self._stops[count - 1] - time) if count else 0.0
+
+    def without(self, other: Intervals) -> Intervals:
+        """The times that are not in `other`."""
+        left = []
+        for start, stop in self:
+            for index in range(bisect_right(other._stops, start), len(other._starts)):
+                if other._starts[index] >= stop:
+                    break
+                left.append((start, other._starts[index]))
+                start = other._stops[index]
+            left.append((start, stop))
+        return Intervals(left)

@@ -1,0 +1,93 @@
+"""Traces of some steps of a training run, by torch.profiler on every rank, for `fused-tp report`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import profile, record_function
+
+from fused_tp.training.settings import TrainSettings
+
+
+class StepProfiler:
+    """Records the steps of `settings.profile`, and writes them to `out`/traces/rank{rank}.json.gz.
+
+    The trace has a range for each step and for the forward of each module, by name. torch.profiler adds the rank, the
+    groups and the base of its clock; "mesh" says which group is which dim. Rejected: `with_stack` of torch.profiler,
+    which gives modules no names of a model, and takes longer than a small step.
+
+    Args:
+        modules: the model, or the stages of a pipeline.
+        mesh: of the run.
+
+    Example:
+        >>> profiler = StepProfiler(settings, [model], mesh)
+        >>> for number, batch in enumerate(batches, 1):
+        ...     with profiler.step(number):
+        ...         train(batch)
+    """
+
+    def __init__(self, settings: TrainSettings, modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+        assert settings.profile is not None
+        self._steps, self._folder = settings.profile, settings.out / "traces"
+        self._modules, self._mesh = list(modules), mesh
+        self._profile: profile | None = None
+        self._hooks: list[Any] = []
+        self._open: list[record_function] = []
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around the step of this number, from 1, on every rank."""
+        if not self._steps.first <= number <= self._steps.last:
+            yield
+            return
+        if self._profile is None:
+            self._start()
+        with record_function(f"step {number}"):
+            yield
+        if number == self._steps.last:
+            self._write()
+
+    def _start(self) -> None:
+        names = self._mesh.mesh_dim_names or ()
+        mesh = {
+            "sizes": dict(zip(names, self._mesh.shape, strict=True)),
+            "coordinate": self._mesh.get_coordinate(),
+            "groups": {self._mesh[name].get_group().group_name: name for name in names},
+        }
+        for old in self._folder.glob("rank*.json.gz") if dist.get_rank() == 0 else ():
+            old.unlink()  # of another run, which may have had more ranks
+        self._profile = profile(acc_events=True)
+        self._profile.start()
+        self._profile.add_metadata_json("mesh", json.dumps(mesh))
+        for part in self._modules:
+            for name, module in part.named_modules():
+                # Around all other hooks, and also where recomputation ends a forward half way, by an exception.
+                self._hooks.append(
+                    module.register_forward_pre_hook(partial(self._enter, name or "model"), prepend=True)
+                )
+                self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+        dist.barrier()  # the profiler takes another time to start on each rank
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._open.append(record_function(name))
+        self._open[-1].__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    def _write(self) -> None:
+        assert self._profile is not None
+        self._profile.stop()
+        for hook in self._hooks:
+            hook.remove()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._folder / f"rank{dist.get_rank()}.json.gz"))
+        self._profile = None

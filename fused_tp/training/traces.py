@@ -1,0 +1,269 @@
+"""What torch.profiler has recorded on each rank: when it computed, when it communicated, and for which module.
+
+A trace is what `export_chrome_trace` writes in any program, in Kineto's format. On a GPU kernels and copies tell; on a
+CPU the ops of the thread that computes, gloo's ranges, and what ops of fused_tp have waited. A kernel that multiplies
+and communicates is compute, and so is an op of fused_tp in shared memory but for its waits: no trace tells their
+arithmetic from what they move.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fused_tp.ops.op import OPS
+from fused_tp.training.intervals import Intervals
+
+OUTSIDE = "outside of modules"
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+# NCCL's and RCCL's kernels, copies between GPUs, kernels of torch and of fused_tp that only communicate.
+_COMMUNICATES = re.compile(
+    r"nccl|rccl|nvshmem|Memcpy PtoP|multimem|(one|two)_shot|"
+    r"\b(all_gather|reduce_scatter|all_to_all|barrier|sum_terms|stage|relay|begin)_kernel"
+)
+# Ops of torch and of libraries; not what stands around them, such as nodes of autograd and calls of torch.distributed.
+_COMPUTES = re.compile(r"(?!autograd::|torch::|fused_tp::|_?c10d)\w+::|## Call CompiledFxGraph")
+_STEP = re.compile(r"step \d+|ProfilerStep#\d+")
+_WAIT = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchange of .*, group (.*)|.*)")  # of tracing
+_NODE = "autograd::engine::evaluate_function: "
+
+
+class Group(NamedTuple):
+    """Ranks that communicate; none where the trace does not tell."""
+
+    name: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+class Communication(NamedTuple):
+    """A collective, a message from one rank to another, or a wait; `op` is the op of fused_tp, or the collective."""
+
+    start: float
+    stop: float
+    op: str
+    group: Group = Group()
+    is_message: bool = False
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """A rank's trace; times in seconds.
+
+    Attributes:
+        groups: of the rank, by torch's names.
+        steps: how many it covers; 1 where it marks none.
+        exposed: communication beside which nothing is computed.
+        spent: by module, or by op outside of modules: computing, or on the way to it.
+    """
+
+    rank: int
+    world_size: int
+    groups: Mapping[str, Group]
+    steps: int
+    seconds: float
+    compute: Intervals
+    communication: list[Communication]
+    exposed: Intervals
+    spent: Mapping[str, float]
+
+
+class _Event(NamedTuple):
+    start: float
+    stop: float
+    name: str
+    category: str
+    thread: Any
+    args: Mapping[str, Any]
+
+
+class _Work(NamedTuple):
+    """A time that belongs to one module (or op), and not to that around it."""
+
+    start: float
+    stop: float
+    label: str
+    around: str = ""
+
+
+def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
+    """The traces of a run, by rank.
+
+    Args:
+        paths: files, or folders of files `*.json` and `*.json.gz`, or folders that have such a folder `traces`.
+
+    Raises:
+        ValueError: a file is no trace, its rank is not known or has two, or there is none.
+    """
+    traces: dict[int, RankTrace] = {}
+    for path in paths:
+        folder = path / "traces" if (path / "traces").is_dir() else path
+        files = [path] if not path.is_dir() else sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
+        if not files:
+            raise ValueError(f"{folder} holds no trace; give a folder of files *.json or *.json.gz of torch.profiler.")
+        for file in files:
+            trace = _read(file)
+            if trace.rank in traces:
+                raise ValueError(f"{file} is another trace of rank {trace.rank}; give one of each rank of one run.")
+            traces[trace.rank] = trace
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def _read(file: Path) -> RankTrace:
+    try:
+        found = json.loads(gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes())
+        events = [_event(event) for event in found["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} cannot be read as a trace of torch.profiler ({type(error).__name__}: {error}); record it again, "
+            "and let the program end before it is read."
+        ) from error
+    events.sort(key=lambda event: (event.start, -event.stop))
+    info = found.get("distributedInfo") or {}
+    rank = info.get("rank", next(iter(re.findall(r"rank\D?(\d+)", file.name)), None))
+    if rank is None:
+        raise ValueError(f"{file} does not tell its rank; give it a name such as rank0.json.")
+    groups = _groups(info, (found.get("mesh") or {}).get("groups") or {})
+    steps = [event for event in events if event.category == "user_annotation" and _STEP.fullmatch(event.name)]
+    on_device = [event for event in events if event.category in _ON_DEVICE]
+    window = on_device or steps or events
+    if not window:
+        raise ValueError(f"{file} has no events; record at least one step, on a CPU or a GPU.")
+    start, stop = window[0].start, max(event.stop for event in window)
+    if on_device:
+        compute, communication, work = _of_device(events, groups)
+    else:
+        compute, communication, work = _of_cpu([e for e in events if start <= e.start and e.stop <= stop], groups)
+        work.append(_Work(start, stop, OUTSIDE))
+    exposed = Intervals(one[:2] for one in communication).without(compute)
+    spent: dict[str, float] = defaultdict(float)
+    for one in work:
+        busy = one.stop - one.start - exposed.covered(one.start, one.stop)
+        spent[one.label] += busy
+        spent[one.around] -= busy
+    count, world_size = len({step.name for step in steps}) or 1, int(info.get("world_size", 1))
+    return RankTrace(int(rank), world_size, groups, count, stop - start, compute, communication, exposed, spent)
+
+
+def _event(event: Mapping[str, Any]) -> _Event:
+    start, thread = event["ts"] * 1e-6, (event.get("pid"), event.get("tid"))
+    stop = start + event["dur"] * 1e-6
+    return _Event(start, stop, event["name"], event.get("cat", ""), thread, event.get("args") or {})
+
+
+def _groups(info: Mapping[str, Any], dims: Mapping[str, str]) -> dict[str, Group]:
+    """By torch's names; called as the dim of the mesh, or as torch describes them."""
+    found = {}
+    for group in info.get("pg_config") or ():
+        name, ranks = str(group["pg_name"]), tuple(group.get("ranks") or ())
+        described = str(group.get("pg_desc") or "undefined").removeprefix("mesh_")
+        described = {"default_pg": "world", "undefined": f"ranks {ranks}"}.get(described, described)
+        found[name] = Group(dims.get(name, described), ranks)
+    return found
+
+
+_Parts = tuple[Intervals, list[Communication], list[_Work]]
+
+
+def _of_device(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
+    """Kernels and copies, each of the op and the module that launched it."""
+    computing, communication, work = list[tuple[float, float]](), list[Communication](), list[_Work]()
+    on_cpu = (event for event in events if event.category not in _ON_DEVICE)
+    launches = {event.args.get("correlation"): (op, module.label) for event, op, module in _in_context(on_cpu)}
+    for event in events:
+        if event.category not in _ON_DEVICE:
+            continue
+        op, module = launches.get(event.args.get("correlation", -1), (None, event.name))
+        if "Collective name" not in event.args and not _COMMUNICATES.search(event.name):
+            computing.append((event.start, event.stop))
+            begun = work[-1].stop if work else event.start
+            work.append(_Work(min(begun, event.stop), max(begun, event.stop), module))
+            continue
+        name = str(event.args.get("Collective name") or event.name.removeprefix("void ").split("(")[0])
+        unknown = Group(str(event.args.get("Process Group Description") or ""))
+        group = groups.get(str(event.args.get("Process Group Name")), unknown)
+        is_message = op is None and "SendRecv" in event.name and "all_to_all" not in name
+        communication.append(Communication(event.start, event.stop, _op_name(op) if op else name, group, is_message))
+    return Intervals(computing), communication, work
+
+
+def _of_cpu(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
+    """The thread that computes, what gloo's threads do meanwhile, and the waits."""
+    busiest = Counter(event.thread for event in events if not event.name.startswith("gloo:")).most_common(1)
+    main = busiest[0][0] if busiest else None
+    several = {group.ranks: group for group in groups.values() if len(group.ranks) > 1}
+    only = several.popitem()[1] if len(several) == 1 else Group()  # gloo's ranges do not tell theirs
+    seen = (event._replace(thread=main) if event.name.startswith("gloo:") else event for event in events)
+    computing, waits = list[tuple[float, float]](), list[tuple[float, float]]()
+    communication, work = list[Communication](), list[_Work]()
+    waited: dict[float, tuple[_Event, float, Group]] = {}  # by the start of an op; its own mark is the last one in it
+    over_gloo: set[float] = set()  # ops whose communication is in sight
+    for event, op, module in _in_context(event for event in seen if event.thread == main):
+        span = event.start, event.stop
+        if event.name.startswith("gloo:"):
+            name = event.name.removeprefix("gloo:")
+            is_message = op is None and name in ("send", "recv", "recvAnySource")
+            communication.append(Communication(*span, _op_name(op) if op else name, only, is_message))
+            over_gloo |= {op.start} if op else set()
+            continue
+        work.append(module)
+        mark = _WAIT.fullmatch(event.name)
+        if mark and mark["seconds"]:
+            if op is not None:
+                waited[op.start] = op, float(mark["seconds"]), groups.get(mark[2], Group())
+        elif mark:
+            waits.append(span)
+            if mark[3]:
+                communication.append(Communication(*span, "exchange", groups.get(mark[3], Group())))
+        elif op is event or _COMPUTES.match(event.name):
+            computing.append(span)
+    # Where in an op its native code has waited is not known: at the end, of the right length.
+    for op, seconds, group in (waited[start] for start in waited.keys() - over_gloo):
+        begun = max(op.start, op.stop - seconds)
+        waits.append((begun, op.stop))
+        communication.append(Communication(begun, op.stop, _op_name(op), group))
+    return Intervals(computing).without(Intervals(waits)), communication, work
+
+
+def _in_context(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | None, _Work]]:
+    """Each event of CPU threads, with the outermost op of fused_tp that it is part of, and its module.
+
+    The module is the innermost range that the program, FSDP or `with_stack` has named; in backward, that of the
+    forward; outside of these an op stands for one. Ranges of a thread nest; gloo's, which are no thread's own, do not.
+    """
+    stacks: dict[Any, list[tuple[_Event, _Event | None, str]]] = defaultdict(list)
+    forward: dict[int, str] = {}  # modules by the number of an op, which its node of autograd has, too
+    for event in events:
+        stack = stacks[event.thread]
+        while stack and stack[-1][0].stop <= event.start:
+            stack.pop()
+        op, around = stack[-1][1:] if stack else (None, OUTSIDE)
+        label, number = around, event.args.get("Sequence number", -1)
+        is_range = event.category == "user_annotation" and not event.name.startswith(("gloo:", "fused_tp::"))
+        if op is not None or _STEP.fullmatch(event.name) or _WAIT.fullmatch(event.name):
+            pass
+        elif is_range and event.name.split(" ")[0] in OPS:
+            op, label = event, _op_name(event) if around == OUTSIDE else around
+        elif event.name.startswith(_NODE):
+            label = f"backward of {forward[number]}" if number in forward else event.name.removeprefix(_NODE)
+        elif is_range or event.name.startswith("nn.Module: "):
+            label = event.name.removeprefix("nn.Module: ")
+        elif around == OUTSIDE and _COMPUTES.match(event.name):
+            label = event.name
+        elif event.category == "cpu_op" and number >= 0:
+            forward.setdefault(number, around)
+        yield event, op, _Work(event.start, event.stop, label, around)
+        if event.category in ("user_annotation", "cpu_op", "python_function") and not event.name.startswith("gloo:"):
+            stack.append((event, op, label))
+
+
+def _op_name(op: _Event) -> str:
+    words = op.name.split(" ")
+    name = " ".join(words[: 2 if words[1:2] == ["backward"] else 1])
+    return f"{name} (plain)" if words[-1] == "plain" else name
