@@ -10,7 +10,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,20 +56,18 @@ def start_ranks(
     changes: Sequence[str] = (),
     *,
     max_restarts: int = 0,
-    env: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> int:
     """Trains by so many ranks on this machine, which torchrun starts; 0 if they have, else 1.
 
     Args:
-        env: variables of theirs.
         quiet: what they print is shown only if one fails.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["--max-restarts", str(max_restarts), "-m", "fused_tp", "train"]
     command += [str(config), *(word for change in changes for word in ("--set", change))]
     # The agent's own store outlives its ranks, which would then meet what those before them have left.
-    given = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"} | os.environ | dict(env or {})
+    given = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"} | os.environ
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
     done = subprocess.run(command, env=given, check=False, text=True, **output)
     if done.returncode and quiet:
