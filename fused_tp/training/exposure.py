@@ -198,7 +198,10 @@ def _change(worst: OpTime) -> str:
     if "(plain)" in worst.op:
         return f"{where} moves when the matmul is done: run a fused schedule (leave FUSED_TP_SCHEDULE unset)."
     if worst.op.split(" ")[0] in OPS:
-        return f"{where} waits for the network: keep its ranks inside of a node, or take fewer (parallel.tp, cp)."
+        return (
+            f"{where} waits for its peers: keep its ranks inside of a node, give each CPU rank a core of its own, "
+            "or take fewer (parallel.tp, cp)."
+        )
     if worst.group in ("tp", "cp"):
         return (
             f"{where} is a plain collective: fused_tp.parallelize(model, mesh) hides it behind the matmuls beside it."
