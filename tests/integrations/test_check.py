@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples.llama import Llama, LlamaConfig, RMSNorm
+from fused_tp.cli.check import model_maker
 from fused_tp.cli.main import main
 from fused_tp.nn.sharding import local
 from fused_tp.pipelining.pipeline import Pipeline
@@ -162,6 +163,9 @@ def right_on_four(group: dist.ProcessGroup) -> None:
     for config in (ParallelConfig(cp=2, tp=2), ParallelConfig(pp=2, tp=2, microbatches=4)):
         report = check_model(make_transformers_llama, config)
         assert report.right, report
+    make_mixtral = model_maker("mixtral", layers=1, changes={"hidden_size": 32})
+    report = check_model(make_mixtral, ParallelConfig(ep=2, dp_shard=2))  # experts over ep, all of it under FSDP2
+    assert report.right and len(report.gradients) > 8, report
 
 
 def planted_errors(group: dist.ProcessGroup) -> None:
