@@ -153,6 +153,11 @@ MACHINES = {
 }
 
 
+def machine_of_gpu(name: str) -> Machine | None:
+    """The Machine whose GPU torch calls `name`, such as "NVIDIA H100 80GB HBM3"; None where it is not known."""
+    return next((machine for key, machine in MACHINES.items() if key in name.lower()), None)
+
+
 def find_machine(name: str | Path | Machine) -> Machine:
     """A Machine by its name, whatever the case, or of a JSON or YAML file.
 

@@ -8,9 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fused_tp.planning.hardware import Machine, find_machine, machine_of_gpu
 from fused_tp.training.run import Step, TrainingRun
 
 LINES = "train.jsonl"
+_PEAKS = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}  # as Machine calls them; fp16 is as fast as bf16
 
 
 class RunLog:
@@ -28,8 +32,13 @@ class RunLog:
         self._run, self._writes = run, writes
         self._settings = run.settings
         self._events: Any = None
+        self._machine: Machine | None = None
         if not writes:
             return
+        if self._settings.machine is not None:
+            self._machine = find_machine(self._settings.machine)
+        elif run.device.type == "cuda":
+            self._machine = machine_of_gpu(torch.cuda.get_device_name())
         self._settings.out.mkdir(parents=True, exist_ok=True)
         self._file = self._settings.out / LINES
         if run.done == 0:
@@ -57,14 +66,18 @@ class RunLog:
         share = step.waited / step.seconds
         per_second = step.tokens / step.seconds
         tflops = flops / step.seconds / self._run.config.world_size / 1e12
-        self._record("step", asdict(step) | {"tokens_per_second": per_second, "tflops_per_rank": tflops})
+        peak = self._machine and self._machine.peak_flops.get(_PEAKS[self._settings.precision])
+        mfu = 1e12 * tflops / peak if peak else None
+        self._record("step", asdict(step) | {"tokens_per_second": per_second, "tflops_per_rank": tflops, "mfu": mfu})
         if self._events is not None:
             for name in ("loss", "norm", "learning_rate", "seconds", "waited"):
                 self._events.add_scalar(name, getattr(step, name), step.number)
         if step.number % self._settings.log_every == 0 or step.number == self._settings.steps:
             self._print(
                 f"step {step.number}: loss {step.loss:.4f}, norm {step.norm:.3f}, lr {step.learning_rate:.2e}, "
-                f"{per_second:,.0f} tokens/s, {tflops:.3f} TFLOP/s per rank, {share:.0%} waiting for peers, "
+                f"{per_second:,.0f} tokens/s, {tflops:.3f} TFLOP/s per rank, "
+                + ("" if mfu is None else f"{mfu:.1%} MFU, ")
+                + f"{share:.0%} waiting for peers, "
                 f"{step.memory / 2**30:.2f} GiB" + (", skipped: gradients overflowed" if step.skipped else "")
             )
 

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fused_tp.planning.config import ParallelConfig, read_mapping
+from fused_tp.planning.hardware import find_machine
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -101,6 +102,8 @@ class TrainSettings(_Part):
             (arXiv:1710.03740).
         evaluate_every: steps; None: at the end only.
         log_every: steps between two lines.
+        machine: a name of `fused_tp.planning.hardware.MACHINES`, or a file of `fused-tp plan --measure`, of whose peak
+            MFU is a share. None: what the GPU is called.
         profile: steps that are recorded; None: none.
         out: folder of train.jsonl, report.png, the traces of `profile` and, with `tensorboard`, its event files.
     """
@@ -116,6 +119,7 @@ class TrainSettings(_Part):
     evaluate_every: Count | None = None
     sample: SampleSettings | None = None
     log_every: Count = 1
+    machine: str | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     profile: ProfileSettings | None = None
     out: Path = Path("out/train")
@@ -129,6 +133,13 @@ class TrainSettings(_Part):
                 f"{self.steps}; take fewer of them, or a smaller profile.first"
             )
         return self
+
+    @field_validator("machine")
+    @classmethod
+    def _is_a_machine(cls, name: str | None) -> str | None:
+        if name is not None:
+            find_machine(name)
+        return name
 
     @classmethod
     def from_file(cls, path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:

@@ -120,6 +120,7 @@ def test_precisions(tmp_path: Path) -> None:
         ({"steps": 0}, "'steps' is 0: input should be greater"),
         ({"model": {"type": "llama", "pretrained": "x"}}, "one of 'pretrained' and 'type'"),
         ({"optimizer": {"decay": "sudden"}}, "'optimizer.decay' is 'sudden'"),
+        ({"machine": "h101"}, "'h101' is no machine"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -191,7 +192,7 @@ def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
 
 def test_logs(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    given = settings_of(tmp_path, out=str(out), steps=4)
+    given = settings_of(tmp_path, out=str(out), steps=4, precision="bf16", machine="h100")
     out.mkdir()
     (out / "train.jsonl").write_text('{"kind": "step", "number": 9}\n')  # of another run, which this one begins anew
     (said,) = run_fresh(1, logged, given)
@@ -200,6 +201,7 @@ def test_logs(tmp_path: Path) -> None:
     assert [step["number"] for step in log["step"]] == [1, 2, 3, 4]
     assert [one["number"] for one in log["evaluation"]] == [4]
     assert all(step["tokens"] == 8 * 64 and step["tflops_per_rank"] > 0 for step in log["step"])
+    assert all(step["mfu"] == pytest.approx(step["tflops_per_rank"] / 989) for step in log["step"])
     assert (out / "report.png").stat().st_size > 1000
 
 
