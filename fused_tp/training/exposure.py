@@ -22,6 +22,7 @@ from fused_tp.training.intervals import Intervals
 from fused_tp.training.traces import OUTSIDE, Communication, RankTrace
 
 FLAG = 0.3  # of a step: if more is exposed, there is advice
+COLLECTIVES = {"all_gather", "all_reduce", "reduce_scatter"}
 _LATE = 0.05  # of a step: less is noise
 
 
@@ -197,7 +198,7 @@ def _change(worst: OpTime) -> str:
     where = f"{worst.op} over {worst.group}" if worst.group else worst.op
     if "(plain)" in worst.op:
         return f"{where} moves when the matmul is done: run a fused schedule (leave FUSED_TP_SCHEDULE unset)."
-    if worst.op.split(" ")[0] in OPS:
+    if worst.op.split(" ")[0] in OPS.keys() - COLLECTIVES:  # of these torch and libraries have some, too
         return (
             f"{where} waits for its peers: keep its ranks inside of a node, give each CPU rank a core of its own, "
             "or take fewer (parallel.tp, cp)."

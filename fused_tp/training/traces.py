@@ -29,7 +29,7 @@ _COMMUNICATES = re.compile(
     r"\b(all_gather|reduce_scatter|all_to_all|barrier|sum_terms|stage|relay|begin)_kernel"
 )
 # Ops of torch and of libraries; not what stands around them, such as nodes of autograd and calls of torch.distributed.
-_COMPUTES = re.compile(r"(?!autograd::|torch::|fused_tp::|_?c10d)\w+::|## Call CompiledFxGraph")
+_COMPUTES = re.compile(r"(?!autograd::|torch::|fused_tp::|FSDP::|_?c10d)\w+::|## Call CompiledFxGraph")
 _STEP = re.compile(r"step \d+|ProfilerStep#\d+")
 _WAIT = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchange of .*, group (.*)|.*)")  # of tracing
 _NODE = "autograd::engine::evaluate_function: "
@@ -105,6 +105,7 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
     for path in paths:
         folder = path / "traces" if (path / "traces").is_dir() else path
         files = [path] if not path.is_dir() else sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
+        files = [file for file in files if file == path or file.name != "report.json"]  # which report may have written
         if not files:
             raise ValueError(f"{folder} holds no trace; give a folder of files *.json or *.json.gz of torch.profiler.")
         for file in files:
@@ -221,7 +222,7 @@ def _of_cpu(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
             waits.append(span)
             if mark[3]:
                 communication.append(Communication(*span, "exchange", groups.get(mark[3], Group())))
-        elif op is event or _COMPUTES.match(event.name):
+        elif op is event or (event.category != "user_annotation" and _COMPUTES.match(event.name)):
             computing.append(span)
     # Where in an op its native code has waited is not known: at the end, of the right length.
     for op, seconds, group in (waited[start] for start in waited.keys() - over_gloo):

@@ -85,6 +85,26 @@ def test_gloo_beside_compute(tmp_path: Path) -> None:
     )
 
 
+def test_ranges_that_only_stand_around_waits(tmp_path: Path) -> None:
+    """FSDP2's, and those of a program that has put colons into their names, compute nothing by themselves."""
+
+    def rank(loading: float) -> list[dict[str, Any]]:
+        return [
+            annotation("step 3", 0, 1000),
+            annotation("my::loading", 0, loading),
+            annotation("FSDP::pre_forward (layers.0)", loading, 810),
+            annotation("FSDP::all_gather (0)", loading + 1, 809),
+            event("gloo:all_gather", loading + 2, 805, "user_annotation", WORKER),
+            event("aten::mm", 810, 1000),
+        ]
+
+    folder = write(tmp_path / "traces", rank(100), rank(700))
+    (folder / "report.json").write_text("{}")  # of an earlier report into the same folder
+    report = report_of(folder)
+    assert [microseconds(one, "compute", "hidden", "exposed") for one in report.ranks] == [[190, 0, 703], [190, 0, 103]]
+    assert report.ranks[1].cause == "my::loading"
+
+
 def test_waits_of_ops_in_shared_memory(tmp_path: Path) -> None:
     """An op is compute but for its waits: those of native code, which a mark tells, and those that are ranges."""
 
