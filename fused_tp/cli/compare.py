@@ -110,7 +110,8 @@ def main(arguments: argparse.Namespace) -> int:
         if under_torchrun():
             raise ValueError("it starts the ranks of each way by itself, on this machine; leave torchrun out.")
         given = changed(read_mapping(arguments.config) if arguments.config else SMALL, arguments.set)
-        given |= {"steps": arguments.steps, "checkpoints": None}  # no way goes on from what another has saved
+        # No way goes on from what another has saved, and a process has one profiler.
+        given |= {"steps": arguments.steps, "checkpoints": None, "profile": None}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         jobs = make_jobs(given, ways_of(arguments), device)
         for job in jobs:

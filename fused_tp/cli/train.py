@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,12 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """0: trained; 1: a rank failed; 2: settings that do not fit."""
     try:
+        from fused_tp.cli import make_folder
+        from fused_tp.training.run import check_sizes
         from fused_tp.training.settings import TrainSettings
 
         settings = TrainSettings.from_file(arguments.config, arguments.set)
+        make_folder("out", settings.out)
         if "RANK" not in os.environ:
             ranks = settings.least_ranks()
             if ranks > 1:
+                check_sizes(settings, ranks)
                 return start_ranks(ranks, arguments.config, arguments.set, max_restarts=arguments.max_restarts)
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -58,7 +65,8 @@ def start_ranks(
     max_restarts: int = 0,
     quiet: bool = False,
 ) -> int:
-    """Trains by so many ranks on this machine, which torchrun starts; 0 if they have, else 1.
+    """Trains by so many ranks on this machine, which torchrun starts: 0 if they have, 128 + n if signal n has ended
+    them, else 1.
 
     Args:
         quiet: what they print is shown only if one fails.
@@ -69,10 +77,34 @@ def start_ranks(
     # The agent's own store outlives its ranks, which would then meet what those before them have left.
     given = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"} | os.environ
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
-    done = subprocess.run(command, env=given, check=False, text=True, **output)
-    if done.returncode and quiet:
-        print(done.stdout)
-    return 0 if done.returncode == 0 else 1
+    # A session of its own: Ctrl-C reaches torchrun once, from here. At a second signal it would leave its ranks behind.
+    process = subprocess.Popen(command, env=given, text=True, start_new_session=True, **output)
+    with _passed_on(process) as signals:
+        printed, _ = process.communicate()
+    if process.returncode and quiet:
+        print(printed)
+    return 128 + signals[0] if signals else int(process.returncode != 0)
+
+
+@contextmanager
+def _passed_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """The first SIGINT or SIGTERM goes to `process`, which ends its ranks; gives those that came."""
+    came: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        if not came:
+            process.send_signal(number)
+        came.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may have handlers
+        yield came
+        return
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_rank(settings: TrainSettings) -> int:

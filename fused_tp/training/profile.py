@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,8 @@ from torch.profiler import profile, record_function
 
 from fused_tp.training.settings import TrainSettings
 
+_LOG = logging.getLogger("fused_tp")
+
 
 class StepProfiler:
     """Records the steps of `settings.profile`, and writes them to `out`/traces/rank{rank}.json.gz.
@@ -26,6 +29,8 @@ class StepProfiler:
     Args:
         modules: the model, or the stages of a pipeline.
         mesh: of the run.
+        behind: the step that the run goes on behind. Where fewer steps are left than the profile takes, a warning says
+            that there is none: a restart shortly before the end is no error.
 
     Example:
         >>> profiler = StepProfiler(settings, [model], mesh)
@@ -34,9 +39,21 @@ class StepProfiler:
         ...         train(batch)
     """
 
-    def __init__(self, settings: TrainSettings, modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, settings: TrainSettings, modules: Iterable[nn.Module], mesh: DeviceMesh, behind: int = 0
+    ) -> None:
         assert settings.profile is not None
-        self._steps, self._folder = settings.profile, settings.out / "traces"
+        self._first, self._last = behind + settings.profile.first, behind + settings.profile.last
+        self._folder, self._most = settings.out / "traces", settings.steps
+        if self._last > settings.steps and dist.get_rank() == 0:
+            _LOG.warning(
+                "There will be no profile: it takes steps %d to %d, and the run goes on behind step %d, to step %d; "
+                "give more steps.",
+                self._first,
+                self._last,
+                behind,
+                settings.steps,
+            )
         self._modules, self._mesh = list(modules), mesh
         self._profile: profile | None = None
         self._hooks: list[Any] = []
@@ -45,14 +62,14 @@ class StepProfiler:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Around the step of this number, from 1, on every rank."""
-        if not self._steps.first <= number <= self._steps.last:
+        if not self._first <= number <= self._last <= self._most:
             yield
             return
         if self._profile is None:
             self._start()
         with record_function(f"step {number}"):
             yield
-        if number == self._steps.last:
+        if number == self._last:
             self._write()
 
     def _start(self) -> None:

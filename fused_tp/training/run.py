@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +68,15 @@ class LossScale:
     PATIENCE = 1000
 
     def __init__(self, state: dict[str, Any], used: bool) -> None:
-        self._state, self._used = state, used  # in a checkpoint's `extra`
-        state.setdefault("loss_scale", 2.0**16 if used else 1.0)
-        state.setdefault("good_steps", 0)
+        self._state, self._used = state, used  # in a checkpoint's `extra`, of this precision or of another
+        if not used:
+            state.clear()
+        elif "loss_scale" not in state:
+            state |= {"loss_scale": 2.0**16, "good_steps": 0}
 
     @property
     def value(self) -> float:
-        return float(self._state["loss_scale"])
+        return float(self._state["loss_scale"]) if self._used else 1.0
 
     @property
     def can_fall(self) -> bool:
@@ -141,7 +143,6 @@ class TrainingRun:
             self.rows, self.mesh, settings.global_batch, shuffle=True, seed=settings.seed, epochs=None
         )
         self._state: dict[str, Any] = {}
-        self._scale = LossScale(self._state, settings.precision == "fp16")
         self.checkpoints: CheckpointManager | None = None
         self.done = 0
         if settings.checkpoints is not None:
@@ -155,10 +156,11 @@ class TrainingRun:
                 keep=settings.checkpoints.keep,
             )
             self._restore(self.checkpoints)
+        self._scale = LossScale(self._state, settings.precision == "fp16")
         self._profiler: StepProfiler | None = None
         if settings.profile is not None:
             parts = self.model.stages.values() if isinstance(self.model, Pipeline) else [self.model]
-            self._profiler = StepProfiler(settings, parts, self.mesh)
+            self._profiler = StepProfiler(settings, parts, self.mesh, behind=self.done)
 
     def _restore(self, checkpoints: CheckpointManager) -> None:
         """Goes on from the newest checkpoint, with the optimizer's settings of now where those of then were others."""
@@ -368,24 +370,57 @@ class TrainingRun:
         return rows, held_out
 
 
+def make_config(settings: TrainSettings) -> Any:
+    """Transformers' configuration of the model.
+
+    Raises:
+        ValueError: transformers has no such type, the folder no such model, or the type no such keys or values.
+    """
+    from transformers import AutoConfig
+
+    wanted = settings.model
+    with _refused("the configuration of the model"):
+        if wanted.pretrained is not None:
+            return AutoConfig.from_pretrained(wanted.pretrained, **wanted.config)
+        _check_names(str(wanted.type), wanted.config)
+        given = {"vocab_size": 256} if settings.data.tokenizer == "bytes" else {}
+        return AutoConfig.for_model(str(wanted.type), **given | wanted.config)
+
+
 def make_model(settings: TrainSettings) -> Any:
     """The model of the settings, in fp32, the same on every rank.
 
     Raises:
-        ValueError: transformers has no such type, or the folder no such model.
+        ValueError: it cannot be made.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(settings.seed)
-    wanted = settings.model
-    try:
-        if wanted.pretrained is not None:
-            return AutoModelForCausalLM.from_pretrained(wanted.pretrained, dtype=torch.float32, **wanted.config)
-        given = {"vocab_size": 256} if settings.data.tokenizer == "bytes" else {}
-        config = AutoConfig.for_model(str(wanted.type), **given | wanted.config)
+    config, folder = make_config(settings), settings.model.pretrained
+    with _refused("the model"):
+        if folder is not None:
+            return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"the model cannot be made: {error}") from error
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Errors of transformers, which are of many types, as a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what} cannot be made: {error}") from error
+
+
+def _check_names(model_type: str, config: dict[str, Any]) -> None:
+    """Raises ValueError where a configuration of this type has no such key: transformers takes any."""
+    from transformers import CONFIG_MAPPING
+
+    if model_type in CONFIG_MAPPING:
+        known = CONFIG_MAPPING[model_type]
+        names = {*known().to_dict(), *getattr(known, "attribute_map", {})}
+        if unknown := sorted(set(config) - names):
+            raise ValueError(f"{unknown[0]!r} is no key of the configuration of {model_type}; see model.config.")
 
 
 def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW:
@@ -428,10 +463,23 @@ def _tokenizer(name: str) -> Any:
         return Bytes()
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.tokenizer: {name} cannot be had: {error}") from error
 
 
 def _check_vocabulary(rows: PackedText, vocab: int) -> None:
     largest = int(rows.tokens[: 1 << 20].max())  # not all: they may be a file that is longer than memory
     if largest >= vocab:
         raise ValueError(f"The text has token {largest}, and the model's vocabulary ends at {vocab - 1}.")
+
+
+def check_sizes(settings: TrainSettings, ranks: int) -> None:
+    """Refuses sizes that do not go into the model or the batch, before ranks are started for them.
+
+    Raises:
+        ValueError: what does not fit.
+    """
+    shape = ModelShape.from_config(make_config(settings))
+    settings.parallel_config(ranks).check(shape, seq=settings.data.seq, global_batch=settings.global_batch)

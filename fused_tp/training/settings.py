@@ -74,13 +74,14 @@ class CheckpointSettings(_Part):
 class SampleSettings(_Part):
     """Text that the model writes behind `prompt`, with every evaluation and at the end."""
 
-    prompt: str = "The "
+    prompt: Annotated[str, Field(min_length=1)] = "The "
     tokens: Count = 100
     temperature: Annotated[float, Field(ge=0)] = 0.7  # 0: the likeliest token each time
 
 
 class ProfileSettings(_Part):
-    """Steps that every rank records, for `fused-tp report`: `steps` of them, from the one of number `first`."""
+    """Steps that every rank records, for `fused-tp report`: `steps` of them, from the `first` that it takes, which is
+    counted from where the run goes on."""
 
     first: Count = 3  # those before it allocate, connect and choose
     steps: Count = 3
@@ -160,7 +161,7 @@ class TrainSettings(_Part):
 
     def least_ranks(self) -> int:
         """The product of the sizes that `parallel` gives."""
-        return ParallelConfig.from_dict(self.parallel).world_size
+        return _parallel(self.parallel).world_size
 
     def parallel_config(self, ranks: int) -> ParallelConfig:
         """For so many ranks.
@@ -169,7 +170,14 @@ class TrainSettings(_Part):
             ValueError: `parallel` does not fit them.
         """
         given = dict(self.parallel)
-        return ParallelConfig.from_dict({"world_size": ranks} | given)
+        return _parallel({"world_size": ranks} | given)
+
+
+def _parallel(given: dict[str, Any]) -> ParallelConfig:
+    try:
+        return ParallelConfig.from_dict(given)
+    except TypeError as error:
+        raise ValueError(f"parallel: {error}") from error
 
 
 def changed(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
@@ -191,7 +199,10 @@ def changed(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
             part = part.setdefault(parent, {})
             if not isinstance(part, dict):
                 raise ValueError(f"{change!r}: {parent!r} is no mapping.")
-        part[leaf] = yaml.safe_load(value)
+        try:
+            part[leaf] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{change!r} has a value that is no YAML: {error}.") from None
     return given
 
 

@@ -19,7 +19,8 @@ TINY = [
 
 
 def test_ways_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *TINY, "--steps", "4", "--tp", "2", "--out", str(tmp_path)]) == 0
+    profile = ["--set", "profile={first: 1, steps: 9}"]  # no run that is compared has one
+    assert main(["compare", *TINY, *profile, "--steps", "4", "--tp", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "All train alike" in printed and "What the last of them writes: " in printed and "The " in printed
     written = json.loads((tmp_path / "compare.json").read_text())

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import resource
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
 from fused_tp.cli.main import main
 from fused_tp.training.exposure import Report, analyze
 from fused_tp.training.log import RunLog, read_log
-from fused_tp.training.run import TrainingRun
+from fused_tp.training.run import LossScale, TrainingRun
 from fused_tp.training.settings import TrainSettings
 from fused_tp.training.traces import read_traces
 from tests.workers import error_of, run_fresh
@@ -121,6 +126,7 @@ def test_precisions(tmp_path: Path) -> None:
         ({"model": {"type": "llama", "pretrained": "x"}}, "one of 'pretrained' and 'type'"),
         ({"optimizer": {"decay": "sudden"}}, "'optimizer.decay' is 'sudden'"),
         ({"machine": "h101"}, "'h101' is no machine"),
+        ({"sample": {"prompt": ""}}, "'sample.prompt' is ''"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -130,6 +136,10 @@ def test_settings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], says: 
 def refusals(group: dist.ProcessGroup, folder: Path) -> list[str]:
     changes: list[dict[str, Any]] = [
         {"model": {"type": "lama"}},
+        {"model": {"type": "llama", "config": {"num_hiden_layers": 2}}},
+        {"model": {"type": "llama", "config": {"hidden_size": "wide"}}},
+        {"data": {"tokenizer": str(folder)}},
+        {"parallel": {"tp": "two"}},
         {"data": {"path": str(folder / "none")}},
         {"data": {"path": str(folder), "seq": 100_000}},
         {"data": {"path": str(folder), "seq": 64, "evaluation_rows": 4}},
@@ -141,7 +151,8 @@ def refusals(group: dist.ProcessGroup, folder: Path) -> list[str]:
 
 
 def test_runs_that_cannot_be(tmp_path: Path) -> None:
-    says = ("cannot be made", "does not exist", "fewer than a row", "fewer than global_batch", "are no multiple of 2")
+    says = ("cannot be made", "'num_hiden_layers' is no key", "expected int", "cannot be had", "tp must be an int")
+    says += ("does not exist", "fewer than a row", "fewer than global_batch", "are no multiple of 2")
     says += ("does not go into 2 microbatches", "the model's vocabulary ends at 49")
     (found,) = run_fresh(1, refusals, tmp_path)
     for text, part in zip(found, says, strict=True):
@@ -165,15 +176,42 @@ def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int
     with TrainingRun(settings) as run:
         first, last = run.done, [step.number for step in run.steps()][-1]
     optimizer = {"learning_rate": 1e-4, "warmup": 2, "decay": "constant"}
-    with TrainingRun(TrainSettings.of({**given, "steps": 8, "optimizer": optimizer})) as run:
+    changes = {"steps": 8, "optimizer": optimizer, "profile": {"first": 2, "steps": 1}}  # of those that it takes
+    with TrainingRun(TrainSettings.of({**given, **changes})) as run:
         return said, first, last, [step.learning_rate for step in run.steps()]
 
 
 def test_a_full_disk_loses_no_checkpoint_and_settings_may_change(tmp_path: Path) -> None:
-    given = settings_of(tmp_path, checkpoints={"folder": str(tmp_path / "saved"), "every": 2})
+    saves = {"checkpoints": {"folder": str(tmp_path / "saved"), "every": 2}}
+    given = settings_of(tmp_path, out=str(tmp_path / "out"), **saves)
     ((said, first, last, rates),) = run_fresh(1, disk_full, given)
     assert "The checkpoint of step 4 was not written" in said and "File too large" in said
     assert (first, last, rates) == (2, 6, [1e-4, 1e-4])
+    assert b"step 8" in gzip.decompress((tmp_path / "out" / "traces" / "rank0.json.gz").read_bytes())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    config = tmp_path / "train.json"
+    config.write_text(json.dumps(settings_of(tmp_path, steps=100_000, parallel={"tp": 2}, out=str(tmp_path / "out"))))
+    command = [sys.executable, "-m", "fused_tp", "train", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step 2:") for line in process.stdout)
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        process.stdout.read()
+        assert process.wait(60) == 128 + number
+    assert len(started) == 3 and not psutil.wait_procs(started, timeout=30)[1]
+
+
+def test_loss_scales_of_other_precisions() -> None:
+    state: dict[str, Any] = {}
+    assert LossScale(state, used=False).value == 1
+    scale = LossScale(state, used=True)
+    scale.update(finite=False)
+    assert scale.value == 2.0**15 and LossScale(state, used=True).value == 2.0**15
 
 
 def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
