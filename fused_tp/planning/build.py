@@ -107,13 +107,23 @@ def _shard(
     model: nn.Module, container: str, experts: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool
 ) -> None:
     how: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": _placement}
-    for name in experts:
-        fully_shard(model.get_submodule(name), mesh=mesh["dp_shard"], **how)
-    over = mesh["dp_shard", "ep"]._flatten("dp_ep") if experts else fsdp_mesh(mesh)
+    if experts:  # not over ep, whose ranks have other ones
+        over = _with_replicas(mesh, mesh["dp_shard", "ep"]._flatten("dp_ep"))
+        for name in experts:
+            fully_shard(model.get_submodule(name), mesh=_with_replicas(mesh, mesh["dp_shard"]), **how)
+    else:
+        over = fsdp_mesh(mesh)
     for layer in model.get_submodule(container).children():
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=over, **how)
     fully_shard(model, mesh=over, **how)
+
+
+def _with_replicas(mesh: DeviceMesh, over: DeviceMesh) -> DeviceMesh:
+    """Parameters are sharded over `over`, with copies along dp_replicate."""
+    if mesh["dp_replicate"].size() == 1:
+        return over
+    return DeviceMesh._concatenate([mesh["dp_replicate"], over])
 
 
 def _placement(parameter: nn.Parameter) -> Placement | None:

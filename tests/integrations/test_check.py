@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from examples.llama import Llama, LlamaConfig, RMSNorm
-from fused_tp.cli.check import model_maker
 from fused_tp.cli.main import main
 from fused_tp.nn.sharding import local
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.planning.build import build
 from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.small_config import small_config
 from fused_tp.training.check import check_model, random_batch
 from fused_tp.training.check_report import Report
 from tests.integrations.models import SIZES
@@ -117,6 +117,12 @@ def make_transformers_llama() -> nn.Module:
     return model
 
 
+def make_mixtral() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    model: nn.Module = transformers.MixtralForCausalLM(small_config(transformers.MixtralConfig))
+    return model
+
+
 @on_ranks(4)
 def test_a_right_model_and_a_wrong_one(group: dist.ProcessGroup) -> None:
     config = ParallelConfig(cp=2, tp=2)
@@ -163,9 +169,10 @@ def right_on_four(group: dist.ProcessGroup) -> None:
     for config in (ParallelConfig(cp=2, tp=2), ParallelConfig(pp=2, tp=2, microbatches=4)):
         report = check_model(make_transformers_llama, config)
         assert report.right, report
-    make_mixtral = model_maker("mixtral", layers=1, changes={"hidden_size": 32})
-    report = check_model(make_mixtral, ParallelConfig(ep=2, dp_shard=2))  # experts over ep, all of it under FSDP2
-    assert report.right and len(report.gradients) > 8, report
+    # Experts have copies along dp_replicate, and none along ep.
+    for config in (ParallelConfig(dp_replicate=2, ep=2), ParallelConfig(dp_shard=2, ep=2)):
+        report = check_model(make_mixtral, config)
+        assert report.right, report
 
 
 def planted_errors(group: dist.ProcessGroup) -> None:
