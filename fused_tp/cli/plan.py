@@ -3,18 +3,21 @@
 Example:
     $ fused-tp plan --model llama-3-70b --gpus 64 --gpu h100 --seq 8192 --batch 512
     $ fused-tp plan --model path/to/config.json --gpus 16 --seq 4096 --batch 128 --write plan.json --format megatron
+    $ fused-tp plan --measure here.json    # and then: --machine here.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
-from fused_tp.cli import at_least, positive
+from fused_tp.cli import at_least, cpu_name, make_folder, positive
+from fused_tp.cli.ranks import Job, launch, preload, start_method
 from fused_tp.planning.dialects import DIALECTS
-from fused_tp.planning.hardware import GIB, MACHINES, PRECISIONS, find_machine
+from fused_tp.planning.hardware import GIB, MACHINES, PRECISIONS, Machine, find_machine
 from fused_tp.planning.model_shape import SHAPES, find_shape
 from fused_tp.planning.recommend import Plan, recommend
 
@@ -23,13 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fused-tp plan`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"models known by name: {', '.join(SHAPES)}"
-    parser.add_argument("--model", required=True, help="a name listed below, a config.json or the folder of a model")
-    parser.add_argument("--gpus", type=at_least(1), required=True, help="ranks in all")
+    parser.add_argument("--model", help="a name listed below, a config.json or the folder of a model")
+    parser.add_argument("--gpus", type=at_least(1), help="ranks in all")
     parser.add_argument("--gpu", choices=tuple(MACHINES), default="h100", help="kind of machine (default h100)")
     parser.add_argument("--machine", metavar="FILE", help="JSON or YAML of a machine of your own, in place of --gpu")
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine, which should be idle, by a rank on each GPU or core; write FILE, for --machine",
+    )
     parser.add_argument("--seq", type=at_least(1), default=8192, help="tokens of a row (default 8192)")
     parser.add_argument("--batch", type=at_least(1), default=512, help="rows of a step, of all ranks (default 512)")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of matmuls (default bf16)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="of matmuls (default bf16, or what the machine has)")
     parser.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU (default: as the machine has it)")
     parser.add_argument("--plain", action="store_true", help="plan for plain collectives, not for fused ops")
     parser.add_argument("--top", type=at_least(1), default=5, help="so many plans (default 5)")
@@ -46,15 +55,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print the plans; 2 where the question makes no sense or nothing fits."""
     try:
+        if arguments.measure is not None:
+            make_folder("--measure", arguments.measure.parent)
+            machine = measured()
+            arguments.measure.write_text(json.dumps(machine.to_dict(), indent=1) + "\n")
+            print(f"Wrote {machine.name}, {machine.ranks_per_node} ranks, to {arguments.measure}.")
+            if arguments.model is None:
+                return 0
+        if arguments.model is None or arguments.gpus is None:
+            raise ValueError("a plan needs --model and --gpus; without them, --measure FILE measures this machine.")
         shape = find_shape(arguments.model)
-        machine = find_machine(arguments.machine or arguments.gpu)
+        machine = find_machine(arguments.measure or arguments.machine or arguments.gpu)
+        precision = arguments.precision or next(iter(machine.peak_flops))
         plans = recommend(
             shape,
             arguments.gpus,
             machine=machine,
             seq=arguments.seq,
             global_batch=arguments.batch,
-            precision=arguments.precision,
+            precision=precision,
             memory=None if arguments.memory is None else arguments.memory * GIB,
             fused_tp=not arguments.plain,
             top=arguments.top,
@@ -68,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     print(
         f"{shape.name}, {shape.parameters / 1e9:.1f} billion parameters, on {arguments.gpus} x {machine.name}: "
-        f"{arguments.batch} rows of {arguments.seq} tokens, {arguments.precision}"
+        f"{arguments.batch} rows of {arguments.seq} tokens, {precision}"
     )
     _print_table(plans)
     for number, plan in enumerate(plans, 1):
@@ -76,6 +95,30 @@ def main(arguments: argparse.Namespace) -> int:
     if written is not None:
         print(f"Wrote plan {written} to {arguments.write}.")
     return 0
+
+
+def measured() -> Machine:
+    """This machine, as a rank on each of its GPUs finds it, or else on each core that this process may use.
+
+    Raises:
+        ChildProcessError: a signal has ended a rank.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    name, device = (torch.cuda.get_device_name(), "cuda") if gpus else (cpu_name(), "cpu")
+    how = start_method(device)
+    if how == "forkserver":
+        preload(["fused_tp.planning.measure", "transformers"])
+    ranks = gpus or len(os.sched_getaffinity(0))
+    found: Machine = launch(Job(_measure, name, max(1, ranks - ranks % 2), device), how)  # links join two of them
+    return found
+
+
+def _measure(name: str) -> Machine:
+    from fused_tp.planning.measure import measure_machine
+
+    return measure_machine(name)
 
 
 def _write(plans: list[Plan], path: Path, form: str) -> int:
@@ -115,7 +158,7 @@ def _cells(number: int, plan: Plan) -> tuple[str, ...]:
         config.shown() + stages,
         f"{plan.microbatch_rows} x {config.microbatches}",
         config.recompute,
-        f"{plan.time.total:.2f} s",
+        f"{plan.time.total:.{2 if plan.time.total >= 1 else 3}f} s",
         f"{plan.mfu:.1%}",
         f"{plan.tokens_per_second / config.world_size:,.0f}",
         f"{plan.memory.total / GIB:.0f} GiB",

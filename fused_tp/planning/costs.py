@@ -5,47 +5,29 @@
 | FLOPs               | eq. 3 of Narayanan et al. (arXiv:2104.04473)                                                  |
 | a matmul            | FLOPs / reached peak + bytes / reached bandwidth                                              |
 | memory-bound ops    | bytes read and written / reached bandwidth                                                    |
-| pipeline bubble     | (pp - 1) / v microbatches, v stages of a rank (arXiv:2104.04473, section 2.2)                 |
+| pipeline bubble     | (pp - 1) / v microbatches, v stages of a rank (arXiv:2104.04473, section 2.2); of zero-bubble |
+|                     | schedules less 2 W, the gradients of weights (ZB-H1 of arXiv:2401.10241)                      |
 | a collective        | latency x log2(n) + bytes x (n - 1) / n / reached bandwidth of the slowest hop                |
 | fused tp            | pipelined in tp steps: max(matmul, collective) + min(matmul, collective) / tp                 |
 | activations         | s b h (10 + 24 / tp), by parts, and 5 a s / h of kept scores (Korthikanti et al., 2205.05198) |
 | weights, optimizer  | 2 of weights, 4 of gradients, 12 of Adam with a copy of the weights: bytes a parameter        |
 
-Two constants are fitted, on the eight step times of table 5 in arXiv:2205.05198 and nothing else: see `FITTED` and
-`fused_tp.planning.published`.
+In fp32 what has 2 bytes has 4, and Adam 8. Two constants are fitted, on the eight step times of table 5 in
+arXiv:2205.05198 and nothing else: see `fused_tp.planning.hardware.FITTED` and `fused_tp.planning.published`. A machine
+of `fused_tp.planning.measure` has constants of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import log2
 
+from fused_tp.pipelining.schedules import SCHEDULES
 from fused_tp.planning.config import ParallelConfig
-from fused_tp.planning.hardware import Machine
+from fused_tp.planning.hardware import Constants, Machine
 from fused_tp.planning.model_shape import ModelShape
 
-
-@dataclass(frozen=True, kw_only=True)
-class Constants:
-    """What is reached of a machine's numbers.
-
-    Attributes:
-        links: share of the bandwidth of links, in collectives.
-        kernel: seconds that a kernel costs beside its work: its launch, and tiles that leave multiprocessors idle.
-        memory: share of the bandwidth of memory, in ops that are bound by it.
-    """
-
-    links: float
-    kernel: float
-    memory: float = 0.92  # measured by torchao on pointwise kernels (roofline_utils.py)
-
-
-# Least squares of relative errors of `published.fitted_rows`; tests/unit/test_planning.py holds that this is so.
-FITTED = Constants(links=0.73, kernel=18e-6)
-
-# Network adapters reach more of their bandwidth than links do (Calculon, SC23).
-NETWORK = 0.9
 # Of compute that a collective runs beside, its kernels take this share of the multiprocessors (Calculon, SC23).
 OVERLAP_COST = 0.15
 
@@ -124,6 +106,16 @@ class Memory:
         return sum(getattr(self, one.name) for one in fields(self))
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Parameters of a rank, data parallel ranks that shard them, those with copies, and ranks between two of them."""
+
+    count: float
+    shards: int
+    copies: int
+    inside: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
     """Predicts time and memory of a step.
@@ -132,9 +124,8 @@ class CostModel:
         shape, config, machine: of what, how spread, on what.
         seq: tokens of a row.
         global_batch: rows of all ranks together.
-        precision: of matmuls of layers: "bf16" or "fp8".
+        precision: of matmuls of layers: "bf16" or "fp8", beside which all is bf16; or "fp32", of everything.
         software: see there.
-        constants: see there.
 
     Example:
         >>> from fused_tp.planning.hardware import find_machine
@@ -153,7 +144,6 @@ class CostModel:
     global_batch: int
     precision: str = "bf16"
     software: Software = Software()
-    constants: Constants = FITTED
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
@@ -182,23 +172,43 @@ class CostModel:
         """What sequence parallelism divides tokens between layers by."""
         return self.config.tp if self.config.sequence_parallel else 1
 
+    @cached_property
+    def element(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    @cached_property
+    def _wide(self) -> str:
+        """Precision of matmuls that are never in fp8."""
+        return "fp32" if self.precision == "fp32" else "bf16"
+
     # -- time of one layer --------------------------------------------------------------------------------------------
 
-    def _moved(self, count: float) -> float:
-        return count / (self.machine.memory_bandwidth * self.constants.memory)
+    @property
+    def constants(self) -> Constants:
+        """Of the machine."""
+        return self.machine.constants
 
-    def _matmul(self, m: float, n: float, k: float, precision: str | None = None, written: int = 2) -> float:
+    def _moved(self, count: float, share: float | None = None) -> float:
+        return count / (self.machine.memory_bandwidth * (share or self.constants.memory))
+
+    def _pointwise(self, count: float) -> float:
+        """Seconds of ops between matmuls that move so many bytes in bf16."""
+        return self._moved(count * self.element / 2, self.constants.pointwise)
+
+    def _matmul(self, m: float, n: float, k: float, precision: str | None = None, written: int | None = None) -> float:
         """Seconds of [m, k] x [k, n]; `written`: bytes moved for an element of the result."""
         precision = precision or self.precision
-        element = 1 if precision == "fp8" else 2
-        flops = 2 * m * n * k / self.machine.matmul_flops[precision]
-        return flops + self._moved(element * (m * k + k * n) + written * m * n) + self.constants.kernel
+        element = 1 if precision == "fp8" else self.element
+        rate = self.machine.matmul_flops[precision] * (self.constants.fused_matmul if self.config.tp > 1 else 1)
+        moved = element * (m * k + k * n) + (written or self.element) * m * n
+        return 2 * m * n * k / rate + self._moved(moved) + self.constants.kernel
 
     def _grad_weight(self, wide: float, narrow: float, precision: str | None = None) -> float:
         """Seconds of a weight's gradient, which is added to the one in fp32."""
         return self._matmul(wide, narrow, self.tokens, precision, written=8)
 
-    def _ring(self, count: float, ranks: int, inside: int, times: int = 1) -> float:
+    def _ring(self, count: float, ranks: int, inside: int, times: int = 1, messages: bool = False) -> float:
         """Seconds of an all-gather or reduce-scatter.
 
         Args:
@@ -206,46 +216,60 @@ class CostModel:
             ranks: that take part.
             inside: ranks of inner dims of the mesh, which lie between two neighbours.
             times: 2 for an all-reduce.
+            messages: of torch.distributed; see `Machine`.
         """
         if ranks == 1:
             return 0.0
         machine = self.machine
         local = max(1, min(ranks, machine.ranks_per_node // inside))
-        bandwidth, latency = machine.link_bandwidth * self.constants.links, machine.link_latency
+        bandwidth, latency = machine.link_bandwidth, machine.link_latency
+        if messages:
+            bandwidth, latency = machine.message_bandwidth or bandwidth, machine.message_latency or latency
+        bandwidth *= self.constants.links
         if local < ranks:
             # The ranks of a node share out what goes between nodes: each has a network adapter.
-            bandwidth = min(bandwidth, machine.network_bandwidth * NETWORK * local)
+            bandwidth = min(bandwidth, machine.network_bandwidth * self.constants.network * local)
             latency = machine.network_latency
         return times * (latency * log2(ranks) + count * (ranks - 1) / ranks / bandwidth)
+
+    def _hidden(self, collective: float, compute: float) -> float:
+        """What of a collective can go on beside compute."""
+        return min(collective, compute) if self.machine.overlaps else 0.0
 
     def _overlapped(self, matmul: float, collective: float) -> float:
         """What is left of a collective beside a matmul, which both go on in tp steps."""
         if not self.software.fused_tp:
             return collective
-        hidden = min(matmul, collective) * (1 - 1 / self.config.tp)
+        hidden = self._hidden(collective, matmul) * (1 - 1 / self.config.tp)
         return collective - hidden + OVERLAP_COST * hidden
 
     @cached_property
-    def _layer(self) -> tuple[StepTime, StepTime]:
-        """Forward and backward of a layer, of a microbatch."""
-        shape, tp, tokens, kernel = self.shape, self.config.tp, self.tokens, self.constants.kernel
+    def _widths(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Features of a rank inside of attention and of the MLP: out of the first matmul, and into the last."""
+        shape, tp = self.shape, self.config.tp
         queries, keys = shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp
         narrow = shape.active_width / tp
-        wide = narrow * (2 if shape.gated else 1)
-        rope = 4 * (queries + keys) if shape.gated else 0.0
+        return (queries + 2 * keys, queries), (narrow * (2 if shape.gated else 1), narrow)
+
+    @cached_property
+    def layer(self) -> tuple[StepTime, StepTime]:
+        """Forward and backward of a layer, of a microbatch."""
+        shape, tp, tokens, kernel = self.shape, self.config.tp, self.tokens, self.constants.kernel
+        (projected, queries), (wide, narrow) = self._widths
+        rope = 2 * (projected + queries) if shape.gated else 0.0  # of queries and keys
         between = (10 + self.software.dropout) * shape.hidden / self.spread  # a norm and a residual sum
         forward, backward = self._attention()
-        for outputs, inputs, extra in ((queries + 2 * keys, queries, rope), (wide, narrow, 2 * (wide + narrow))):
+        for outputs, inputs, extra in ((projected, queries, rope), (wide, narrow, 2 * (wide + narrow))):
             ahead, back = self._pair(outputs, inputs)
             moved = tokens * (between + extra)
             casts = (tokens * 2 * (shape.hidden + inputs), tokens * 4 * (outputs + shape.hidden))
             if self.precision != "fp8":
                 casts = (0.0, 0.0)
-            forward += ahead + StepTime(memory_bound=self._moved(moved + casts[0]) + 5 * kernel)
-            backward += back + StepTime(memory_bound=self._moved(2 * moved + casts[1]) + 7 * kernel)
+            forward += ahead + StepTime(memory_bound=self._pointwise(moved + casts[0]) + 5 * kernel)
+            backward += back + StepTime(memory_bound=self._pointwise(2 * moved + casts[1]) + 7 * kernel)
         if self.config.ep > 1:
-            sent = 2 * tokens * shape.hidden * shape.experts_per_token
-            there_and_back = StepTime(ep=2 * self._ring(sent, self.config.ep, tp * self.config.cp))
+            sent = self.element * tokens * shape.hidden * shape.experts_per_token
+            there_and_back = StepTime(ep=2 * self._ring(sent, self.config.ep, tp * self.config.cp, messages=True))
             forward, backward = forward + there_and_back, backward + there_and_back
         if self.config.recompute == "full":
             again = StepTime(tp=forward.tp, cp=forward.cp, ep=forward.ep)
@@ -265,21 +289,28 @@ class CostModel:
             self._matmul(tokens, narrow, hidden),
             self._grad_weight(hidden, narrow),
         )
-        gather = self._ring((1 if self.precision == "fp8" else 2) * tokens * hidden, tp, 1)
-        scatter = self._ring(2 * tokens * hidden, tp, 1)
+        count = tokens * hidden / self.constants.fused_links
+        gather = self._ring((1 if self.precision == "fp8" else self.element) * count, tp, 1)
+        scatter = self._ring(self.element * count, tp, 1)
         forward = StepTime(matmul=first[0] + last[0])
         backward = StepTime(matmul=sum(first[1:]) + sum(last[1:]))
         if self.config.sequence_parallel:
             exposed = self._overlapped(first[0], gather), self._overlapped(last[0], scatter)
-            again = max(0.0, gather - last[1])  # of the input that the gradient of the weight needs
+            again = gather - self._hidden(gather, last[1])  # of the input that the gradient of the weight needs
             back = self._overlapped(last[1], gather) + self._overlapped(first[1], scatter) + again
             return forward + StepTime(tp=sum(exposed)), backward + StepTime(tp=back)
         reduce = 2 * scatter
         if self.software.fused_tp:
             back = self._overlapped(first[1] + first[2], reduce)
         else:
-            back = max(0.0, reduce - first[2])
+            back = reduce - self._hidden(reduce, first[2])
         return forward + StepTime(tp=self._overlapped(last[0], reduce)), backward + StepTime(tp=back)
+
+    @cached_property
+    def _weights(self) -> float:
+        """Seconds of gradients of weights of a layer, which zero-bubble schedules compute apart."""
+        hidden = self.shape.hidden
+        return sum(self._grad_weight(wide, hidden) + self._grad_weight(hidden, inner) for wide, inner in self._widths)
 
     def _attention(self) -> tuple[StepTime, StepTime]:
         """Forward and backward of attention, with the ring of keys and values."""
@@ -287,29 +318,31 @@ class CostModel:
         heads = shape.heads / tp
         flops = 4 * self.tokens * self.seq * heads * shape.head_dim
         if self.software.attention == "flash":
-            seconds = flops / 2 / self.machine.attention_flops  # half of it is masked
+            rate = self.machine.attention_flops * (self.constants.ring_attention if cp > 1 else 1)
+            seconds = flops / 2 / rate  # half of it is masked
             forward, backward = StepTime(attention=seconds), StepTime(attention=2.5 * seconds)
         else:
             scores = self.tokens * self.seq * heads
             batch = self.rows * heads
             length = self.seq / cp
             kernels = 2 * self.constants.kernel  # of a whole batch of products
-            one = self._matmul(length, self.seq, shape.head_dim, "bf16")
-            one += self._matmul(length, shape.head_dim, self.seq, "bf16") - kernels
+            one = self._matmul(length, self.seq, shape.head_dim, self._wide)
+            one += self._matmul(length, shape.head_dim, self.seq, self._wide) - kernels
             products = batch * one + kernels
             # Written, softmax, dropout with its mask, read.
-            softmax = self._moved((2 + 4 + 5 * self.software.dropout + 2) * scores)
+            softmax = self._pointwise((2 + 4 + 5 * self.software.dropout + 2) * scores)
             forward = StepTime(attention=products + softmax)
             backward = StepTime(attention=2 * (products + softmax))
             if self.software.attention == "selective":
                 backward += StepTime(recompute=products / 2 + softmax)
         ring = 0.0
         if cp > 1 and self.config.ulysses_size == 1:
-            step = self._ring(4 * cp * self.tokens * shape.kv_heads * shape.head_dim / tp, cp, tp) / (cp - 1)
-            hidden = min(step, forward.attention / cp)
+            count = 2 * self.element * cp * self.tokens * shape.kv_heads * shape.head_dim / tp
+            step = self._ring(count, cp, tp) / (cp - 1)
+            hidden = self._hidden(step, forward.attention / cp)
             ring = (cp - 1) * (step - hidden + OVERLAP_COST * hidden)
         elif cp > 1:
-            sent = self.tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp * 2
+            sent = self.tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp * self.element
             ring = self._ring(sent, cp, tp)
         return forward + StepTime(cp=ring), backward + StepTime(cp=2 * ring)
 
@@ -318,10 +351,11 @@ class CostModel:
         """Output layer and loss, forward and backward."""
         width, tokens = self.shape.vocab / self.config.tp, self.tokens
         hidden = self.shape.hidden
-        seconds = self._matmul(tokens, width, hidden, "bf16") + self._matmul(tokens, hidden, width, "bf16")
-        seconds += self._grad_weight(width, hidden, "bf16")
-        gather = self._ring(2 * tokens * hidden, self.config.tp, 1)
-        return StepTime(matmul=seconds, memory_bound=self._moved(20 * tokens * width), tp=2 * gather)
+        seconds = self._matmul(tokens, width, hidden, self._wide) + self._matmul(tokens, hidden, width, self._wide)
+        seconds += self._grad_weight(width, hidden, self._wide)
+        gather = self._ring(self.element * tokens * hidden, self.config.tp, 1)
+        loss = self._moved(20 * tokens * width, self.constants.pointwise)  # in fp32 whatever the precision
+        return StepTime(matmul=seconds, memory_bound=loss, tp=2 * gather)
 
     # -- time of a step -----------------------------------------------------------------------------------------------
 
@@ -329,7 +363,7 @@ class CostModel:
     def time(self) -> StepTime:
         """Of a step."""
         config, pp, micro = self.config, self.config.pp, self.config.microbatches
-        forward, backward = self._layer
+        forward, backward = self.layer
         layer = forward + backward
         # A rank with fewer layers than others has room for the output layer.
         spare = 1 if self.shape.layers % (pp * self.stages) else 0
@@ -338,42 +372,55 @@ class CostModel:
         mean = (layer.total * self.shape.layers + self._head.total) / pp
         step = slowest * micro + StepTime(dp=self._data_parallel(forward.total, backward.total))
         if pp > 1:
-            zero_bubble = config.schedule in ("ZBVZeroBubble", "DualPipeV")
-            bubble = 0.0 if zero_bubble else (pp - 1) / self.stages * mean
-            sent = 2 * self.tokens * self.shape.hidden / (config.tp if self.software.split_sends else self.spread)
+            idle = mean
+            if SCHEDULES[config.schedule].splits:
+                # What torch's orders of ZBV and DualPipeV leave, too: a step begins and ends on all ranks together.
+                share = self.shape.layers / pp
+                idle = max(forward.total * share, mean - 2 * self._weights * share)
+            bubble = (pp - 1) / self.stages * idle
+            split = config.tp if self.software.split_sends else self.spread
             inside = config.tp * config.cp * config.data_parallel
-            hop = self._ring(2 * sent, 2, inside)
+            hop = self._ring(2 * self.element * self.tokens * self.shape.hidden / split, 2, inside, messages=True)
             # Interleaved stages compute for other microbatches meanwhile.
             hops = 2 * (micro if self.stages == 1 else 0) + 2 * (pp - 1)
             step += StepTime(bubble=bubble, pp=hops * hop)
-        return step + StepTime(optimizer=self._moved(32 * self._owned))
+        adam = 28 if self.precision == "fp32" else 32  # without a copy of the weights, and with it
+        optimizer = self._moved(adam * self._owned, self.constants.optimizer)
+        if self.config.tp > 1 or self.config.is_sharded:
+            of_layer = 9 if self.shape.gated else 8  # projections and two norms
+            optimizer += (self.layers * of_layer + 3) * self.constants.dtensor
+        return step + StepTime(optimizer=optimizer)
 
     def _data_parallel(self, forward: float, backward: float) -> float:
         """Seconds of gradients and parameters between data parallel ranks, that compute does not hide."""
-        config, inside = self.config, self.config.tp
+        config, gradient_bytes, micro = self.config, self.software.gradient_bytes, self.config.microbatches
+        overlap = self.software.overlap_dp and self.machine.overlaps
+        # Without FSDP2, ranks of cp and ep sum gradients as they communicate all else.
+        ring = partial(self._ring, messages=config.is_sharded or self.software.shards == "optimizer")
         if self.software.shards == "optimizer":
-            ranks = config.data_parallel * config.cp
             window = self.layers * forward, self.layers * backward
-            gradients = self._ring(self.software.gradient_bytes * self._local, ranks, inside)
-            weights = self._ring(2 * self._local, ranks, inside)
-            if config.dp_shard * config.ep == 1:
-                gradients, weights = 2 * gradients, 0.0
-            if not self.software.overlap_dp:
+            gradients, weights = 0.0, 0.0
+            for part in self._parts:
+                times = 2 if part.shards == 1 else 1
+                gradients += ring(gradient_bytes * part.count, part.shards * part.copies, part.inside, times)
+                weights += ring(self.element * part.count, part.shards, part.inside)
+            if not overlap:
                 return gradients + weights
             return sum(
                 max(one / self.layers, one - seconds) for one, seconds in zip((weights, gradients), window, strict=True)
             )
-        # Without FSDP ranks of cp have copies of all parameters.
-        shards, copies = (config.dp_shard * config.cp, config.dp_replicate) if config.is_sharded else (1, config.cp)
-        local, gradient_bytes, micro = self._local / self.layers, self.software.gradient_bytes, config.microbatches
-        weights = self._ring(2 * local, shards, inside)
-        scatter = self._ring(gradient_bytes * local, shards, inside)
-        over = self._ring(gradient_bytes * local / shards, copies * config.ep, inside * shards, times=2)
-        if not self.software.overlap_dp:
-            return self.layers * (2 * micro * weights + micro * scatter + over)
-        if config.pp > 1:  # gathered once, reduced behind the last microbatch
+        weights, scatter, over = 0.0, 0.0, 0.0  # of a layer
+        for part in self._parts:
+            local = part.count / self.layers
+            weights += ring(self.element * local, part.shards, part.inside)
+            scatter += ring(gradient_bytes * local, part.shards, part.inside)
+            over += ring(gradient_bytes * local / part.shards, part.copies, part.inside * part.shards, times=2)
+        # Gradients go behind the last microbatch. A pipeline gathers once, all else for each forward and backward.
+        if not overlap:
+            return self.layers * ((1 if config.pp > 1 else 2 * micro) * weights + scatter + over)
+        if config.pp > 1:
             return weights + scatter + self.layers * (max(0.0, weights - forward) + max(0.0, scatter + over - backward))
-        each, last = max(0.0, weights + scatter - backward), max(0.0, weights + scatter + over - backward)
+        each, last = max(0.0, weights - backward), max(0.0, weights + scatter + over - backward)
         first = weights + self.layers * max(0.0, weights - forward)
         return micro * first + self.layers * ((micro - 1) * each + last) + over
 
@@ -412,19 +459,40 @@ class CostModel:
         """Parameters of the rank that has most, before data parallelism shards them."""
         shape, tp = self.shape, self.config.tp
         at_ends = shape.embedding_parameters if self.config.pp == 1 else shape.vocab * shape.hidden
-        dense = min(shape.dense_layers, self.layers) if shape.experts else 0
-        saved = dense * (
+        saved = self._dense_layers * (
             self._layer_parameters - (shape.attention_parameters + shape.mlp_parameters(shape.dense_width)) / tp
         )
         return self.layers * self._layer_parameters - saved + at_ends / tp
 
     @cached_property
+    def _dense_layers(self) -> int:
+        return min(self.shape.dense_layers, self.layers) if self.shape.experts else 0
+
+    @cached_property
+    def _parts(self) -> list[_Part]:
+        """The rank's parameters: experts that are dealt out over ep, which have no copies there, and all others."""
+        shape, config = self.shape, self.config
+        dealt = 0.0
+        if config.ep > 1:
+            of_layer = shape.experts * shape.mlp_parameters(shape.intermediate) / (config.ep * config.tp)
+            dealt = (self.layers - self._dense_layers) * of_layer
+        parts = []
+        for count, ep in ((self._local - dealt, config.ep), (dealt, 1)):
+            if self.software.shards == "optimizer":
+                ranks = config.data_parallel // config.ep * ep * config.cp
+                shards, copies = (ranks, 1) if config.dp_shard * config.ep > 1 else (1, ranks)
+            elif config.is_sharded:
+                shards, copies = config.dp_shard * config.cp * ep, config.dp_replicate
+            else:  # ranks of cp have copies, too
+                shards, copies = 1, config.cp * ep
+            if count:
+                parts.append(_Part(count, shards, copies, config.tp * config.ep // ep))
+        return parts
+
+    @cached_property
     def _owned(self) -> float:
         """Parameters whose optimizer state the rank keeps."""
-        config = self.config
-        if self.software.shards == "optimizer":
-            return self._local / (config.data_parallel * config.cp if config.dp_shard * config.ep > 1 else 1)
-        return self._local / (config.dp_shard * config.cp if config.is_sharded else 1)
+        return sum(part.count / part.shards for part in self._parts)
 
     @cached_property
     def memory(self) -> Memory:
@@ -433,12 +501,15 @@ class CostModel:
         In a pipeline that is the first, which keeps most microbatches, or the last, which has the logits.
         """
         config, shape = self.config, self.shape
-        weights, gradients = 2 * self._local, 4 * self._local
+        weights, gradients = self.element * self._local, 4 * self._local
         if self.software.shards == "parameters" and config.is_sharded and config.pp == 1:
             # Gathered are a layer at work, the next one, and the output layer.
-            weights = 2 * min(self._local, 2 * self._layer_parameters + shape.vocab * shape.hidden / config.tp)
-            gradients = 4 * self._owned
-        logits = self.tokens * (4 * shape.hidden / self.spread + 6 * shape.vocab / config.tp)
+            at_once = 2 * self._layer_parameters + shape.vocab * shape.hidden / config.tp
+            weights = self.element * min(self._local, at_once)
+            if config.microbatches == 1:  # else whole ones are accumulated
+                gradients = 4 * self._owned
+        logits = self.tokens * (2 * self.element * shape.hidden / self.spread)
+        logits += self.tokens * (self.element + 4) * shape.vocab / config.tp
         first = self.activations_per_layer * self._layers_in_flight
         last = self.activations_per_layer * min(self.layers, self._layers_in_flight) + logits
         if config.recompute == "full":
@@ -448,7 +519,7 @@ class CostModel:
         return Memory(
             weights=weights,
             gradients=gradients,
-            optimizer=12 * self._owned,
+            optimizer=(8 if self.precision == "fp32" else 12) * self._owned,
             activations=(last - logits) if at_end else first,
             logits=logits if at_end else 0.0,
         )
@@ -462,14 +533,14 @@ class CostModel:
         """
         shape, tp = self.shape, self.config.tp
         if self.config.recompute == "full":
-            return self.tokens * 2 * shape.hidden / self.spread
+            return self.tokens * self.element * shape.hidden / self.spread
         between = (8 + 2 * self.software.dropout) * shape.hidden / self.spread  # inputs of norms and of what follows
         attention = 2 * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / tp
         mlp = 2 * (3 if shape.gated else 2) * shape.active_width / tp
         scores = (
             (4 + self.software.dropout) * shape.heads * self.seq / tp if self.software.attention == "unfused" else 0
         )
-        return self.tokens * (between + attention + mlp + scores)
+        return self.tokens * (between + attention + mlp + scores) * self.element / 2
 
     @property
     def _layers_in_flight(self) -> float:

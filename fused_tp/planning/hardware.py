@@ -9,7 +9,43 @@ from typing import Any
 from fused_tp.planning.config import read_mapping
 from fused_tp.runtime.errors import listed
 
-PRECISIONS = ("bf16", "fp8")
+PRECISIONS = ("bf16", "fp8", "fp32")
+_NUMBERS = ("float", "int", "float | None")  # types of fields that hold one
+_NOT_NEEDED = ("message_bandwidth", "message_latency", "constants.dtensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What is reached of a machine's numbers.
+
+    Attributes:
+        links: share of the bandwidth of links, in collectives.
+        network: share of the bandwidth between nodes.
+        kernel: seconds that a kernel costs beside its work: its launch, and tiles that leave multiprocessors idle.
+        memory: share of the bandwidth of memory, in kernels that are bound by it.
+        pointwise: the same in norms, rotations, activations and sums, as if each were one kernel; code that takes many
+            kernels for each reaches less.
+        optimizer: the same in clipping and the step of the optimizer.
+        dtensor: seconds that these cost for each parameter that is a DTensor, as those over tp and under FSDP2 are.
+        fused_matmul: FLOP/s of matmuls inside of fused ops, in those of torch's.
+        fused_links: share of `links` that the collectives of fused ops reach, with what they copy beside.
+        ring_attention: FLOP/s of the attention of context parallel ranks, in those of the attention of one.
+    """
+
+    links: float
+    network: float = 0.9  # adapters reach more of their bandwidth than links do (Calculon, SC23)
+    kernel: float
+    memory: float = 0.92  # measured by torchao on pointwise kernels (roofline_utils.py)
+    pointwise: float = 0.92
+    optimizer: float = 0.92
+    dtensor: float = 0.0
+    fused_matmul: float = 1.0
+    fused_links: float = 1.0
+    ring_attention: float = 1.0
+
+
+# Least squares of relative errors of `published.fitted_rows`; tests/unit/test_planning.py holds that this is so.
+FITTED = Constants(links=0.73, kernel=18e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +54,19 @@ class Machine:
 
     Attributes:
         name: for messages.
-        peak_flops: dense FLOP/s by precision ("bf16", "fp8"), from the data sheet; MFU is a share of it.
+        peak_flops: dense FLOP/s by precision ("bf16", "fp8", "fp32"), from the data sheet; MFU is a share of it.
         matmul_flops: FLOP/s that large matmuls sustain, by precision.
-        attention_flops: FLOP/s of the attention kernel, forward and backward together.
+        attention_flops: FLOP/s of the attention kernel, forward and backward together, of the half that a causal mask
+            leaves.
         memory: bytes.
         memory_bandwidth: of the data sheet.
         link_bandwidth, link_latency: between ranks of a node; of the data sheet.
+        message_bandwidth, message_latency: between ranks of a node, of what torch.distributed sends: data parallelism
+            and pipelines. None: as over links; CPU ranks have memory that they share for the rest.
         network_bandwidth, network_latency: between nodes.
         ranks_per_node: ranks that the links join.
+        overlaps: links carry data while ranks compute. CPU ranks move it by the cores that they compute with.
+        constants: see there.
         source: where the numbers come from.
 
     Example:
@@ -41,9 +82,13 @@ class Machine:
     memory_bandwidth: float
     link_bandwidth: float
     link_latency: float = 5e-6
+    message_bandwidth: float | None = None
+    message_latency: float | None = None
     network_bandwidth: float
     network_latency: float = 10e-6
     ranks_per_node: int = 8
+    overlaps: bool = True
+    constants: Constants = FITTED
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -60,8 +105,11 @@ class Machine:
                     f"for the same precisions, of {listed(map(repr, PRECISIONS))}."
                 )
             numbers |= {f"{name}[{key!r}]": value for key, value in by_precision.items()}
-        numbers |= {one.name: getattr(self, one.name) for one in fields(self) if one.type in ("float", "int")}
+        numbers |= {one.name: getattr(self, one.name) for one in fields(self) if one.type in _NUMBERS}
+        numbers |= {f"constants.{name}": value for name, value in vars(self.constants).items()}
         for name, value in numbers.items():
+            if name in _NOT_NEEDED and not value:
+                continue
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ValueError(f"{name} of machine {self.name} is {value!r}; it must be positive and finite.")
 
@@ -88,6 +136,8 @@ class Machine:
         if unknown := sorted(set(given) - known):
             raise ValueError(f"{path} has {unknown[0]!r}, which is no field of Machine; it has {', '.join(known)}.")
         try:
+            if "constants" in given:
+                given["constants"] = Constants(**given["constants"])
             return cls(**given)
         except TypeError as error:
             raise ValueError(f"{path} does not describe a machine: {error}.") from error

@@ -1,7 +1,7 @@
 """Published measurements, and what the cost model predicts of them.
 
-`costs.FITTED` is fitted on `fitted_rows` alone. The form of the model, and the microbatch of Megatron-Core's rows, were
-settled with the other rows in view.
+`hardware.FITTED` is fitted on `fitted_rows` alone. The form of the model, and the microbatch of Megatron-Core's rows,
+were settled with the other rows in view.
 """
 
 from __future__ import annotations

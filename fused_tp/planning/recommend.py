@@ -17,6 +17,7 @@ from fused_tp.runtime.errors import listed
 # Of a GPU's memory, what CUDA, NCCL and fragmentation leave.
 USABLE_MEMORY = 0.92
 MICROBATCH_ROWS = (1, 2, 4, 8)
+CP_TOKENS = 1024
 VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
 
 
@@ -90,7 +91,7 @@ def recommend(
         machine: a name in `fused_tp.planning.hardware.MACHINES`, a JSON file of a Machine, or a Machine.
         seq: tokens of a row.
         global_batch: rows of all ranks together in a step.
-        precision: "bf16" or "fp8", of the matmuls of layers.
+        precision: "bf16" or "fp8", of the matmuls of layers, or "fp32", of everything.
         memory: bytes of a GPU; None: as the machine has it.
         fused_tp: collectives of tp overlap with matmuls; False: plain collectives.
         top: at most so many.
@@ -112,7 +113,10 @@ def recommend(
     limit = (machine.memory if memory is None else memory) * USABLE_MEMORY
     software = Software(fused_tp=fused_tp)
     fitting, smallest = [], float("inf")
-    for config in configurations(shape, gpus, machine.ranks_per_node, seq=seq, global_batch=global_batch):
+    tokens = CP_TOKENS if machine.overlaps else CP_TOKENS // 16  # which fill a GPU, or a core
+    for config in configurations(
+        shape, gpus, machine.ranks_per_node, seq=seq, global_batch=global_batch, cp_tokens=tokens
+    ):
         costs = CostModel(
             shape=shape, config=config, machine=machine, seq=seq, global_batch=global_batch, precision=precision,
             software=software,
@@ -135,11 +139,12 @@ def recommend(
 
 
 def configurations(
-    shape: ModelShape, gpus: int, ranks_per_node: int, *, seq: int, global_batch: int
+    shape: ModelShape, gpus: int, ranks_per_node: int, *, seq: int, global_batch: int, cp_tokens: int = CP_TOKENS
 ) -> Iterator[ParallelConfig]:
-    """All ParallelConfigs of so many ranks that `ParallelConfig.check` lets pass for this shape."""
+    """All ParallelConfigs of so many ranks that `ParallelConfig.check` lets pass for this shape, with so many tokens of
+    a row at least on each rank of cp."""
     for tp in _divisors(gpus, ranks_per_node):
-        for cp in _divisors(gpus // tp, max(1, seq // 1024)):
+        for cp in _divisors(gpus // tp, max(1, seq // cp_tokens)):
             for pp in _divisors(gpus // (tp * cp), shape.layers):
                 dp = gpus // (tp * cp * pp)
                 for sizes in _data_parallel(shape, dp, pp):

@@ -13,8 +13,8 @@ import pytest
 from fused_tp.cli.main import main
 from fused_tp.planning import published
 from fused_tp.planning.config import ParallelConfig
-from fused_tp.planning.costs import FITTED, CostModel
-from fused_tp.planning.hardware import GIB, MACHINES, Machine, find_machine
+from fused_tp.planning.costs import CostModel, Software
+from fused_tp.planning.hardware import FITTED, GIB, MACHINES, Machine, find_machine
 from fused_tp.planning.model_shape import SHAPES, ModelShape, find_shape
 from fused_tp.planning.recommend import USABLE_MEMORY, configurations, recommend
 from tests.workers import error_of
@@ -67,7 +67,8 @@ def test_order_of_published_configurations() -> None:
 @pytest.mark.parametrize("change", [{"links": 0.6}, {"links": 0.88}, {"kernel": 12e-6}, {"kernel": 25e-6}])
 def test_fitted_constants_are_the_best(change: dict[str, float]) -> None:
     def error(constants: Any) -> float:
-        models = [(replace(row.model, constants=constants), row.published) for row in published.fitted_rows()]
+        found = ((row.model, row.published) for row in published.fitted_rows())
+        models = [(replace(one, machine=replace(one.machine, constants=constants)), mfu) for one, mfu in found]
         return sum((100 * model.mfu / mfu - 1) ** 2 for model, mfu in models)
 
     assert error(FITTED) < error(replace(FITTED, **change))
@@ -159,6 +160,75 @@ def test_what_each_kind_of_parallelism_saves(change: dict[str, Any], less: str) 
     assert memory(ParallelConfig(**change)) < memory(ParallelConfig())
 
 
+def test_fp32_has_four_bytes_and_no_copy_of_weights() -> None:
+    def model(precision: str) -> CostModel:
+        machine = replace(MACHINES["h100"], peak_flops={precision: 1e12}, matmul_flops={precision: 1e12})
+        return CostModel(
+            shape=SMALL, config=ParallelConfig(), machine=machine, seq=1024, global_batch=4, precision=precision
+        )
+
+    narrow, wide = model("bf16"), model("fp32")
+    assert wide.memory.weights == 2 * narrow.memory.weights and wide.memory.activations == 2 * narrow.memory.activations
+    assert wide.memory.gradients == narrow.memory.gradients
+    assert wide.memory.optimizer == narrow.memory.optimizer * 8 / 12
+    assert wide.time.memory_bound > narrow.time.memory_bound and wide.time.matmul > narrow.time.matmul
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}, {"dp_shard": 2}, {"dp_replicate": 2}])
+def test_ranks_that_copy_themselves_hide_no_communication(sizes: dict[str, int]) -> None:
+    def communication(fused_tp: bool = True, **change: Any) -> float:
+        machine = replace(MACHINES["h100"], **change)
+        model = CostModel(
+            shape=SMALL, config=ParallelConfig(**sizes), machine=machine, seq=4096, global_batch=8,
+            software=Software(fused_tp=fused_tp),
+        )  # fmt: skip
+        return model.time.communication
+
+    assert communication(overlaps=False) > communication()
+    assert communication(overlaps=False) == communication(fused_tp=False, overlaps=False)
+
+
+def test_messages_are_of_data_parallelism_and_pipelines() -> None:
+    slow = replace(MACHINES["h100"], message_bandwidth=1e9)
+
+    def slower(**sizes: int) -> bool:
+        model = CostModel(shape=SMALL, config=ParallelConfig(**sizes), machine=slow, seq=4096, global_batch=8)
+        return model.time.total > replace(model, machine=MACHINES["h100"]).time.total
+
+    assert slower(dp_shard=2) and slower(pp=2, microbatches=4)
+    assert not slower(tp=2) and not slower(cp=2)
+
+
+def test_gradients_that_are_accumulated_are_whole() -> None:
+    def gradients(microbatches: int) -> float:
+        config = ParallelConfig(dp_shard=4, microbatches=microbatches)
+        return CostModel(
+            shape=SMALL, config=config, machine=MACHINES["h100"], seq=1024, global_batch=16
+        ).memory.gradients
+
+    assert gradients(2) == gradients(4) == 4 * gradients(1)
+
+
+def test_experts_have_no_copies_along_ep() -> None:
+    """`build` shards experts over dp_shard, and all else over dp_shard and ep."""
+    shape = SHAPES["mixtral-8x7b"]
+    experts = shape.layers * shape.mlp_parameters(shape.experts * shape.intermediate)
+    rest = shape.parameters - experts
+
+    def owned(software: Software, **sizes: int) -> float:
+        model = CostModel(
+            shape=shape, config=ParallelConfig(**sizes), machine=MACHINES["h100"], seq=4096, global_batch=32,
+            software=software,
+        )  # fmt: skip
+        return model.memory.optimizer / 12
+
+    fsdp, zero1 = Software(), Software(shards="optimizer")
+    assert owned(fsdp, ep=4) == pytest.approx(experts / 4 + rest)
+    for software in (fsdp, zero1):
+        assert owned(software, ep=4, dp_shard=2) == pytest.approx(experts / 8 + rest / 8)
+        assert owned(software, ep=2, dp_shard=4, tp=2) == pytest.approx((experts / 8 + rest / 8) / 2)
+
+
 # -- machines, the command --------------------------------------------------------------------------------------------
 
 
@@ -168,6 +238,10 @@ def test_machines_there_and_back(tmp_path: Path) -> None:
     assert find_machine(path) == replace(MACHINES["h100"], name="mine", memory=40e9)
     path.write_text(json.dumps(MACHINES["h100"].to_dict() | {"memory": 0}))
     assert "memory of machine h100 is 0" in str(error_of(Machine.from_file, path))
+    path.write_text(
+        json.dumps(MACHINES["h100"].to_dict() | {"constants": {"links": 1.0, "kernel": 1e-5, "pointwise": 0}})
+    )
+    assert "pointwise of machine h100 is 0" in str(error_of(Machine.from_file, path))
     path.write_text(json.dumps({"name": "mine", "speed": 1}))
     assert "'speed', which is no field" in str(error_of(Machine.from_file, path))
     path.write_text(json.dumps({"name": "mine"}))
@@ -190,6 +264,18 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = [*arguments, "--machine", str(tmp_path / "mine.json"), "--write", str(path), "--format", "megatron"]
     assert main(written) == 0
     assert "8 x mine" in capsys.readouterr().out and "tensor_model_parallel_size" in json.loads(path.read_text())
+
+
+def test_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replace(MACHINES["a100"], name="here", peak_flops={"fp32": 1e11}, matmul_flops={"fp32": 9e10})
+    monkeypatch.setattr("fused_tp.cli.plan.measured", lambda: found)
+    path = tmp_path / "here.json"
+    assert main(["plan", "--measure", str(path)]) == 0 and find_machine(path) == found
+    arguments = ["plan", "--model", "llama-3-8b", "--gpus", "8", "--seq", "4096", "--batch", "32"]
+    assert main([*arguments, "--machine", str(path)]) == 0
+    assert "8 x here: 32 rows of 4096 tokens, fp32" in capsys.readouterr().out
+    assert main(["plan", "--gpus", "8"]) == 2
+    assert "needs --model and --gpus" in capsys.readouterr().err
 
 
 def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,307 @@
+"""`measure_machine`: a Machine of this host, by microbenchmarks that all of its ranks run at once.
+
+| number              | measured by                                                                   |
+|---------------------|-------------------------------------------------------------------------------|
+| `matmul_flops`      | a linear layer, forward and backward                                          |
+| `fused_matmul`      | the same products by what fused ops multiply with                             |
+| `attention_flops`   | torch's attention with the mask of packed documents, as transformers calls it |
+| `ring_attention`    | the same over context parallel ranks                                          |
+| `memory_bandwidth`  | a copy                                                                        |
+| `kernel`            | layers of transformers on few tokens                                          |
+| `pointwise`         | layers on many tokens, less their matmuls, attention and kernels              |
+| `optimizer`         | clipping and AdamW                                                            |
+| `dtensor`           | the same of small layers under FSDP2, less that of these layers               |
+| `link_bandwidth`    | fused_tp's all-gather and reduce-scatter                                      |
+| `link_latency`      | small layers over tensor parallel ranks, less these layers                    |
+| `fused_links`       | larger ones, less what they compute; 1 on GPUs, where both go on at once      |
+| `message_latency`   | small layers under FSDP2, less these layers                                   |
+| `message_bandwidth` | larger layers on few tokens under FSDP2, less these layers                    |
+
+Nothing is fitted to training steps.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.nn.grad_norm import clip_grad_norm_
+from fused_tp.ops.collectives import all_gather, reduce_scatter
+from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.costs import CostModel, StepTime
+from fused_tp.planning.hardware import Constants, Machine
+from fused_tp.planning.model_shape import ModelShape
+from fused_tp.schedules import gemm
+
+ROUNDS, SECONDS = 8, 0.2  # each times everything, so long; the best round counts, which other programs disturb least
+LAYERS, VOCABULARY = 4, 16
+ONE_RANK = ParallelConfig()
+_COPIED = 1 << 26  # bytes, more than caches hold
+Case = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of Llamas whose layers are measured."""
+
+    rows: int
+    seq: int
+    hidden: int
+    intermediate: int
+    heads: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq
+
+    @property
+    def config(self) -> Any:
+        """Of transformers."""
+        from transformers import LlamaConfig
+
+        return LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads // 2,
+        )
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape.from_config(self.config)
+
+
+MANY = {
+    "cpu": Sizes(rows=4, seq=256, hidden=384, intermediate=1024, heads=8),
+    "cuda": Sizes(rows=4, seq=4096, hidden=4096, intermediate=14336, heads=32),  # enough to fill a GPU
+}
+FEW = Sizes(rows=1, seq=16, hidden=64, intermediate=128, heads=4)
+
+
+def measure_machine(name: str = "this machine") -> Machine:
+    """This host, each of whose ranks is a process of the default group; a collective call of all of them.
+
+    CPU ranks are measured in fp32, GPUs in bf16, with the threads that each has now; some 40 seconds.
+
+    Args:
+        name: for messages.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        ValueError: an odd number of ranks.
+
+    Example:
+        >>> machine = measure_machine("workstation")  # under torchrun; or `fused-tp plan --measure FILE`
+    """
+    ranks = dist.get_world_size()
+    if ranks > 1 and ranks % 2:
+        raise ValueError(f"{ranks} ranks cannot be measured, since links join two of them; start an even number.")
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
+    if device.type == "cuda":
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+    sizes = MANY[device.type]
+    return machine_of(_timed(_cases(sizes, device)), sizes, ranks, Machine(
+        name=name,
+        peak_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
+        matmul_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
+        attention_flops=1.0,
+        memory=memory,
+        memory_bandwidth=1.0,
+        link_bandwidth=1.0,
+        network_bandwidth=1.0,
+        ranks_per_node=ranks,
+        overlaps=device.type != "cpu",
+        source=f"measured with torch {torch.__version__}; between nodes: as torch.distributed within this one",
+    ))  # fmt: skip
+
+
+def machine_of(seconds: Mapping[str, float], sizes: Sizes, ranks: int, machine: Machine) -> Machine:
+    """`machine` with the numbers that the seconds of all cases tell; those of no link where there is one rank."""
+    (precision,) = machine.peak_flops
+    element = 4 if precision == "fp32" else 2
+    tokens, hidden, wide = sizes.tokens, sizes.hidden, sizes.intermediate
+    bandwidth = 2 * _COPIED / seconds["copy"]
+    moved = 3 * element * (tokens * (hidden + wide) + hidden * wide)
+    flops = {precision: 6 * tokens * hidden * wide / (seconds["linear"] - moved / bandwidth)}
+    parameters = sizes.shape.parameters - sizes.shape.embedding_parameters
+    constants = Constants(
+        links=1.0,
+        network=1.0,
+        kernel=1e-12,
+        memory=1.0,
+        pointwise=1.0,
+        optimizer=28 * parameters / bandwidth / seconds["optimizer"],
+        fused_matmul=seconds["linear"] / seconds["fused linear"],
+        ring_attention=seconds["attention"] / min(ranks, 2) / seconds["ring"],  # of two ranks, each half
+    )
+    found: dict[str, Any] = {"peak_flops": flops, "matmul_flops": flops, "memory_bandwidth": bandwidth}
+    found["attention_flops"] = 3.5 * 2 * tokens * sizes.seq * hidden / seconds["attention"]  # backward: 2.5 times
+    machine = replace(machine, **found, constants=constants)
+
+    # Two layers tell of two unknowns: matmul + attention + memory_bound / pointwise + kernels x kernel = seconds.
+    small, large = _layer(machine, FEW), _layer(machine, sizes)
+    rest = [seconds[name] / LAYERS - one.matmul - one.attention for name, one in (("few", small), ("many", large))]
+    more = large.memory_bound - small.memory_bound
+    pointwise = more / max(rest[1] - rest[0], more)
+    kernels = _layer(replace(machine, constants=replace(constants, kernel=1.0)), FEW).total - small.total
+    kernel = max(rest[0] - small.memory_bound / pointwise, rest[0] / 10) / kernels
+    constants = replace(constants, pointwise=pointwise, kernel=kernel)
+    machine = replace(machine, constants=constants)
+    if ranks == 1:
+        return replace(machine, link_bandwidth=bandwidth, network_bandwidth=bandwidth)
+
+    def latency(case: str, alone: str, collectives: int) -> float:
+        return max((seconds[case] - seconds[alone]) / LAYERS / collectives, 1e-6)
+
+    # With sequence parallelism a layer gathers and scatters four times in forward and six times in backward. FSDP2
+    # gathers it twice, and scatters gradients.
+    message = latency("few, FSDP2", "few", 3)
+    message_bandwidth = element * parameters / LAYERS / 2 / max(latency("short, FSDP2", "short", 3) - message, 1e-6)
+    link, once = latency("few, tp", "few", 10), seconds["exchange"] / 2
+    dtensor = max(seconds["few optimizer, FSDP2"] - seconds["few optimizer"], 0.0) / (9 * LAYERS + 3)
+    constants = replace(constants, dtensor=dtensor)
+    if not machine.overlaps:
+        layer = _layer(machine, sizes, ParallelConfig(tp=2))
+        exposed = (seconds["many, tp"] / LAYERS - layer.total + layer.tp) / 10
+        constants = replace(constants, fused_links=once / max(exposed - link, once))
+    return replace(
+        machine,
+        constants=constants,
+        link_latency=link,
+        link_bandwidth=element * tokens * hidden / 2 / once,
+        message_latency=message,
+        message_bandwidth=message_bandwidth,
+        network_latency=message,
+        network_bandwidth=message_bandwidth,
+    )
+
+
+def _layer(machine: Machine, sizes: Sizes, config: ParallelConfig = ONE_RANK) -> StepTime:
+    """Predicted, forward and backward."""
+    (precision,) = machine.peak_flops
+    forward, backward = CostModel(
+        shape=sizes.shape, config=config, machine=machine, seq=sizes.seq, global_batch=sizes.rows, precision=precision
+    ).layer
+    return forward + backward
+
+
+def _cases(sizes: Sizes, device: torch.device) -> dict[str, Case]:
+    """What is timed."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def layers(sizes: Sizes, spread: Callable[[nn.Module], object] = lambda model: None) -> tuple[Case, Case]:
+        """Forward and backward; clipping and a step of the optimizer."""
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)  # the same on all ranks
+        model = AutoModelForCausalLM.from_config(sizes.config, dtype=dtype).to(device)
+        spread(model)
+        tokens = torch.zeros(sizes.rows, sizes.seq, dtype=torch.int64, device=device)
+        # Two documents in each row, for which transformers makes a mask.
+        positions = (torch.arange(sizes.seq, device=device) % (sizes.seq // 2)).expand(sizes.rows, -1)
+
+        def run() -> None:
+            model.zero_grad()
+            model(input_ids=tokens, position_ids=positions, labels=tokens, use_cache=False).loss.backward()
+
+        def update() -> None:
+            clip_grad_norm_(model, 1.0)
+            optimizer.step()
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        return run, update
+
+    source, target = (torch.zeros(_COPIED, device=device, dtype=torch.uint8) for _ in range(2))
+    tokens, hidden, wide = sizes.tokens, sizes.hidden, sizes.intermediate
+    x, w, dy = random(tokens, hidden), random(wide, hidden), random(tokens, wide)
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    q, k, v = (random(sizes.rows, sizes.heads, sizes.seq, sizes.hidden // sizes.heads) for _ in range(3))
+    heads = [t.clone().requires_grad_() for t in (q, k, v)]
+    attend: Any = F.scaled_dot_product_attention
+    mask = torch.ones(sizes.rows, 1, sizes.seq, sizes.seq, dtype=torch.bool, device=device).tril()
+    (few, few_optimizer), (many, many_optimizer) = layers(FEW), layers(sizes)
+    cases: dict[str, Case] = {
+        "copy": lambda: target.copy_(source),
+        "linear": lambda: torch.autograd.grad(F.linear(*leaves), leaves, dy),
+        "fused linear": lambda: (gemm.linear(x, w), gemm.linear(dy, w.t()), gemm.linear(dy.t(), x.t())),
+        "attention": lambda: torch.autograd.grad(attend(*heads, attn_mask=mask), heads, q),
+        "few": few,
+        "few optimizer": few_optimizer,
+        "many": many,
+        "optimizer": many_optimizer,
+    }
+    size = min(2, dist.get_world_size())
+    pairs = init_device_mesh(device.type, (dist.get_world_size() // size, size), mesh_dim_names=("pair", "tp"))["tp"]
+    halves = [t.transpose(1, 2)[:, : sizes.seq // size].contiguous().requires_grad_() for t in (q, k, v)]
+    cases["ring"] = lambda: torch.autograd.grad(ring_attention(*halves, group=pairs, causal=True), halves, halves[0])
+    if size == 1:
+        return cases
+    short = replace(sizes, rows=1, seq=FEW.seq)
+    part, whole = (random(sizes.rows, seq, sizes.hidden) for seq in (sizes.seq // 2, sizes.seq))
+
+    def cut(model: nn.Module) -> None:
+        parallelize(model, pairs, sequence_parallel=True)
+
+    def shard(model: nn.Module) -> None:
+        for layer in model.get_submodule("model.layers").children():
+            fully_shard(layer, mesh=pairs)
+        fully_shard(model, mesh=pairs)
+
+    few_sharded, few_sharded_optimizer = layers(FEW, shard)
+    return cases | {
+        "exchange": lambda: (all_gather(part, 1, group=pairs), reduce_scatter(whole, 1, group=pairs)),
+        "few, tp": layers(FEW, cut)[0],
+        "many, tp": layers(sizes, cut)[0],
+        "few, FSDP2": few_sharded,
+        "few optimizer, FSDP2": few_sharded_optimizer,
+        "short": layers(short)[0],
+        "short, FSDP2": layers(short, shard)[0],
+    }
+
+
+def _timed(cases: Mapping[str, Case]) -> dict[str, float]:
+    """Seconds of a call of each case on the slowest rank: the median of a round, and the least of all rounds."""
+    best: dict[str, float] = {}
+    for _ in range(ROUNDS):
+        for name, run in cases.items():
+            run()
+            calls = max(3, int(SECONDS / _slowest(_once(run))))
+            seconds = _slowest(statistics.median(_once(run) for _ in range(calls)))
+            best[name] = min(seconds, best.get(name, seconds))
+    return best
+
+
+def _once(run: Case) -> float:
+    start = time.perf_counter()
+    run()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: float) -> float:
+    """The same on all ranks, which meet here."""
+    found = torch.tensor(seconds, dtype=torch.float64, device=torch.accelerator.current_accelerator())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)

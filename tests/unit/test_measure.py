@@ -1,0 +1,98 @@
+"""A machine that is measured: its numbers give back the seconds that they come from, and predict steps of training."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+from benchmarks import planner
+from fused_tp.cli.plan import measured
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.costs import CostModel
+from fused_tp.planning.hardware import MACHINES, Machine
+from fused_tp.planning.measure import FEW, LAYERS, MANY, Sizes, machine_of
+from fused_tp.training.run import TrainingRun
+from fused_tp.training.settings import TrainSettings
+from tests.workers import run_fresh
+
+# As a CPU may take them, for all layers.
+SECONDS = {
+    "copy": 8e-3,
+    "linear": 25e-3,
+    "fused linear": 20e-3,
+    "attention": 20e-3,
+    "ring": 25e-3,
+    "few": 6e-3,
+    "many": 0.7,
+    "optimizer": 25e-3,
+    "few optimizer": 2e-3,
+    "few optimizer, FSDP2": 15e-3,
+    "exchange": 1e-3,
+    "few, tp": 20e-3,
+    "many, tp": 0.5,
+    "few, FSDP2": 30e-3,
+    "short": 30e-3,
+    "short, FSDP2": 110e-3,
+}
+
+
+def machine(ranks: int) -> Machine:
+    like = replace(MACHINES["h100"], peak_flops={"fp32": 1.0}, matmul_flops={"fp32": 1.0}, overlaps=False)
+    return machine_of(SECONDS, MANY["cpu"], ranks, like)
+
+
+def layers(machine: Machine, sizes: Sizes, **spread: int) -> float:
+    """Seconds of all layers, as predicted."""
+    forward, backward = CostModel(
+        shape=sizes.shape,
+        config=ParallelConfig(**spread),
+        machine=machine,
+        seq=sizes.seq,
+        global_batch=sizes.rows,
+        precision="fp32",
+    ).layer
+    return LAYERS * (forward + backward).total
+
+
+def test_numbers_give_back_the_seconds() -> None:
+    found = machine(2)
+    assert layers(found, FEW) == pytest.approx(SECONDS["few"], rel=0.01)
+    assert layers(found, MANY["cpu"]) == pytest.approx(SECONDS["many"], rel=0.01)
+    assert layers(found, MANY["cpu"], tp=2) == pytest.approx(SECONDS["many, tp"], rel=0.01)
+    assert found.constants.fused_matmul == 1.25 and found.constants.ring_attention == pytest.approx(0.4)
+    assert found.message_latency == pytest.approx(2e-3)
+    assert Machine(**vars(found)) == found  # in the bounds of all fields
+
+
+def test_one_rank_has_no_links() -> None:
+    alone = machine(1)
+    assert alone.message_bandwidth is None and alone.constants.pointwise == machine(2).constants.pointwise
+
+
+def fastest_step(group: dist.ProcessGroup, settings: dict[str, Any]) -> float:
+    """CPU seconds, which other programs beside change little."""
+    torch.set_num_threads(1)
+    seconds = []
+    with TrainingRun(TrainSettings.of(settings)) as run:
+        started = time.process_time()
+        for _ in run.steps():
+            seconds.append(time.process_time() - started)
+            started = time.process_time()
+    return min(seconds)
+
+
+@pytest.mark.full
+def test_steps_are_predicted() -> None:
+    here = measured()
+    model, *_ = planner.MODELS.values()
+    for ranks, way in ((1, "one process"), (2, "tp2, sequence parallel")):
+        settings = {**planner.settings_of(model, 6), "parallel": planner.WAYS[way]}
+        found = max(run_fresh(ranks, fastest_step, settings, timeout=200))
+        assert planner.predict(here, model, planner.WAYS[way]).time.total == pytest.approx(found, rel=0.4), way
