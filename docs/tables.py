@@ -250,6 +250,24 @@ def predictions() -> str:
     return "\n\n".join(tables)
 
 
+def planner() -> str:
+    """What `python -m benchmarks.planner` has found on CPU ranks."""
+    found = json.loads((Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "planner.json").read_text())
+    machine, rows = found["machine"], found["rows"]
+    cells, errors = [], []
+    for row in rows:
+        errors.append(row["predicted"] / row["measured"] - 1)
+        seconds = (f"{row[name]:.3f}" for name in ("measured", "predicted"))
+        cells.append((row["model"], row["way"], *seconds, f"{errors[-1]:+.1%}"))
+    mean = sum(map(abs, errors)) / len(errors)
+    cells.append(("mean of absolute errors", "", "", "", f"{mean:.1%}"))
+    head = ("hidden size x layers", "spread over ranks", "measured, s", "predicted, s", "error")
+    where = f"{machine['name']}, {machine['ranks_per_node']} cores, torch {found['versions']['torch']}"
+    said = "8 rows of 256 tokens, fp32, one thread a rank; the median step of `fused-tp train`"
+    best = "; ".join(f"{name}: {way}, recommended {plan}" for name, (way, plan) in found["fastest"].items())
+    return f"{where}, {found['date'][:10]}: {said}.\n\n{table(head, cells)}\n\nFastest on two ranks: {best}."
+
+
 def machines() -> str:
     """What the cost model knows of machines."""
     rows = (
@@ -294,7 +312,8 @@ def seconds_by_file(junit: str) -> dict[str, int]:
 
 def all_tables() -> dict[str, str]:
     made: tuple[Callable[[], str], ...] = (
-        settings, install_settings, schedules, support, defaults, styles, models, model_types, predictions, machines,
+        settings, install_settings, schedules, support, defaults, styles, models, model_types, predictions, planner,
+        machines,
         tests,
     )  # fmt: skip
     return {make.__name__: make() for make in made}

@@ -1,0 +1,165 @@
+"""Steps of training on CPU ranks of this machine, predicted and measured: `python -m benchmarks.planner [--out DIR]`.
+
+The machine is measured by microbenchmarks, two models are trained in ways that spread them over ranks, and each step
+time is put beside its prediction. Nothing else should run meanwhile. Results: planner.json and planner.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fused_tp.cli import at_least, make_folder
+from fused_tp.cli.compare import WARMUP, run_way
+from fused_tp.cli.plan import measured
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.costs import CostModel
+from fused_tp.planning.hardware import Machine
+from fused_tp.planning.model_shape import ModelShape
+from fused_tp.planning.recommend import recommend
+
+from .results import now, versions, write_whole
+
+SEQ, BATCH = 256, 8
+MODELS: dict[str, dict[str, int]] = {
+    "256 x 4": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8},
+    "512 x 6": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "one process, recomputed": {"recompute": "full"},
+    "tp2": {"tp": 2, "sequence_parallel": False},
+    "tp2, sequence parallel": {"tp": 2},
+    "cp2": {"cp": 2},
+    "pp2, 4 microbatches": {"pp": 2, "microbatches": 4},
+    "pp2, 8 microbatches": {"pp": 2, "microbatches": 8},
+    "dp_replicate2": {"dp_replicate": 2},
+    "dp_shard2": {"dp_shard": 2},
+    "dp_shard2, recomputed": {"dp_shard": 2, "recompute": "full"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a step of a model that is spread in one way."""
+
+    model: str
+    way: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+
+def settings_of(model: dict[str, int], steps: int) -> dict[str, Any]:
+    """Of `fused-tp train`."""
+    config = {**model, "num_key_value_heads": 4}
+    return {"model": {"type": "llama", "config": config}, "data": {"seq": SEQ}, "global_batch": BATCH, "steps": steps}
+
+
+def shape_of(model: dict[str, int]) -> ModelShape:
+    """As the planner sees the model."""
+    from transformers import LlamaConfig
+
+    return ModelShape.from_config(LlamaConfig(**model, num_key_value_heads=4, vocab_size=256))
+
+
+def predict(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> CostModel:
+    """The cost model of a way."""
+    return CostModel(
+        shape=shape_of(model),
+        config=ParallelConfig(**way),
+        machine=machine,
+        seq=SEQ,
+        global_batch=BATCH,
+        precision="fp32",
+    )
+
+
+def rows_of(machine: Machine, out: Path, steps: int) -> Iterator[Row]:
+    """Trains in all ways.
+
+    Raises:
+        RuntimeError: a rank has failed.
+    """
+    for name, model in MODELS.items():
+        for way, parallel in WAYS.items():
+            settings = {**settings_of(model, steps), "parallel": parallel}
+            result = run_way(f"{name}, {way}", settings, out, {})
+            if result is None:
+                raise RuntimeError(f"{name}, {way} has failed; its output is above.")
+            yield Row(name, way, predict(machine, model, parallel).time.total, result.step_seconds)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each row, and the mean."""
+    lines = [f"{'model':10} {'spread':26} {'measured':>9} {'predicted':>9} {'error':>7}"]
+    lines += [f"{r.model:10} {r.way:26} {r.measured:7.3f} s {r.predicted:7.3f} s {r.error:+7.1%}" for r in rows]
+    mean = sum(abs(row.error) for row in rows) / len(rows)
+    return "\n".join([*lines, f"mean of absolute errors {mean:.1%}, largest {max(abs(r.error) for r in rows):.1%}"])
+
+
+def fastest(machine: Machine, rows: Sequence[Row], name: str) -> tuple[str, str]:
+    """The way of two ranks that was fastest, and the one that `recommend` puts first."""
+    two = {
+        row.way: row.measured for row in rows if row.model == name and ParallelConfig(**WAYS[row.way]).world_size == 2
+    }
+    plan = recommend(shape_of(MODELS[name]), 2, machine=machine, seq=SEQ, global_batch=BATCH, precision="fp32")[0]
+    chosen = (way for way, parallel in WAYS.items() if ParallelConfig(**parallel) == plan.config)
+    return min(two, key=lambda way: two[way]), next(chosen, plan.config.shown())
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Predicted over measured seconds."""
+    import matplotlib
+
+    matplotlib.rcParams |= {"svg.hashsalt": "fused_tp", "svg.fonttype": "none"}  # the same small file from each run
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(MODELS)), MODELS, strict=True):
+        own = [row for row in rows if row.model == name]
+        places = range(len(own))
+        axes.barh([place - 0.2 for place in places], [row.measured for row in own], 0.4, label="measured")
+        axes.barh([place + 0.2 for place in places], [row.predicted for row in own], 0.4, label="predicted")
+        axes.set_yticks(places, [row.way for row in own], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlabel("seconds of a step")
+        axes.set_title(f"hidden size x layers: {name}")
+        axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, train, print and store."""
+    parser = argparse.ArgumentParser(prog="benchmarks.planner", description=__doc__)
+    parser.add_argument("--steps", type=at_least(WARMUP + 1), default=10, help="of each run (10)")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"), help="for planner.json, planner.svg (out/bench)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="in place of OUT/planner.svg")
+    options = parser.parse_args(arguments)
+    make_folder("--out", options.out)
+    machine = measured()
+    print(json.dumps(machine.to_dict(), indent=1), flush=True)
+    rows = list(rows_of(machine, Path("out/planner"), options.steps))
+    print(table(rows))
+    best = {name: fastest(machine, rows, name) for name in MODELS}
+    for name, (way, plan) in best.items():
+        print(f"{name}: fastest of two ranks: {way}; recommended: {plan}")
+    found = {"machine": machine.to_dict(), "versions": versions(), "date": now(), "fastest": best}
+    write_whole(
+        options.out / "planner.json", json.dumps({**found, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+    )
+    draw(rows, options.picture or options.out / "planner.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
