@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from fused_tp.cli import at_least, make_folder
-from fused_tp.cli.compare import WARMUP, run_way
+from fused_tp.cli.compare import WARMUP, Result, Variant, train_in_turn
+from fused_tp.cli.compare_report import step_seconds
 from fused_tp.cli.plan import measured
+from fused_tp.cli.ranks import Job, launch, preload, start_method
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
 from fused_tp.planning.hardware import Machine
@@ -84,19 +86,26 @@ def predict(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> Cos
     )
 
 
-def rows_of(machine: Machine, out: Path, steps: int) -> Iterator[Row]:
-    """Trains in all ways.
+def measured_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> float:
+    """Of a step, the median behind the first.
 
     Raises:
-        RuntimeError: a rank has failed.
+        ValueError, ChildProcessError: a rank has refused the way, or failed.
     """
+    variant = Variant("", {**settings_of(model, steps), "parallel": way})
+    how = start_method("cpu")
+    if how == "forkserver":
+        preload(["fused_tp.training.run", "transformers.modeling_utils", "torch._dynamo"])
+    results: list[Result] = launch(Job(train_in_turn, [variant], ParallelConfig(**way).world_size), how)[0]
+    return step_seconds(results[0])
+
+
+def rows_of(machine: Machine, steps: int) -> Iterator[Row]:
+    """Trains in all ways."""
     for name, model in MODELS.items():
         for way, parallel in WAYS.items():
-            settings = {**settings_of(model, steps), "parallel": parallel}
-            result = run_way(f"{name}, {way}", settings, out, {})
-            if result is None:
-                raise RuntimeError(f"{name}, {way} has failed; its output is above.")
-            yield Row(name, way, predict(machine, model, parallel).time.total, result.step_seconds)
+            seconds = measured_seconds(model, parallel, steps)
+            yield Row(name, way, predict(machine, model, parallel).time.total, seconds)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -148,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_folder("--out", options.out)
     machine = measured()
     print(json.dumps(machine.to_dict(), indent=1), flush=True)
-    rows = list(rows_of(machine, Path("out/planner"), options.steps))
+    rows = list(rows_of(machine, options.steps))
     print(table(rows))
     best = {name: fastest(machine, rows, name) for name in MODELS}
     for name, (way, plan) in best.items():
