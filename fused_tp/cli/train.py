@@ -88,7 +88,7 @@ def start_ranks(
 
 @contextmanager
 def _passed_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM goes to `process`, which ends its ranks; gives those that came."""
+    """The first SIGINT, SIGTERM or SIGHUP goes to `process`, which ends its ranks; gives those that came."""
     came: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -99,7 +99,11 @@ def _passed_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # which alone may have handlers
         yield came
         return
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    # SIGHUP, too: a closed terminal does not reach another session. Under nohup it stays ignored.
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {
+        number: signal.signal(number, pass_on) for number in wanted if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield came
     finally:

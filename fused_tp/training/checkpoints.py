@@ -229,8 +229,7 @@ class CheckpointManager:
                 dcp.save(
                     tensors, storage_writer=_Writer(folder), process_group=self._group, no_dist=self._group is None
                 )
-            own_files = [*folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]
-            sums = self._gather({path.name: _checksum(path) for path in own_files})
+            sums = self._gather(self._own_checksums(folder))
             common["checksums"] = {name: value for one in sums for name, value in one.items()}
             self._on_first(lambda: self._complete(folder, common, ranks))
         except BaseException as error:  # CheckpointException of torch is no Exception
@@ -244,12 +243,25 @@ class CheckpointManager:
             raise ValueError(f"the ranks save different steps, {listed(map(str, sorted(steps)))}.")
         shutil.rmtree(folder, ignore_errors=True)
 
+    def _own_checksums(self, folder: Path) -> dict[str, int | None]:
+        """Of the files that this rank has written; None of one that cannot be read, for which rank 0
+        gives the save up: an error here would leave the others in a collective call."""
+        found: dict[str, int | None] = {}
+        for path in [*folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]:
+            try:
+                found[path.name] = _checksum(path)
+            except OSError:
+                found[path.name] = None
+        return found
+
     def _complete(self, folder: Path, common: dict[str, Any], ranks: list[_OfRank]) -> None:
         optimizer = {
             "kind": None if self._optimizer is None else type(self._optimizer).__name__,
             "groups": [group for one in ranks for group in one.optimizer["groups"]],
             "values": {name: values for one in ranks for name, values in one.optimizer["values"].items()},
         }
+        if unread := [name for name, value in common["checksums"].items() if value is None]:
+            raise OSError(f"{folder / unread[0]} was written, and cannot be read.")
         whole = {**common, "random": [one.random for one in ranks], "optimizer": optimizer}
         with open(folder / f"{COMPLETE}.part", "wb") as file:
             torch.save(whole, file)
