@@ -8,7 +8,7 @@
 | pipeline bubble     | (pp - 1) / v microbatches, v stages of a rank (arXiv:2104.04473, section 2.2); of zero-bubble |
 |                     | schedules less 2 W, the gradients of weights (ZB-H1 of arXiv:2401.10241)                      |
 | a collective        | latency x log2(n) + bytes x (n - 1) / n / reached bandwidth of the slowest hop                |
-| fused tp            | pipelined in tp steps: max(matmul, collective) + min(matmul, collective) / tp                 |
+| fused tp            | pipelined in tp steps: max(matmul, collective) + min(matmul, collective) / tp + tp kernels    |
 | activations         | s b h (10 + 24 / tp), by parts, and 5 a s / h of kept scores (Korthikanti et al., 2205.05198) |
 | weights, optimizer  | 2 of weights, 4 of gradients, 12 of Adam with a copy of the weights: bytes a parameter        |
 
@@ -237,11 +237,12 @@ class CostModel:
         return min(collective, compute) if self.machine.overlaps else 0.0
 
     def _overlapped(self, matmul: float, collective: float) -> float:
-        """What is left of a collective beside a matmul, which both go on in tp steps."""
+        """What is left of a collective beside a matmul, which both go on in tp steps: kernels of their own."""
         if not self.software.fused_tp:
             return collective
         hidden = self._hidden(collective, matmul) * (1 - 1 / self.config.tp)
-        return collective - hidden + OVERLAP_COST * hidden
+        kernels = (self.config.tp - 1) * self.constants.kernel
+        return min(collective, collective - (1 - OVERLAP_COST) * hidden + kernels)
 
     @cached_property
     def _widths(self) -> tuple[tuple[float, float], tuple[float, float]]:
