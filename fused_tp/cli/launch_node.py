@@ -2,6 +2,7 @@
 
 It takes torchrun's arguments, and
 
+- leaves signals alone that are ignored, as SIGHUP is under nohup;
 - gives the ranks of each restart a store of their own: in one that outlives them they find the addresses of the dead;
 - shares the host's processors out as OMP_NUM_THREADS, where torchrun gives each rank one thread;
 - prefixes each line of a log with [host:rank], and shows the last lines of the rank that failed first;
@@ -33,6 +34,18 @@ FAILED = 1  # ranks failed; from 128 on, the host was ended from outside, by sig
 LAST_LINES = 20
 
 
+class RanksFailed(ChildProcessError):
+    """Ranks have failed, and no restart was left.
+
+    Attributes:
+        code: exit code of the one that failed first; of one that signal n has ended, -n.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ranks on this host until they are done, and return the exit code.
 
@@ -42,15 +55,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         >>> main(["--standalone", "--nproc-per-node", "4", "train.py"])  # doctest: +SKIP
         0
     """
+    try:
+        return run_ranks(argv)
+    except (ValueError, RanksFailed) as error:
+        print(f"fused-tp launch: {error}", file=sys.stderr)
+        return FAILED if isinstance(error, RanksFailed) else 2
+
+
+def run_ranks(argv: Sequence[str] | None = None) -> int:
+    """Run ranks on this host until they are done: 0, or 128 + n where signal n has ended them.
+
+    Raises:
+        ValueError: the host is not made for these arguments.
+        RanksFailed: see there.
+    """
     arguments = _parser().parse_args(argv)
     if arguments.stop_with_stdin:
         _stop_with_stdin()
     host = arguments.local_addr or socket.gethostname()
-    try:
-        _prepare(arguments, host)
-    except ValueError as error:
-        print(f"fused-tp launch: {error}", file=sys.stderr)
-        return 2
+    _prepare(arguments, host)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # over ssh they are pipes
@@ -58,14 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Of each host its own: hosts may share the folder, and local ranks have the same numbers on all.
     logs = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if temporary else arguments.log_dir, host)
     arguments.log_dir = str(logs)
+    has_logs = (arguments.redirects, arguments.tee) != ("0", "0")
     try:
         run.run(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        print(f"fused-tp launch: on {host} rank {rank} failed first, {how}.", file=sys.stderr)
-        print(_last_lines(logs, failure.local_rank), file=sys.stderr)
-        return FAILED
+        wrote = f"\n{_last_lines(logs, failure.local_rank)}" if has_logs else ""
+        raise RanksFailed(f"on {host} rank {rank} failed first, {how}.{wrote}", failure.exitcode) from None
     except SignalException as error:
         return 128 + error.sigval
     if temporary:
@@ -87,6 +110,9 @@ def _prepare(arguments: argparse.Namespace, host: str) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cpus) // ranks)))
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", f"[{host}:${{rank}}] ")
+    signals = arguments.signals_to_handle.split(",")
+    heard = [name for name in signals if signal.getsignal(signal.Signals[name.strip()]) is not signal.SIG_IGN]
+    arguments.signals_to_handle = ",".join(heard)
     if arguments.bind_cores:
         if not hasattr(os, "sched_setaffinity"):
             raise ValueError("--bind cores needs Linux; leave it out.")

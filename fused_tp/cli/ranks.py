@@ -106,14 +106,14 @@ def _started(rank: int, job: Job[Any], port: int, launcher: int) -> None:
 
     from fused_tp.runtime.settings import timeout_seconds
 
-    _end_with(launcher)
+    end_with(launcher)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
     result = _run_rank(job, rank, rank, store)
     if rank == 0:
         store.set(_RESULT, cast("str", pickle.dumps(result)))  # which takes bytes, too
 
 
-def _end_with(process: int) -> None:
+def end_with(process: int) -> None:
     """Have this rank end when `process` does, even by a signal that it cannot act upon. On Linux only."""
     if not hasattr(os, "pidfd_open"):
         return

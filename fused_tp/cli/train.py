@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fused_tp.cli.ranks import end_with
 from fused_tp.runtime.settings import timeout_seconds
 
 if TYPE_CHECKING:
     from fused_tp.training.settings import TrainSettings
+
+REFUSED = 2  # exit code of settings that do not fit, of ranks too: some things only they can know
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0: trained; 1: a rank failed; 2: settings that do not fit."""
+    """0: trained; 1: a rank failed; 2: settings that do not fit; 128 + n: ended by signal n."""
     try:
         from fused_tp.cli import make_folder
         from fused_tp.training.run import check_sizes
@@ -51,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
         return run_rank(settings)
     except ValueError as error:
         print(f"fused-tp train: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     except FloatingPointError as error:
         print(f"fused-tp train: {error}", file=sys.stderr)
         return 1
@@ -65,50 +64,23 @@ def start_ranks(
     max_restarts: int = 0,
     quiet: bool = False,
 ) -> int:
-    """Trains by so many ranks on this machine, which torchrun starts: 0 if they have, 128 + n if signal n has ended
-    them, else 1.
+    """Trains by so many ranks on this machine, which torchrun starts; the exit code is that of `main`.
 
     Args:
-        quiet: what they print is shown only if one fails.
+        quiet: what they print is not shown, but for the end of the one that fails.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(max_restarts), "-m", "fused_tp", "train"]
-    command += [str(config), *(word for change in changes for word in ("--set", change))]
-    # The agent's own store outlives its ranks, which would then meet what those before them have left.
-    given = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"} | os.environ
-    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if quiet else {}
-    # A session of its own: Ctrl-C reaches torchrun once, from here. At a second signal it would leave its ranks behind.
-    process = subprocess.Popen(command, env=given, text=True, start_new_session=True, **output)
-    with _passed_on(process) as signals:
-        printed, _ = process.communicate()
-    if process.returncode and quiet:
-        print(printed)
-    return 128 + signals[0] if signals else int(process.returncode != 0)
+    from fused_tp.cli.launch_node import RanksFailed, run_ranks
 
-
-@contextmanager
-def _passed_on(process: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """The first SIGINT, SIGTERM or SIGHUP goes to `process`, which ends its ranks; gives those that came."""
-    came: list[int] = []
-
-    def pass_on(number: int, _: object) -> None:
-        if not came:
-            process.send_signal(number)
-        came.append(number)
-
-    if threading.current_thread() is not threading.main_thread():  # which alone may have handlers
-        yield came
-        return
-    # SIGHUP, too: a closed terminal does not reach another session. Under nohup it stays ignored.
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {
-        number: signal.signal(number, pass_on) for number in wanted if signal.getsignal(number) is not signal.SIG_IGN
-    }
+    words = ["--standalone", "--local-addr", "localhost", "--nproc-per-node", str(ranks)]
+    words += ["--max-restarts", str(max_restarts), "--redirects", "3" if quiet else "0", "-m", "fused_tp", "train"]
+    words += [str(config), *(word for change in changes for word in ("--set", change))]
     try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        return run_ranks(words)
+    except RanksFailed as error:
+        if error.code == REFUSED:  # the ranks have said why
+            return REFUSED
+        print(f"fused-tp train: {error}", file=sys.stderr)
+        return 1
 
 
 def run_rank(settings: TrainSettings) -> int:
@@ -119,6 +91,8 @@ def run_rank(settings: TrainSettings) -> int:
     from fused_tp.training.log import RunLog
     from fused_tp.training.run import TrainingRun
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks, but not where SIGKILL ends it
+        end_with(os.getppid())
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
