@@ -89,7 +89,8 @@ def analyze(traces: Sequence[RankTrace]) -> Report:
     waits, notes = _waits(traces)
     known = {trace.rank for trace in traces}
     if missing := set(range(max(trace.world_size for trace in traces))) - known:
-        notes.append(f"There is no trace of ranks {', '.join(map(str, sorted(missing)))}, which may be the late ones.")
+        ranks = "rank" if len(missing) == 1 else "ranks"
+        notes.append(f"There is no trace of {ranks} {', '.join(map(str, sorted(missing)))}, which may be late.")
     ranks = [_rank_time(trace, waits[trace.rank], traces) for trace in traces]
     ops = _op_times(traces)
     return Report(ranks, ops, _group_times(ops), notes, _advice(ranks, ops))
@@ -117,7 +118,7 @@ def _rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[RankT
 
 def _cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_for: float) -> tuple[str, float]:
     """The module, or op, and how much more of a step this rank spends in it; ("", 0) where none explains the wait."""
-    if waited_for < _LATE * trace.seconds:
+    if waited_for <= _LATE * trace.seconds:  # both may be zero
         return "", 0.0
     labels = set(trace.spent) - {""}
     if any(one.is_message for one in trace.communication):  # stages of a pipeline have other modules

@@ -52,11 +52,14 @@ class RunLog:
         """Says what is trained how."""
         run = self._run
         shape = run.shape
-        parameters = f"{shape.parameters / 1e6:.1f}M parameters"
+        count = shape.parameters
+        parameters = f"{count / 1e6:.1f}M parameters" if count >= 1e6 else f"{count:,.0f} parameters"
         self._print(
             f"{shape.name}, {parameters}, {run.config.shown()}, {self._settings.precision}; step {run.done} of "
             f"{self._settings.steps}, {self._settings.global_batch} rows of {self._settings.data.seq} tokens a step"
         )
+        if run.done >= self._settings.steps:
+            self._print("All steps are done: nothing is trained. Give more steps, or another folder for checkpoints.")
 
     def step(self, step: Step) -> None:
         """Writes down a step."""

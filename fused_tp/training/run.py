@@ -405,11 +405,13 @@ def make_model(settings: TrainSettings) -> Any:
 
 @contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Errors of transformers, which are of many types, as a ValueError."""
+    """Errors of transformers about what is asked of it as a ValueError; of its own mistakes the type is named, too."""
     try:
         yield
-    except Exception as error:
+    except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"{what} cannot be made: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _check_names(model_type: str, config: dict[str, Any]) -> None:

@@ -157,7 +157,7 @@ class TrainSettings(_Part):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise ValueError("; ".join(_said(one) for one in error.errors()) + ".") from None
+            raise ValueError("; ".join(_said(one).rstrip(".") for one in error.errors()) + ".") from None
 
     def least_ranks(self) -> int:
         """The product of the sizes that `parallel` gives."""

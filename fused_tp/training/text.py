@@ -134,7 +134,8 @@ def _documents(path: Path) -> Iterator[str | list[int]]:
         if file.suffix == ".jsonl":
             for number, line in enumerate(file.read_text().splitlines(), 1):
                 try:
-                    yield str(json.loads(line)["text"])
+                    if line.strip():
+                        yield str(json.loads(line)["text"])
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f'Line {number} of {file} is no JSON object with a "text".') from error
         elif file.is_file() and (path.is_file() or file.suffix in TEXT_SUFFIXES):

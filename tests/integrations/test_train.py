@@ -130,7 +130,8 @@ def test_precisions(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    assert says in str(error_of(TrainSettings.of, settings_of(tmp_path, **change)))
+    said = str(error_of(TrainSettings.of, settings_of(tmp_path, **change)))
+    assert says in said and not said.endswith("..")
 
 
 def refusals(group: dist.ProcessGroup, folder: Path) -> list[str]:

@@ -303,6 +303,11 @@ def test_advice_names_a_late_rank(tmp_path: Path) -> None:
     assert "waiting for rank 1: see first to what slows it down in layers.0.mlp" in report.advice[1]
 
 
+def test_a_trace_of_no_length(tmp_path: Path) -> None:
+    report = report_of(write(tmp_path, [event("aten::mm", 5, 5)], world_size=2))
+    assert [rank.cause for rank in report.ranks] == [""]
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     traces = write(tmp_path / "traces", late(150), late(450), world_size=3)
@@ -312,7 +317,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "Rank 1 is late: others wait 0.0004 s of a step for it." in text and "more than they do in layers.0.mlp" in text
     )
-    assert "There is no trace of ranks 2" in text and "mean" in text
+    assert "There is no trace of rank 2," in text and "mean" in text
     assert (out / "report.png").stat().st_size > 1000
     assert main(["report", *map(str, traces.iterdir()), "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((out / "report.json").read_text())

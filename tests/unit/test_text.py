@@ -35,7 +35,7 @@ def test_rows_are_the_documents_one_after_the_other(lengths: list[int], seq: int
 
 def test_forms_of_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "wörld"}) + "\n" + json.dumps({"text": "!"}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "wörld"}) + "\n\n" + json.dumps({"text": "!"}) + "\n")
     (tmp_path / "c.bin").write_bytes(b"not text")
     rows = load_text(tmp_path, Bytes(), 4)
     assert bytes(rows.tokens.tolist()) == "hellowörld!".encode() and rows.starts.tolist() == [0, 5, 11]
