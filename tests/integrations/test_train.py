@@ -196,7 +196,9 @@ def test_a_full_disk_loses_no_checkpoint_and_settings_may_change(tmp_path: Path)
 def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "train.json"
     config.write_text(json.dumps(settings_of(tmp_path, steps=100_000, parallel={"tp": 2}, out=str(tmp_path / "out"))))
-    command = [sys.executable, "-m", "fused_tp", "train", str(config)]
+    # A shell's background job, as these tests may be, ignores SIGINT, and so does what it starts.
+    run = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", run, sys.executable, "-m", "fused_tp", "train", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         assert any(line.startswith("step 2:") for line in process.stdout)

@@ -76,7 +76,12 @@ def test_torchrun_takes_the_arguments(capsys: pytest.CaptureFixture[str], monkey
     arguments = launch_node._parser().parse_args(command[len(NODE) :])
     assert arguments.rdzv_id == "of the operator"  # Kubernetes
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
-    launch_node._prepare(arguments, "node1")
+    nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launch_node._prepare(arguments, "node1")
+    finally:
+        signal.signal(signal.SIGHUP, nohup)
+    assert "SIGTERM" in arguments.signals_to_handle and "SIGHUP" not in arguments.signals_to_handle
     assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[node1:${rank}] "
     assert arguments.no_python and not arguments.module and arguments.training_script == sys.executable
