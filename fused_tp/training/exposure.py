@@ -89,8 +89,8 @@ def analyze(traces: Sequence[RankTrace]) -> Report:
     waits, notes = _waits(traces)
     known = {trace.rank for trace in traces}
     if missing := set(range(max(trace.world_size for trace in traces))) - known:
-        ranks = "rank" if len(missing) == 1 else "ranks"
-        notes.append(f"There is no trace of {ranks} {', '.join(map(str, sorted(missing)))}, which may be late.")
+        of = "rank" if len(missing) == 1 else "ranks"
+        notes.append(f"There is no trace of {of} {', '.join(map(str, sorted(missing)))}, which may be late.")
     ranks = [_rank_time(trace, waits[trace.rank], traces) for trace in traces]
     ops = _op_times(traces)
     return Report(ranks, ops, _group_times(ops), notes, _advice(ranks, ops))
