@@ -21,7 +21,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed import run
@@ -72,6 +73,27 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.stop_with_stdin:
         _stop_with_stdin()
+    with _own_process_as_before():
+        return _run_ranks(arguments)
+
+
+@contextmanager
+def _own_process_as_before() -> Iterator[None]:
+    """Takes back what the ranks' environment, and torchrun's handlers of signals, have changed in this process."""
+    environment = dict(os.environ)
+    in_main = threading.current_thread() is threading.main_thread()  # which alone may have handlers
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if in_main else {}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            if handler is not None and handler is not signal.getsignal(number):
+                signal.signal(number, handler)
+
+
+def _run_ranks(arguments: argparse.Namespace) -> int:
     host = arguments.local_addr or socket.gethostname()
     _prepare(arguments, host)
     for stream in (sys.stdout, sys.stderr):
@@ -81,9 +103,10 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
     # Of each host its own: hosts may share the folder, and local ranks have the same numbers on all.
     logs = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if temporary else arguments.log_dir, host)
     arguments.log_dir = str(logs)
-    has_logs = (arguments.redirects, arguments.tee) != ("0", "0")
+    keep = has_logs = (arguments.redirects, arguments.tee) != ("0", "0")
     try:
         run.run(arguments)
+        keep = False
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
@@ -91,8 +114,9 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
         raise RanksFailed(f"on {host} rank {rank} failed first, {how}.{wrote}", failure.exitcode) from None
     except SignalException as error:
         return 128 + error.sigval
-    if temporary:
-        shutil.rmtree(logs.parent, ignore_errors=True)
+    finally:
+        if temporary and not keep:
+            shutil.rmtree(logs.parent, ignore_errors=True)
     return 0
 
 
@@ -110,9 +134,9 @@ def _prepare(arguments: argparse.Namespace, host: str) -> None:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(cpus) // ranks)))
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", f"[{host}:${{rank}}] ")
-    signals = arguments.signals_to_handle.split(",")
-    heard = [name for name in signals if signal.getsignal(signal.Signals[name.strip()]) is not signal.SIG_IGN]
-    arguments.signals_to_handle = ",".join(heard)
+    ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
+    names = arguments.signals_to_handle.split(",")
+    arguments.signals_to_handle = ",".join(name for name in names if name.strip() not in ignored)
     if arguments.bind_cores:
         if not hasattr(os, "sched_setaffinity"):
             raise ValueError("--bind cores needs Linux; leave it out.")

@@ -117,7 +117,10 @@ def end_with(process: int) -> None:
     """Have this rank end when `process` does, even by a signal that it cannot act upon. On Linux only."""
     if not hasattr(os, "pidfd_open"):
         return
-    ended = os.pidfd_open(process)
+    try:
+        ended = os.pidfd_open(process)
+    except OSError:  # older kernels do not have it, and some containers do not let it through
+        return
 
     def wait() -> None:
         select.select([ended], [], [])

@@ -77,10 +77,10 @@ def start_ranks(
     try:
         return run_ranks(words)
     except RanksFailed as error:
-        if error.code == REFUSED:  # the ranks have said why
-            return REFUSED
-        print(f"fused-tp train: {error}", file=sys.stderr)
-        return 1
+        refused = error.code == REFUSED
+        if quiet or not refused:  # else the ranks have said why
+            print(f"fused-tp train: {error}", file=sys.stderr)
+        return REFUSED if refused else 1
 
 
 def run_rank(settings: TrainSettings) -> int:

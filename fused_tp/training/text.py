@@ -132,11 +132,12 @@ def _documents(path: Path) -> Iterator[str | list[int]]:
     files: Iterable[Path] = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in files:
         if file.suffix == ".jsonl":
-            for number, line in enumerate(file.read_text().splitlines(), 1):
-                try:
-                    if line.strip():
-                        yield str(json.loads(line)["text"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f'Line {number} of {file} is no JSON object with a "text".') from error
+            with file.open(encoding="utf-8") as lines:  # which end with \n alone, unlike those of splitlines
+                for number, line in enumerate(lines, 1):
+                    try:
+                        if line.strip():
+                            yield str(json.loads(line)["text"])
+                    except (ValueError, KeyError, TypeError) as error:
+                        raise ValueError(f'Line {number} of {file} is no JSON object with a "text".') from error
         elif file.is_file() and (path.is_file() or file.suffix in TEXT_SUFFIXES):
             yield file.read_text(errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from fused_tp.cli.main import main
+from fused_tp.cli.train import start_ranks
 from fused_tp.training.exposure import Report, analyze
 from fused_tp.training.log import RunLog, read_log
 from fused_tp.training.run import LossScale, TrainingRun
@@ -207,6 +209,19 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals) -> None
         process.stdout.read()
         assert process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
     assert len(started) == 2 and not psutil.wait_procs(started, timeout=30)[1]
+
+
+@pytest.mark.full
+def test_ranks_that_refuse_say_why_and_leave_the_process_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    config, data = tmp_path / "train.json", {"path": str(tmp_path / "short.txt"), "seq": 64}
+    config.write_text(json.dumps(settings_of(tmp_path, data=data, parallel={"tp": 2}, out=str(tmp_path / "out"))))
+    before = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    assert start_ranks(2, config, quiet=True) == 2
+    assert "has 5 tokens, fewer than a row of seq=64" in capsys.readouterr().err
+    assert before == (dict(os.environ), signal.getsignal(signal.SIGTERM))
 
 
 def test_loss_scales_of_other_precisions() -> None:
