@@ -1,6 +1,6 @@
 # Everything from a fresh clone: each target makes .venv and installs into it what it needs, as constraints.txt pins it.
 #   make demo     train a small model on one process and over ranks of this machine, and compare; into out/demo
-#   make test     the contract of the public API, in minutes         make test-all  every test
+#   make test     the contract of the public API, in minutes         make test-all  that, tools, sanitizers; test-long: sweeps
 #   make lint     ruff, mypy, import-linter, clang-format            make format    rewrite to what lint wants
 #   make docs     the documentation, into out/docs                   make wheel     a wheel for other machines, into dist
 #   make bench    measure on this machine, into out/bench            make soak      injected faults; random ops for SOAK_MINUTES
@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 SOAK_MINUTES ?= 10
 ARGS ?=
-# For the tests of the NCCL binding, where torch is a build without CUDA; 300 MB, so that only `make test-all` installs it.
+# For the tests of the NCCL binding, where torch is a build without CUDA; 300 MB, so that `make test` does not install it.
 # Not in constraints.txt: a CUDA build of torch wants exactly the version that it names itself.
 NCCL ?= nvidia-nccl-cu13==2.32.3
 
@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: all install demo test test-all lint format docs wheel bench soak clean
+.PHONY: all install demo test test-all test-long lint format docs wheel bench soak clean
 all: test
 
 install: $(VENV)/installed
@@ -45,7 +45,7 @@ $(VENV)/installed-nccl: | $(VENV)/installed
 		echo "There is no NCCL for this platform; the tests that need it will be skipped."
 	touch $@
 
-# What `make test-all` trains with. Of the second line what the tests import, without what else these want (wandb, ...).
+# What `make test-all` and `make test-long` train with. Of the second line what the tests import, without what else these want (wandb, ...).
 $(VENV)/installed-stacks: constraints.txt | $(VENV)/installed
 	$(PIP) "fused-tp[trl]"
 	$(PIP) --no-deps lightning lightning-utilities torchmetrics \
@@ -58,8 +58,12 @@ demo: $(VENV)/installed $(VENV)/installed-train
 test: $(VENV)/installed $(VENV)/installed-test
 	$(BIN)/python -m pytest -q $(ARGS)
 
-test-all: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-stacks $(VENV)/installed-release $(VENV)/installed-nccl
-	$(BIN)/python -m pytest -q -m "" $(ARGS)
+test-all test-long: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-stacks $(VENV)/installed-release $(VENV)/installed-nccl
+test-all:
+	$(BIN)/python -m pytest -q -m "not long" $(ARGS)
+
+test-long:
+	$(BIN)/python -m pytest -q -m long $(ARGS)
 
 lint: $(VENV)/installed $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -302,7 +302,7 @@ def tests() -> str:
 
 
 def seconds_by_file(junit: str) -> dict[str, int]:
-    """Seconds of every test file in a report of `make test-all ARGS=--junitxml=FILE`; of no skipped test."""
+    """Seconds of every test file in a report of `pytest -m "" --junitxml=FILE`; of no skipped test."""
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(junit).iter("testcase"):
         module = re.sub(r"\.[A-Z]\w*$", "", case.attrib["classname"])  # of a class of tests

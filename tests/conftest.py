@@ -20,7 +20,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; rank process
 def pytest_configure(config: pytest.Config) -> None:
     session_end.start_guardian()
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped, saying so, where there is none")
-    config.addinivalue_line("markers", "full: of `make test-all`, and not of `make test`; `pytest -m ''` selects both")
     config.addinivalue_line("markers", "beside(work): runs at the same time as that of others; see tests/beside.py")
     config.addinivalue_line("markers", "gpus(count): needs that many NVIDIA GPUs")
 

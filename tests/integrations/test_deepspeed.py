@@ -136,7 +136,7 @@ def more(group: dist.ProcessGroup, made: str) -> None:
     autotp(group)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_more_of_zero_and_autotp(tmp_path: Path) -> None:
     run_fresh(4, more, str(tmp_path), timeout=300)
 

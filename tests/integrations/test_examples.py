@@ -116,6 +116,7 @@ def test_lightning_trains_alike_and_resumes_at_another_size(tmp_path: Path) -> N
     assert [len(of_run) for of_run in losses] == [3, 2] and losses[1][-1] < losses[0][0], printed
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed; pip install torchtitan")
 def test_torchtitans_trainer(tmp_path: Path) -> None:
     sizes = ("--dp", "2", "--tp", "2", "--out", str(tmp_path))

@@ -52,7 +52,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[tuple[str, str]]:
     return re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_two_hosts_of_which_a_rank_dies_and_then_one(tmp_path: Path) -> None:
     whole = losses(launch(tmp_path / "whole", ["--per-node", "4"]))
     assert [int(step) for step, _ in whole] == list(range(1, 9))

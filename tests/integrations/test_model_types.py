@@ -128,7 +128,7 @@ def test_is_refused_before_anything_is_changed(
     assert outcome == "refused" and says in said, said
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_every_type_is_right_or_refused(outcomes_of: Callable[[str, str], Outcomes]) -> None:
     outcomes = {kind: outcomes_of(kind, "tp") for kind in all_kinds()}
     found = [(kind, mode, *outcomes[kind][mode]) for kind in outcomes for mode in MODES]

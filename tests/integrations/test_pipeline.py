@@ -253,7 +253,7 @@ class Chain(nn.Module):
         return x
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_three_kinds_of_parallelism_in_one() -> None:
     for rank in fresh_ranks(8, three_kinds, timeout=300):
         rank.unwrap()

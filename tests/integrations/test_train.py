@@ -70,7 +70,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_losses_of_one_process(tmp_path: Path) -> None:
     """Also of runs that go on at other sizes from a checkpoint."""
     sample = {"sample": {"prompt": "1 and", "tokens": 8, "temperature": 0.0}}
@@ -194,7 +194,9 @@ def test_a_full_disk_loses_no_checkpoint_and_settings_may_change(tmp_path: Path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "train.json"
     config.write_text(json.dumps(settings_of(tmp_path, steps=100_000, parallel={"tp": 2}, out=str(tmp_path / "out"))))

@@ -77,6 +77,7 @@ def train_dpo(group: dist.ProcessGroup, folder: str, layouts: list[dict[str, int
     return found
 
 
+@pytest.mark.long
 def test_dpo(tmp_path: Path) -> None:
     (one,) = fresh_ranks(1, train_dpo, str(tmp_path), [{}], timeout=200)
     (wanted,) = one.unwrap()

@@ -499,7 +499,7 @@ def test_products_do_nothing_but_load_and_multiply() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread"])
+@pytest.mark.parametrize("sanitizer", [pytest.param("address", marks=pytest.mark.long), "undefined", "thread"])
 def test_under_sanitizers(sanitizer: str) -> None:
     require_sanitizer(sanitizer)
     sources = [

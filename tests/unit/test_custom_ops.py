@@ -69,7 +69,7 @@ def test_compilers_decompose_no_op() -> None:
     assert not [op.name for op in OPS.values() if op.overload in table]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_inductor_after_fused_tp() -> None:
     program = (
         "import torch, fused_tp; x, w = torch.ones(2, 8), torch.ones(6, 8); "

@@ -88,7 +88,7 @@ def fastest_step(group: dist.ProcessGroup, settings: dict[str, Any]) -> float:
     return min(seconds)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_steps_are_predicted() -> None:
     here = measured()
     model, *_ = planner.MODELS.values()
