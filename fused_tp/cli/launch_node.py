@@ -6,7 +6,8 @@ It takes torchrun's arguments, and
 - gives the ranks of each restart a store of their own: in one that outlives them they find the addresses of the dead;
 - shares the host's processors out as OMP_NUM_THREADS, where torchrun gives each rank one thread;
 - prefixes each line of a log with [host:rank], and shows the last lines of the rank that failed first;
-- ends its ranks when stdin ends (--stop-with-stdin). A process that ssh has started outlives ssh, and gets no signal.
+- ends its ranks when it ends, even by SIGKILL (on Linux), and when stdin ends (--stop-with-stdin): a process that ssh
+  has started outlives ssh, and gets no signal.
 
 A variable that is set already stays as it is.
 """
@@ -29,7 +30,7 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from fused_tp.cli import launch_bind
+from fused_tp.cli import launch_rank
 
 FAILED = 1  # ranks failed; from 128 on, the host was ended from outside, by signal number code - 128
 LAST_LINES = 20
@@ -137,15 +138,16 @@ def _prepare(arguments: argparse.Namespace, host: str) -> None:
     ignored = {number.name for number in signal.Signals if signal.getsignal(number) is signal.SIG_IGN}
     names = arguments.signals_to_handle.split(",")
     arguments.signals_to_handle = ",".join(name for name in names if name.strip() not in ignored)
-    if arguments.bind_cores:
-        if not hasattr(os, "sched_setaffinity"):
-            raise ValueError("--bind cores needs Linux; leave it out.")
-        if ranks > len(cpus):
-            raise ValueError(f"--bind cores: {host} has {len(cpus)} processors for {ranks} ranks; leave it out.")
-        what = ["-m"] if arguments.module else []
-        own = ["-I", launch_bind.__file__, "-u", *what, arguments.training_script, *arguments.training_script_args]
+    if arguments.bind_cores and sys.platform != "linux":
+        raise ValueError("--bind cores needs Linux; leave it out.")
+    if arguments.bind_cores and ranks > len(cpus):
+        raise ValueError(f"--bind cores: {host} has {len(cpus)} processors for {ranks} ranks; leave it out.")
+    if sys.platform == "linux":
+        python = [] if arguments.no_python else [sys.executable, "-u", *(["-m"] if arguments.module else [])]
+        program = [*python, arguments.training_script, *arguments.training_script_args]
+        before = ["-I", launch_rank.__file__, str(os.getpid()), "cores" if arguments.bind_cores else "none"]
         arguments.no_python, arguments.module = True, False
-        arguments.training_script, arguments.training_script_args = sys.executable, own
+        arguments.training_script, arguments.training_script_args = sys.executable, [*before, *program]
 
 
 def _stop_with_stdin() -> None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fused_tp.cli.ranks import end_with
+from fused_tp.cli import at_least
 from fused_tp.runtime.settings import timeout_seconds
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key, such as parallel.tp=4"
     )
-    parser.add_argument("--max-restarts", type=int, default=0, help="how often ranks are started again after a failure")
+    parser.add_argument(
+        "--max-restarts", type=at_least(0), default=0, help="how often ranks are started again after a failure"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -51,7 +53,12 @@ def main(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"fused-tp train: {error}", file=sys.stderr)
         return REFUSED
-    except FloatingPointError as error:
+    except BrokenPipeError:
+        print(
+            "fused-tp train: what it printed to has been closed, so it ends; `> FILE` keeps its lines.", file=sys.stderr
+        )
+        return 1
+    except (FloatingPointError, OSError) as error:
         print(f"fused-tp train: {error}", file=sys.stderr)
         return 1
 
@@ -91,8 +98,6 @@ def run_rank(settings: TrainSettings) -> int:
     from fused_tp.training.log import RunLog
     from fused_tp.training.run import TrainingRun
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks, but not where SIGKILL ends it
-        end_with(os.getppid())
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -109,8 +109,11 @@ class RunLog:
             self._print(f"No report.png: {error}.")
 
     def _record(self, kind: str, values: dict[str, Any]) -> None:
-        with self._file.open("a") as file:
-            file.write(json.dumps({"kind": kind, **values}) + "\n")
+        try:
+            with self._file.open("a") as file:
+                file.write(json.dumps({"kind": kind, **values}) + "\n")
+        except OSError as error:  # writing names no file
+            raise OSError(error.errno, error.strerror, str(self._file)) from None
 
     def _print(self, line: str) -> None:
         if self._writes:

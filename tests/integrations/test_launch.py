@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -122,6 +123,18 @@ def test_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert said.read_text().split()[1] == ("SIGINT" if number == signal.SIGINT else "SIGTERM")
+
+
+@pytest.mark.full
+def test_ranks_of_this_machine_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    command = [*LAUNCH, "--per-node", "2", "stubborn.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert all(launcher.stdout.readline().endswith("ready\n") for _ in range(2))
+        started = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+    assert len(started) >= 2 and not psutil.wait_procs(started, timeout=30)[1]
 
 
 @pytest.mark.full

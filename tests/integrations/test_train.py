@@ -214,6 +214,37 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals) -> None
 
 
 @pytest.mark.full
+def test_ranks_that_still_import_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    config = tmp_path / "train.json"
+    config.write_text(json.dumps(settings_of(tmp_path, steps=100_000, parallel={"tp": 2}, out=str(tmp_path / "out"))))
+    with subprocess.Popen([sys.executable, "-m", "fused_tp", "train", str(config)]) as process:
+        started: list[psutil.Process] = []
+        while len(started) < 2:
+            assert process.poll() is None
+            time.sleep(0.01)
+            started = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+    assert not psutil.wait_procs(started, timeout=30)[1]
+
+
+@pytest.mark.full
+def test_what_a_rank_prints_to_or_writes_to_may_go_away(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "train.json"
+    config.write_text(json.dumps(settings_of(tmp_path, steps=2, parallel={}, out=str(tmp_path / "out"))))
+    command = [sys.executable, "-m", "fused_tp", "train", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert "what it printed to has been closed" in process.stderr.read() and process.wait() == 1
+    log = RunLog.__new__(RunLog)
+    log._file = Path("/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        log._record("step", {})
+
+
+@pytest.mark.full
 def test_ranks_that_refuse_say_why_and_leave_the_process_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fused_tp.cli import launch_bind, launch_node
+from fused_tp.cli import launch_node, launch_rank
 from fused_tp.cli.launch_hosts import ANSWER, Host, read_hostfile, run
 from fused_tp.cli.main import main
 
@@ -85,7 +85,8 @@ def test_torchrun_takes_the_arguments(capsys: pytest.CaptureFixture[str], monkey
     assert os.environ["OMP_NUM_THREADS"] == "3" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] == "[node1:${rank}] "
     assert arguments.no_python and not arguments.module and arguments.training_script == sys.executable
-    assert arguments.training_script_args[2:] == ["-u", "-m", "json.tool", "--indent", "2"]
+    assert arguments.training_script_args[2:4] == [str(os.getpid()), "cores"]
+    assert arguments.training_script_args[4:] == [sys.executable, "-u", "-m", "json.tool", "--indent", "2"]
     arguments.nproc_per_node = "8"
     with pytest.raises(ValueError, match="node1 has 7 processors for 8 ranks"):
         launch_node._prepare(arguments, "node1")
@@ -284,15 +285,15 @@ def test_signals_reach_hosts(number: signal.Signals, capfd: pytest.CaptureFixtur
 
 
 def test_shares_of_cores(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_bind, "CPUS", here)
+    monkeypatch.setattr(launch_rank, "CPUS", here)
     for cpu in range(8):  # two sockets of two cores of two threads
         folder = here / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text(f"{cpu % 2}\n")
         (folder / "core_id").write_text(f"{cpu // 2 % 2}\n")
-    cpus = launch_bind.in_order_of_cores(set(range(8)))
+    cpus = launch_rank.in_order_of_cores(set(range(8)))
     assert cpus == [0, 4, 2, 6, 1, 5, 3, 7]
-    assert [launch_bind.share_of(rank, 4, cpus) for rank in range(4)] == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
-    shares = [launch_bind.share_of(rank, 3, cpus) for rank in range(3)]
+    assert [launch_rank.share_of(rank, 4, cpus) for rank in range(4)] == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
+    shares = [launch_rank.share_of(rank, 3, cpus) for rank in range(3)]
     assert sorted(map(len, shares)) == [2, 3, 3] and set.union(*shares) == set(range(8))
-    assert launch_bind.in_order_of_cores({9, 8}) == [8, 9]  # a machine that says nothing about them
+    assert launch_rank.in_order_of_cores({9, 8}) == [8, 9]  # a machine that says nothing about them

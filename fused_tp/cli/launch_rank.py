@@ -1,0 +1,62 @@
+"""What a rank does before it becomes its program: `python launch_rank.py LAUNCHER cores|none PROGRAM ARGUMENTS`.
+
+It sees to it that the rank ends with process LAUNCHER, whatever ends that, and binds it to its share of the host's
+processors if asked to. `fused-tp launch` and `train` start ranks through this file, by its path: as a module of the
+package it would import torch twice. Linux only. torchrun's --numa-binding is not for this, as it places a rank by its
+GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+CPUS = Path("/sys/devices/system/cpu")
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(launcher: int) -> None:
+    """Has this process killed when its parent, process `launcher`, ends; ends it now if that has ended already."""
+    # Kept by exec. SIGKILL: a launcher that could still ask its ranks to end has done so.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:
+        sys.exit(1)
+
+
+def share_of(rank: int, ranks: int, cpus: Sequence[int]) -> set[int]:
+    """The processors of a rank: neighbours in `cpus`, and as many as any other rank's, or one more or less.
+
+    Example:
+        >>> share_of(1, 2, [0, 4, 1, 5])
+        {1, 5}
+    """
+    return set(cpus[rank * len(cpus) // ranks : (rank + 1) * len(cpus) // ranks])
+
+
+def in_order_of_cores(cpus: set[int]) -> list[int]:
+    """Processors by NUMA node, socket and core: threads of a core are neighbours, as are cores of a node."""
+    return sorted(cpus, key=lambda cpu: (*_place(CPUS / f"cpu{cpu}"), cpu))
+
+
+def _place(folder: Path) -> tuple[int, int, int]:
+    # A kernel without NUMA has no node, and some virtual machines have no topology.
+    node = next((int(path.name[4:]) for path in folder.glob("node[0-9]*")), 0)
+    files = [folder / "topology" / name for name in ("physical_package_id", "core_id")]
+    socket, core = (int(file.read_text()) if file.exists() else 0 for file in files)
+    return node, socket, core
+
+
+def main(launcher: str, binding: str, *program: str) -> None:
+    end_with_parent(int(launcher))
+    if binding == "cores":
+        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        os.sched_setaffinity(0, share_of(rank, ranks, in_order_of_cores(os.sched_getaffinity(0))))
+    os.execvp(program[0], program)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
