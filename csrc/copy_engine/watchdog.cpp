@@ -51,7 +51,7 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
       gates_(closed_ + 8),
       nan_(static_cast<size_t>(aligned(static_cast<int64_t>(gates_ + 16)))),
       pinned_(driver_, device, nan_ + kNanBytes),
-      rescue_(driver_, device, true),
+      rescue_(driver_, device, driver::Priority::kGreatest),
       deadlines_(static_cast<size_t>(progress_words(protocol.layout().world()))),
       forks_(count_forks()),
       lost_(static_cast<size_t>(protocol.layout().world())) {

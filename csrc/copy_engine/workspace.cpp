@@ -16,7 +16,8 @@ constexpr int kMostIn = 4;
 std::vector<std::unique_ptr<driver::OwnStream>> make_streams(const std::shared_ptr<const Driver>& driver, int device,
                                                              int count) {
   std::vector<std::unique_ptr<driver::OwnStream>> made;
-  for (int i = 0; i < count; ++i) made.push_back(std::make_unique<driver::OwnStream>(driver, device, true));
+  for (int i = 0; i < count; ++i)
+    made.push_back(std::make_unique<driver::OwnStream>(driver, device, driver::Priority::kGreatest));
   return made;
 }
 
@@ -43,7 +44,7 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
       protocol_(Layout(static_cast<int>(addresses.size()), gather_bytes, scatter_bytes), rank),
       addresses_(std::move(addresses)),
       events_(driver_, device),
-      out_(driver_, device, true),
+      out_(driver_, device, driver::Priority::kGreatest),
       in_(make_streams(driver_, device, std::min(layout().world() - 1, kMostIn))),
       watchdog_(driver_, device, protocol_, addresses_, handles(out_, in_)) {
   const Driver::Device guard(*driver_, device_);

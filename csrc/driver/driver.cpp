@@ -174,15 +174,17 @@ template class Owned<Stream>;
 template class Owned<Event>;
 template class Owned<void*>;
 
-OwnStream::OwnStream(std::shared_ptr<const Driver> driver, int device, bool high_priority)
+OwnStream::OwnStream(std::shared_ptr<const Driver> driver, int device, Priority priority)
     : Owned(std::move(driver), device, &Functions::cuStreamDestroy) {
   Driver::Device guard(*driver_, device_);
   const Functions& f = driver_->functions();
   int least = 0;
-  int greatest = 0;
+  int greatest = 0;  // the lower number
   driver_->check(f.cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange");
-  driver_->check(f.cuStreamCreateWithPriority(&handle_, kStreamNonBlocking, high_priority ? greatest : least),
-                 "cuStreamCreateWithPriority");
+  int level = least;
+  if (priority == Priority::kGreatest) level = greatest;
+  if (priority == Priority::kHigh) level = std::min(greatest + 1, least);
+  driver_->check(f.cuStreamCreateWithPriority(&handle_, kStreamNonBlocking, level), "cuStreamCreateWithPriority");
 }
 
 OwnEvent::OwnEvent(std::shared_ptr<const Driver> driver, int device)

@@ -116,10 +116,17 @@ class Owned {
   Handle handle_ = nullptr;
 };
 
-// A stream that does not wait for the default stream. `high_priority`: its work goes first where both are ready.
+// Whose work goes first where that of several streams is ready.
+enum class Priority {
+  kLeast,     // as streams are by default
+  kHigh,      // below the greatest, where the device has a level between
+  kGreatest,  // for what running kernels wait for: no kernel that finds no room may come before it
+};
+
+// A stream that does not wait for the default stream.
 class OwnStream : public Owned<Stream> {
  public:
-  OwnStream(std::shared_ptr<const Driver> driver, int device, bool high_priority);
+  OwnStream(std::shared_ptr<const Driver> driver, int device, Priority priority);
 };
 
 // An event without timing.

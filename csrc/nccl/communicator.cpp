@@ -97,7 +97,7 @@ struct Communicator::Handle {
       : library(std::move(its_library)),
         driver(std::move(its_driver)),
         device(its_device),
-        side_stream(driver, device, /*high_priority=*/true) {}
+        side_stream(driver, device, driver::Priority::kGreatest) {}
 
   std::shared_ptr<const Library> library;
   std::shared_ptr<const Driver> driver;
@@ -177,7 +177,8 @@ Communicator::Communicator(std::shared_ptr<const Library> library, std::shared_p
       options_(std::move(options)),
       timeout_seconds_(options_.timeout_seconds),
       handle_(std::move(handle)),
-      stream_(driver_, device, /*high_priority=*/true),
+      // Not the greatest: its kernels wait for room as clusters, and what kernels wait for must pass them.
+      stream_(driver_, device, driver::Priority::kHigh),
       events_(driver_, device),
       graph_word_(std::make_shared<driver::GraphWord>(driver_, device)) {
   driver::Watch::Callbacks callbacks;

@@ -177,7 +177,7 @@ def pretended_gpu() -> Iterator[GpuContext]:
         "get_device_capability": lambda device=None: (9, 0),
     }.items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(streams, "own_streams", lambda owner, device, count: [Stream() for _ in range(count)])
+    patch.setattr(streams, "own_streams", lambda owner, device, count, urgent=False: [Stream() for _ in range(count)])
     try:
         yield GpuContext(torch.device("cpu"))
     finally:

@@ -23,7 +23,7 @@ class Owner:
 def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter(range(100))
 
-    def create(index: int) -> int:
+    def create(index: int, urgent: bool) -> int:
         gc.collect()
         return next(numbers)
 
@@ -46,3 +46,4 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
     finally:
         gc.enable()
     assert found[0] == [0, 1] and found[1] == [2] and sorted(found[2]) == [0, 1]
+    assert streams.own_streams(streams, device, 1, urgent=True) == [3]  # not those of another priority

@@ -1,7 +1,9 @@
 """Streams with one owner. Those of torch are of a pool of 32 that it hands out in turn, to all callers.
 
 Work that a kernel waits for must not end up behind that kernel. With a stream of the pool it may: the caller's own
-stream can be the very same one, also by way of a CUDA graph's capture.
+stream can be the very same one, also by way of a CUDA graph's capture. Nor may it end up behind a kernel that finds no
+room: a GPU places no block of a later kernel meanwhile, unless that has a higher priority. A collective of NCCL that is
+launched in clusters can be such a kernel, so work that a kernel waits for has `urgent` streams.
 """
 
 from __future__ import annotations
@@ -16,37 +18,42 @@ import torch
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: takes no turns with the default stream
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread is taken for one that harms a capture
 
-_free: dict[int, list[torch.cuda.ExternalStream]] = {}
+_free: dict[tuple[int, bool], list[torch.cuda.ExternalStream]] = {}
 _lock = threading.RLock()  # the garbage collector may give streams back in the middle of handing some out
 
 
-def own_streams(owner: object, device: torch.device, count: int) -> list[torch.cuda.Stream]:
+def own_streams(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream]:
     """`count` streams of `device` that belong to `owner`, and to others only once `owner` is deleted.
+
+    Args:
+        urgent: of the greatest priority that the device has; else of the least, as streams are by default.
 
     Raises:
         RuntimeError: the driver gives none.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _lock:
-        free = _free.setdefault(index, [])
-        streams = [free.pop() if free else _create(index) for _ in range(count)]
-    weakref.finalize(owner, _give_back, index, streams).atexit = False
+        kind = index, urgent
+        free = _free.setdefault(kind, [])
+        streams = [free.pop() if free else _create(index, urgent) for _ in range(count)]
+    weakref.finalize(owner, _give_back, kind, streams).atexit = False
     return list(streams)
 
 
-def _give_back(index: int, streams: list[torch.cuda.ExternalStream]) -> None:
+def _give_back(kind: tuple[int, bool], streams: list[torch.cuda.ExternalStream]) -> None:
     with _lock:
-        _free[index].extend(streams)
+        _free[kind].extend(streams)
 
 
-def _create(index: int) -> torch.cuda.ExternalStream:
+def _create(index: int, urgent: bool) -> torch.cuda.ExternalStream:
     torch.cuda.init()
     # By the driver: the one that torch offers (cudart().cudaStreamCreate) is serialized with the default stream.
-    return torch.cuda.ExternalStream(new_stream(ctypes.CDLL("libcuda.so.1"), index), device=torch.device("cuda", index))
+    handle = new_stream(ctypes.CDLL("libcuda.so.1"), index, urgent)
+    return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))
 
 
-def new_stream(driver: Any, index: int) -> int:
-    """Handle of a new stream of GPU `index`, also while this thread captures a CUDA graph.
+def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
+    """Handle of a new stream of GPU `index`, also while this thread captures a CUDA graph; `urgent` as `own_streams`.
 
     Nothing is asked of any stream, and this thread's context is what it was. The device's own context, which torch
     uses too, stays for as long as the process, as that of torch does.
@@ -71,11 +78,14 @@ def new_stream(driver: Any, index: int) -> int:
         call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         call("cuCtxPushCurrent_v2", context)
         try:
-            call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
+            least, greatest = ctypes.c_int(), ctypes.c_int()
+            call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+            priority = (greatest if urgent else least).value
+            call("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, priority)
         finally:
             call("cuCtxPopCurrent_v2", ctypes.byref(before))
     finally:
         call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # what it was
     if handle.value is None:
-        raise RuntimeError("The CUDA driver made no stream: cuStreamCreate gave none.")
+        raise RuntimeError("The CUDA driver made no stream: cuStreamCreateWithPriority gave none.")
     return handle.value

@@ -74,7 +74,7 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
   const Driver::Device guard(*driver, 0);
   std::vector<DeviceAddress> addresses;
   for (auto& memory : shared.memory) addresses.push_back(at(memory.data()));
-  const OwnStream caller(driver, 0, false);
+  const OwnStream caller(driver, 0, fused_tp::driver::Priority::kLeast);
   // What a call sends, what it gives, and what that was behind its gates.
   using Words = std::vector<uint64_t>;
   std::vector<Words> sent(kCalls, Words(kWords)), given(kCalls, Words(kWords * world)), taken(2 * kCalls, given[0]);

@@ -1,0 +1,99 @@
+"""Kernels that wait, beside a collective of another library on the same GPUs: no order of their blocks is stuck.
+
+The kernels of `triton_kernels` as `tests.block_scheduling` has them, two ranks, in every order. What they share a GPU
+with is a collective as NCCL launches it, on a stream of the least or of a higher priority, whose blocks are clusters
+since sm_90.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.block_scheduling import ROOM, Kernel, Model, Passed, Placed
+
+LEAST, HIGH, GREATEST = range(3)  # priorities
+
+# A block of a matmul takes an SM; copies of a stage and a relay fit beside a block of a collective, or of nothing.
+SMALL, FOREIGN = 1, 6
+
+
+def side(priority: int, copies: int, held: int) -> list[Kernel]:
+    """What copies shards while a kernel `matmul` computes with them: between any two copies a relay, on one stream.
+
+    `held`: shards there is memory for; one more waits until the kernel has done with the first.
+    """
+    stage = Kernel("stage", "main", room=SMALL)
+    ready = Kernel("relay 0", "side", 1, SMALL, priority, waits=(Passed("stage"),), behind=("stage",))
+    made = [stage, ready]
+    for number in range(1, copies + 1):
+        frees = number + 1 - held
+        waits = (Passed("matmul", frees, here=True),) if frees > 0 and number < copies else ()
+        made.append(Kernel(f"copy {number}", "side", blocks=0))
+        made.append(Kernel(f"relay {number}", "side", 1, SMALL, priority, waits=waits))
+    return made
+
+
+def gathered(priority: int, sms: int) -> list[Kernel]:
+    """all_gather_matmul, copied: the matmul leaves an SM, and waits for the relay behind the copy."""
+    stage, *rest = side(priority, copies=1, held=1)
+    return [stage, Kernel("matmul", "main", sms - 1, ROOM, waits=(Passed("relay 1", here=True),)), *rest]
+
+
+def ring(priority: int, sms: int) -> list[Kernel]:
+    """ring_attention: as `gathered`, with more groups of heads than are held at a time."""
+    stage, *rest = side(priority, copies=3, held=2)
+    waits = tuple(Passed(f"relay {number}", here=True) for number in (1, 2, 3))
+    return [stage, Kernel("matmul", "main", sms - 1, ROOM, waits=waits), *rest]
+
+
+def direct(priority: int, sms: int) -> list[Kernel]:
+    """all_gather_matmul, direct: every block waits until the other rank has staged its shard."""
+    return [
+        Kernel("stage", "main", room=SMALL),
+        Kernel("matmul", "main", sms, ROOM, waits=(Passed("stage"),)),
+    ]
+
+
+def summed(priority: int, sms: int) -> list[Kernel]:
+    """matmul_reduce_scatter, matmul_all_reduce, and the collectives of csrc/cuda: a block waits for that of the same
+    number on the other rank, once it has put its own flags."""
+    return [Kernel("matmul", "main", sms, ROOM, waits=(Placed("matmul"),))]
+
+
+def foreign(priority: int, cluster: bool) -> Kernel:
+    """A collective of two blocks that wait for each other's."""
+    return Kernel("other", "other", 2, FOREIGN, priority, cluster, waits=(Placed("other"),))
+
+
+# (kernels, SMs). A collective that takes every SM would hold up any kernel that waits for another rank.
+KERNELS = [
+    pytest.param(gathered, 2, id="all_gather_matmul"),
+    pytest.param(direct, 2, id="all_gather_matmul direct"),
+    pytest.param(summed, 3, id="sums"),
+    pytest.param(ring, 2, id="ring_attention", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("cluster", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("priority", [LEAST, HIGH])
+@pytest.mark.parametrize(("kernels", "sms"), KERNELS)
+def test_nothing_gets_stuck(kernels: object, sms: int, priority: int, cluster: bool) -> None:
+    assert callable(kernels)
+    model = Model([*kernels(GREATEST, sms), foreign(priority, cluster)], sms=sms)
+    state, _, _ = model.stuck()
+    assert state is None, model.told(state)
+
+
+def test_relays_of_the_least_priority_get_stuck_behind_a_cluster() -> None:
+    """What `own_streams(urgent=True)` is for, and that the model would find it."""
+    for behind in (LEAST, HIGH):
+        model = Model([*gathered(LEAST, 2), foreign(behind, True)])
+        state, count, _ = model.stuck()
+        assert state is not None and count > 5
+        assert "relay" in model.told(state).partition("running")[0]
+    assert Model(gathered(LEAST, 2)).stuck()[0] is None  # alone they do not
+
+
+def test_a_collective_that_takes_every_sm_holds_up_what_waits_for_the_other_rank() -> None:
+    state, _, _ = Model([*summed(LEAST, 2), foreign(LEAST, False)], sms=2).stuck()
+    assert state is not None
