@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -335,24 +334,17 @@ def _driver_release() -> str:
 
 
 def _peers(devices: range) -> Iterator[Finding]:
-    """Which GPUs can write into each other's memory, and use atomics there, as kernels that signal each other do."""
-    reach = {(one, other): _reach(one, other) for one, other in itertools.permutations(devices, 2)}
-    if set(reach.values()) == {_ATOMICS}:
-        yield Finding("peer access", f"all {len(devices)} GPUs reach each other, with atomics")
+    """Which GPUs can write into each other's memory, as kernels that signal each other do."""
+    reached = {
+        one: [other for other in devices if other != one and torch.cuda.can_device_access_peer(one, other)]
+        for one in devices
+    }
+    if all(len(others) == len(devices) - 1 for others in reached.values()):
+        yield Finding("peer access", f"all {len(devices)} GPUs reach each other")
         return
-    for one in devices:
-        groups = {how: [f"cuda:{other}" for other in devices if reach.get((one, other)) == how] for how in _REACHES}
-        parts = [f"{', '.join(others)} {how}" for how, others in groups.items() if others]
-        yield Finding(f"cuda:{one} reaches", "; ".join(parts), OK if groups[_ATOMICS] else NOTE)
-
-
-_REACHES = _ATOMICS, _PLAIN, _NONE = "with atomics", "without atomics, so not for kernels", "not at all"
-
-
-def _reach(one: int, other: int) -> str:
-    if not torch.cuda.can_device_access_peer(one, other):
-        return _NONE
-    return _ATOMICS if cuda_driver.atomics_reach(one, other) else _PLAIN
+    for one, others in reached.items():
+        names = ", ".join(f"cuda:{other}" for other in others)
+        yield Finding(f"cuda:{one} reaches", names or "no other", OK if others else NOTE)
 
 
 def _nccl(core: ModuleType | None) -> Finding:

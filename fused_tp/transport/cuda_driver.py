@@ -6,7 +6,6 @@ import ctypes
 from functools import cache
 from typing import Any
 
-NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
@@ -39,8 +38,3 @@ def cuda_version() -> tuple[int, int] | None:
 def device_attribute(attribute: int, device: int) -> int | None:
     """A CU_DEVICE_ATTRIBUTE of the GPU of that number, as CUDA_VISIBLE_DEVICES lets it be seen."""
     return _asked("cuDeviceGetAttribute", attribute, device)
-
-
-def atomics_reach(device: int, peer: int) -> bool:
-    """Whether atomics of `device` work in the memory of `peer`: over NVLink they do, over PCIe they do not."""
-    return _asked("cuDeviceGetP2PAttribute", NATIVE_ATOMICS, device, peer) == 1

@@ -23,7 +23,6 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.transport import cuda_driver
 from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import exchange, first_reason
@@ -205,8 +204,7 @@ def judged(facts: list[Facts]) -> Availability:
         # A GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES) is judged by torch, when memory is made.
         for peer, other in enumerate(facts):
             if other.gpu in fact.unreachable:
-                reason = f"the GPU of rank {rank} cannot address that of rank {peer} with atomics, as over NVLink"
-                return unavailable(reason)
+                return unavailable(f"the GPU of rank {rank} cannot address that of rank {peer}, as over NVLink")
     return AVAILABLE
 
 
@@ -276,7 +274,7 @@ def _facts_of_gpu(device: torch.device) -> Facts:
         unreachable = tuple(
             str(torch.cuda.get_device_properties(other).uuid)
             for other in others
-            if not (torch.cuda.can_device_access_peer(index, other) and cuda_driver.atomics_reach(index, other))
+            if not torch.cuda.can_device_access_peer(index, other)
         )
     except (AssertionError, RuntimeError) as error:  # the first from a torch without CUDA
         return Facts(own_host(), own_process(), problem=str(error).splitlines()[0])

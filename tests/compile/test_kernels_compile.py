@@ -39,7 +39,7 @@ def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
     """The loop over tiles is flattened with the one over K and pipelined; what orders the ranks must survive that.
 
     Of the stores, barriers and flags of the compiled code, what comes right before every flag is the barrier, and
-    before that are stores.
+    behind the first one, which is that of the tile before, are stores of the next tile; another flag is behind these.
     """
     variant = next(
         variant
@@ -55,11 +55,34 @@ def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
     assert "tt.store" in flat and flat.count("scf.for") == 1, "the loops are not one"
     assert "async_tma_copy_global_to_local" in flat and "pendings = 1" in flat, "the loop is not pipelined"
     after = asm["ptx"][asm["ptx"].index("wgmma.mma_async") :]
-    events = re.findall(r"st\.global|bar\.sync|atom\.global\.sys\.release\.exch", after)
-    flags = [index for index, event in enumerate(events) if event.startswith("atom")]
-    assert flags
+    events = re.findall(r"st\.global|bar\.sync|st\.release\.sys", after)
+    flags = [index for index, event in enumerate(events) if event == "st.release.sys"]
+    assert len(flags) > 1
     assert all(events[index - 1] == "bar.sync" for index in flags)
-    assert events[flags[0] - 2] == "st.global"
+    assert events[flags[0] + 1] == "st.global"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", ["gemm_reduce_scatter", "gemm_all_reduce"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_all_ranks_are_told_behind_one_fence(kernel: str, arch: int) -> None:
+    """A release waits for all stores before it, so one rank after the other would be told W times as late: no loop
+    over ranks holds one, and the first tile is behind one only. Links need no atomic operations."""
+    variants = [v for v in all_variants((arch,)) if v.kernel == kernel and v.name.startswith("bf16 nt")]
+    for variant in variants:
+        asm = compiled(variant).asm
+        before = asm["ptx"][: re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", asm["ptx"]).start()]  # type: ignore[union-attr]
+        assert before.count("st.release.sys") == 1, variant.name
+        assert not re.search(r"atom\S*\.sys\S*\.(exch|cas)", before), variant.name
+        lines = asm["ttgir"].splitlines()
+        around: list[int] = []  # indents of the loops that a line is in
+        for line in lines:
+            indent = len(line) - len(line.lstrip())
+            around = [one for one in around if one < indent]
+            if "scf.for" in line or "scf.while" in line:
+                around.append(indent)
+            if "st.release.sys" in line:
+                assert len(around) <= 1, f"{variant.name}: {line.strip()[:80]}"
 
 
 @pytest.mark.full

@@ -185,15 +185,18 @@ def test_a_barrier_compiles_to_releases_and_acquires():
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert len(ptx) < 200_000
     # What the protocol rests on: the flag is put by a release, seen by an acquire, and both are for the system.
-    assert "atom.global.sys.release.exch.b64" in ptx
+    assert ptx.count("st.release.sys.global.b64") == 1
     assert re.search(r"(ld\.global\.sys\.acquire|atom\.global\.sys\.acquire\.add)\.[bu]64", ptx)
+    # All ranks' flags are seen at once, and behind the barrier by all threads.
+    assert re.search(r"ld\.acquire\.sys\.global\.b64[^\n]*\n(?!.*ld\.)[^\n]*\n\s*bar\.red\.and\.pred", ptx)
+    assert not re.search(r"atom\S*\.sys\.release", ptx), "links need not carry atomic operations"
     # The record: fields, fence for the system, and then the word that says that it is there.
     fence = ptx.rindex("atom.global.sys.acq_rel.exch.b64")
     assert ptx[fence:].count("st.global.b64") == 1
     # The call in which a rank gives up: it puts its number everywhere and waits for nobody.
     source = ASTSource(fn=begin_kernel, signature=KINDS, constexprs={"WORLD": 8})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    assert "atom.global.sys.release.exch.b64" in ptx and "acquire" not in ptx
+    assert "st.release.sys.global.b64" in ptx and "acquire" not in ptx
 
 
 @pytest.mark.parametrize("slots", [[(1, 0)], [(1, 512)], [(7, 96), (3, 5000)], [(900, 8192)], [(5000, 16)]])

@@ -147,7 +147,6 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.gpus = [SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30) for _ in range(4)]
         self.peers = {(one, other) for one in range(4) for other in range(4)}
-        self.atomics = set(self.peers)
         self.attributes = {cuda_driver.MULTICAST: 1}
         self.nccl = SimpleNamespace(version_text="2.27.3", has_revoke=False, has_shared_devices=False)
         self.core = ModuleType("core")
@@ -161,7 +160,6 @@ class Machine:
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
         monkeypatch.setattr(cuda_driver, "cuda_version", lambda: (13, 0))
         monkeypatch.setattr(cuda_driver, "device_attribute", lambda attribute, device: self.attributes.get(attribute))
-        monkeypatch.setattr(cuda_driver, "atomics_reach", lambda one, other: (one, other) in self.atomics)
         version = tmp_path / "version"
         version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 10:11:16 UTC 2026\n")
         monkeypatch.setattr(doctor, "_MODULE_VERSION", version)
@@ -187,7 +185,7 @@ def test_gpus_that_all_reach_each_other(machine: Machine) -> None:
     assert found["NVIDIA driver"].value == "580.95.05, for CUDA up to 13.0"
     assert found["CUDA of torch"].value == "13.0"
     assert found["cuda:3"].value == "NVIDIA H200, sm_90, 141 GiB, multicast"
-    assert found["peer access"].value == "all 4 GPUs reach each other, with atomics"
+    assert found["peer access"].value == "all 4 GPUs reach each other"
     assert found["NCCL"].value == (
         "2.27.3; a later one adds communicators that can be stopped, several ranks on one GPU"
     )
@@ -196,15 +194,12 @@ def test_gpus_that_all_reach_each_other(machine: Machine) -> None:
 
 
 def test_gpus_in_pairs(machine: Machine) -> None:
-    machine.peers = {(0, 1), (1, 0), (2, 3), (3, 2), (0, 2), (2, 0)}
-    machine.atomics = {(0, 1), (1, 0)}
+    machine.peers = {(0, 1), (1, 0), (0, 2), (2, 0)}
     machine.attributes = {}
     found = machine.findings()
     assert found["cuda:0"].value == "NVIDIA H200, sm_90, 141 GiB"
-    assert found["cuda:0 reaches"].value == (
-        "cuda:1 with atomics; cuda:2 without atomics, so not for kernels; cuda:3 not at all"
-    )
-    assert found["cuda:3 reaches"].value == "cuda:2 without atomics, so not for kernels; cuda:0, cuda:1 not at all"
+    assert found["cuda:0 reaches"].value == "cuda:1, cuda:2"
+    assert found["cuda:3 reaches"].value == "no other"
     assert found["cuda:0 reaches"].status == doctor.OK and found["cuda:3 reaches"].status == doctor.NOTE
     machine.gpus = machine.gpus[:1]
     assert not [name for name in machine.findings() if "reaches" in name or "peer" in name]

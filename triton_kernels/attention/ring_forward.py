@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..comm import gather, ptx
 from ..comm.gather import LaunchOf
-from ..comm.signals import is_last, join, put, unbroken, wait
+from ..comm.signals import is_last, join, put_here, unbroken, wait
 from ..device import on_device
 from ..language import or_nan, rounded
 from . import ring_keys
@@ -137,7 +137,7 @@ def ring_kernel(
         values = rounded(or_nan(values, good), out.ptr.dtype.element_ty)
         store_block(rows_of(out, batch, head), values, row, row_end, C.DV)
         if is_last(call, GROUP_DONE + group, per_group):
-            put(call, rank, done_flag(group, WORLD), True)
+            put_here(call, done_flag(group, WORLD))
 
 
 class Chunks(Protocol):

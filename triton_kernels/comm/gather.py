@@ -47,7 +47,23 @@ import triton.language as tl
 from torch import Tensor
 
 from ..language import rounded
-from .signals import COUNTERS, EPOCH, Call, begin, flag_at, is_last, join, look, poll, put, record, unbroken, wait
+from .ptx import all_reached
+from .signals import (
+    COUNTERS,
+    EPOCH,
+    Call,
+    begin,
+    flag_at,
+    is_last,
+    join,
+    look,
+    poll,
+    put,
+    put_all,
+    record,
+    unbroken,
+    wait,
+)
 from .streams import own_streams
 from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
 
@@ -81,9 +97,12 @@ BLOCK_COLUMNS = tl.constexpr(512)
 def begin_stage(ws, rank, WORLD: tl.constexpr, OP: tl.constexpr):
     """(call, whether all peers have read what this rank's region held in the call before)."""
     call = begin(ws, rank, WORLD)
-    free = True
-    for distance in tl.range(1, WORLD):
-        free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
+    pulled = flag_at(call, rank, PULLED * WORLD)
+    free = all_reached(pulled, call.epoch - 1, rank, WORLD) & (call.epoch > 0)
+    if not free:
+        free = True
+        for distance in tl.range(1, WORLD):
+            free = wait_pulled(call, (rank + distance) % WORLD, WORLD, OP) & free
     return call, free
 
 
@@ -96,11 +115,11 @@ def end_stage(call, unneeded, WORLD: tl.constexpr):
     if is_last(call, STAGED, tl.num_programs(0)):
         # All programs have read the call's number and, had one of them not been free to write, that is on record.
         good = unbroken(call)
-        for distance in tl.range(1, WORLD):
-            peer = (call.rank + distance) % WORLD
-            put(call, peer, READY * WORLD + call.rank, good)
-            if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
-                put(call, peer, PULLED * WORLD + call.rank, good)
+        put_all(call, call.rank + READY * WORLD, good, WORLD)
+        if unneeded != 0:
+            for peer in tl.range(0, WORLD):
+                if (unneeded >> tl.cast(peer, tl.int64)) & 1 != 0:
+                    put(call, peer, PULLED * WORLD + call.rank, good)
         tl.atomic_xchg(call.ws.state + EPOCH, call.epoch, sem="relaxed", scope="gpu")
 
 
@@ -196,7 +215,7 @@ class GatherWorkspace(Workspace):
         # nothing says that the driver makes streams meanwhile.
         self.streams: list[torch.cuda.Stream] = []
         if buffer.is_cuda:
-            self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS))
+            self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), urgent=True)
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16)
         self.handle = handle
         # Where the buffer begins in what the handle's `get_buffer` gives, the same on all ranks.

@@ -1,4 +1,4 @@
-"""Signals between ranks inside of a kernel: put a flag, wait for one, begin and end a call. On `tl.atomic_*` alone.
+"""Signals between ranks inside of a kernel: put a flag, wait for one, begin and end a call.
 
 Every rank has a workspace that all ranks map, of two halves. Call number `epoch` uses half `epoch % 2`:
 
@@ -13,14 +13,17 @@ when it begins and the last to end advances it, so a captured CUDA graph counts 
 
 Patterns, and what each orders:
 
-    put          1. all threads store a tile; 2. barrier of the threads; 3. one thread does atom.release.sys on the flag
-                 at the reader. The release is cumulative: a reader that sees the flag sees the tile, through NVLink as
-                 well as in shared memory.
+    put          1. all threads store a tile; 2. barrier of the threads; 3. one thread does st.release.sys on a flag at
+                 the reader. The release is cumulative: a reader that sees the flag sees the tile, through NVLink as
+                 well as in shared memory. put_all: as many threads as ranks; the fence of a release waits for all
+                 stores before it to arrive, and those of all these threads wait at once. Atomic operations are on
+                 memory of the GPU that does them, so links need not carry any.
     wait         1. one thread polls its own flag with acquire.sys (adding 0 to it, which Triton makes a load);
                  2. Triton hands the value to the other threads through a barrier; 3. one more barrier: no load of the
                  tile by any thread can run ahead of it. Polls stay on this GPU, because a flag lies at its reader. All
                  threads see one value, so they leave the loop together (with ld.volatile each would see its own, and
-                 they could part where a barrier is to come).
+                 they could part where a barrier is to come). wait_all: a thread for each of W flags in a row, and
+                 one barrier for all of this; only where a flag is missing are they waited for one by one.
     begin, end   call e+1 of a rank begins after its call e ended (one stream per workspace), and end waits until all
                  ranks have begun. So a rank that begins call e+2 knows that all have ended e, and may write its half
                  again. That is the only barrier between calls; it is free where data came from all ranks anyway.
@@ -58,7 +61,7 @@ import triton
 import triton.language as tl
 
 from . import protocol
-from .ptx import now_ns, pause
+from .ptx import all_reached, now_ns, pause, store_release, store_release_all
 
 # The words that this file uses, as the compiler wants them.
 EPOCH = tl.constexpr(protocol.EPOCH)
@@ -126,9 +129,7 @@ def begin(ws, rank, WORLD: tl.constexpr):
     # A wait of this very call may expire before its last program begins: all programs must decide the same.
     number = tl.where((expired != 0) & (expired < epoch), -epoch, epoch)
     if tl.program_id(0) == 0:
-        call = Call(ws, rank, epoch)
-        for peer in tl.range(0, WORLD):
-            tl.atomic_xchg(flag_at(call, peer, rank), number, sem="release", scope="sys")
+        release_all(Call(ws, rank, epoch), rank, number, WORLD)
     return Call(ws, rank, number)
 
 
@@ -136,9 +137,7 @@ def begin(ws, rank, WORLD: tl.constexpr):
 def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
     """Ends the call on this rank, once all ranks have begun it; every program does this last."""
     if tl.program_id(0) == 0:
-        # Not unrolled, here and elsewhere: each copy would inline the whole timeout path of wait().
-        for peer in tl.range(0, WORLD):
-            wait(call, peer, peer, -1, WORLD, OP)
+        wait_all(call, 0, -1, WORLD, OP)
     tl.debug_barrier()
     if tl.atomic_add(call.ws.state + ENDED, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.atomic_xchg(call.ws.state + ENDED, 0, sem="relaxed", scope="gpu")
@@ -152,8 +151,35 @@ def put(call, rank, index, good):
     `good` False says that it was made of something that did not arrive.
     """
     tl.debug_barrier()
-    value = tl.where(good, call.epoch, -tl.abs(call.epoch))
-    tl.atomic_xchg(flag_at(call, rank, index), value, sem="release", scope="sys")
+    store_release(flag_at(call, rank, index), value_of(call, good), True)
+
+
+@triton.jit
+def put_here(call, index):
+    """`put` of flag `index` at this rank itself. Atomic operations need no link here, and take fewer registers."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_at(call, call.rank, index), call.epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def put_all(call, index, good, WORLD: tl.constexpr):
+    """`put` of flag `index` at all ranks, this one too."""
+    tl.debug_barrier()
+    release_all(call, index, value_of(call, good), WORLD)
+
+
+@triton.jit
+def value_of(call, good):
+    """What a flag is put to."""
+    return tl.where(good, call.epoch, -tl.abs(call.epoch))
+
+
+@triton.jit
+def release_all(call, index, value, WORLD: tl.constexpr):
+    """Sets flag `index` at all ranks to `value`; at none if this rank has given up before."""
+    if call.epoch > 0:
+        offset = (call.epoch & 1) * call.ws.half_bytes + tl.cast(index, tl.int64) * 8
+        store_release_all(call.ws.workspaces, offset, value, WORLD)
 
 
 @triton.jit
@@ -169,6 +195,18 @@ def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
             record(call, source, tile, seen < 0, WORLD, OP)
     tl.debug_barrier()
     return (seen >= call.epoch) & (call.epoch > 0)
+
+
+@triton.jit
+def wait_all(call, first, tile, WORLD: tl.constexpr, OP: tl.constexpr):
+    """Acquire: True once every rank s has put flag `first` + s of this rank; False when one of them will not."""
+    good = all_reached(flag_at(call, call.rank, first), call.epoch, -1, WORLD) & (call.epoch > 0)
+    if not good:
+        good = True
+        # Not unrolled, here and elsewhere: each copy would inline the whole timeout path of wait().
+        for source in tl.range(0, WORLD):
+            good = wait(call, first + source, source, tile, WORLD, OP) & good
+    return good
 
 
 @triton.jit

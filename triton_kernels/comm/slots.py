@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..language import halves, rounded, zeros
-from .ptx import thread_barrier
-from .signals import flag_at, half_at, wait
+from .ptx import store_release, thread_barrier
+from .signals import flag_at, half_at, wait_all
 
 
 @triton.jit
@@ -50,19 +50,9 @@ def store_slot(call, rank, slot, values, data_offset, ELEMENT: tl.constexpr, SPL
 
 
 @triton.jit
-def put_tile(call, rank, index):
-    """Release: `signals.put` of a tile just stored, in a loop that multiplies the next tile meanwhile."""
-    thread_barrier()
-    tl.atomic_xchg(flag_at(call, rank, index), call.epoch, sem="release", scope="sys")
-
-
-@triton.jit
 def wait_terms(call, first_slot, tile, WORLD: tl.constexpr, OP: tl.constexpr):
     """True once the terms of a tile have arrived from all ranks; False when one will not."""
-    good = True
-    for source in tl.range(0, WORLD):
-        good = wait(call, WORLD + first_slot + source, source, tile, WORLD, OP) & good
-    return good
+    return wait_all(call, WORLD + first_slot, tile, WORLD, OP)
 
 
 @triton.jit
@@ -94,3 +84,17 @@ def tile_of(step, first_tile, rounds, program, programs):
     """
     skipped = tl.cdiv(tl.maximum(first_tile - program, 0), programs)
     return program + (step + skipped) % rounds * programs
+
+
+@triton.jit
+def put_tile(call, step, first_tile, rounds, program, programs, per_owner, WORLD: tl.constexpr):
+    """Release: `signals.put` of the tile that this program has stored at its owner in round `step`, from 0 on, if any.
+
+    For a loop that stores the next tile now. The fence of a release holds up the program until its stores have arrived;
+    those of the tile before have, while this one was multiplied. So each flag is put one tile late, the last one behind
+    the loop. Slots at an owner are by tile of it, then by source.
+    """
+    tile = tile_of(tl.maximum(step, 0), first_tile, tl.maximum(rounds, 1), program, programs)
+    slot = tile % per_owner * WORLD + call.rank
+    thread_barrier()
+    store_release(flag_at(call, tile // per_owner, WORLD + slot), call.epoch, step >= 0)

@@ -51,7 +51,7 @@ from ..comm.gather import (
     fill_nan,
     region_at,
 )
-from ..comm.signals import flag_at, is_last, join, put, unbroken, wait
+from ..comm.signals import flag_at, is_last, join, put_all, unbroken, wait
 from ..device import sms_of
 from ..language import zeros
 from .configs import GemmConfig
@@ -175,9 +175,7 @@ def all_gather_gemm_kernel(
     if DIRECT and LAST:
         call = join(ws, rank)
         if is_last(call, DONE, tl.num_programs(0)):
-            good = unbroken(call)
-            for distance in tl.range(1, WORLD):
-                put(call, (rank + distance) % WORLD, PULLED * WORLD + rank, good)
+            put_all(call, rank + PULLED * WORLD, unbroken(call), WORLD)
 
 
 def all_gather_gemm(

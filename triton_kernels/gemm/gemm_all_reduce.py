@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..comm.signals import begin, end, is_last, put, wait
+from ..comm.signals import begin, end, is_last, put_all, wait
 from ..comm.slots import put_tile, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
 from ..comm.workspace import OPS, Workspace, needed_bytes
 from ..language import or_nan
@@ -61,24 +61,25 @@ def gemm_all_reduce_kernel(
     # One-shot terms lie by (tile, source); two-shot ones by (tile of the owner, source), and the sums behind them, as
     # flags do.
     first_sum = WORLD * per_owner
+    first_tile = (rank + 1) % WORLD * per_owner
 
     for step in tl.range(0, rounds, flatten=C.FLATTEN):
-        tile = tile_of(step, (rank + 1) % WORLD * per_owner, rounds, program, programs)
+        tile = tile_of(step, first_tile, rounds, program, programs)
         tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
         term = multiply_products((x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, M, N, 0, C)
         if TWO_SHOT:
-            owner = tile // per_owner
-            slot = (tile - owner * per_owner) * WORLD + rank
-            store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
-            put_tile(call, owner, WORLD + slot)
+            put_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
+            slot = tile % per_owner * WORLD + rank
+            store_slot(call, tile // per_owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
         else:
             slot = tile * WORLD + rank
             # Not unrolled: the addresses of all peers at once would take the registers of the tile.
             for distance in tl.range(0, WORLD):
                 peer = (rank + distance) % WORLD
                 store_slot(call, peer, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
-            for distance in tl.range(0, WORLD):
-                put_tile(call, (rank + distance) % WORLD, WORLD + slot)
+            put_all(call, WORLD + slot, True, WORLD)
+    if TWO_SHOT:
+        put_tile(call, rounds - 1, first_tile, rounds, program, programs, per_owner, WORLD)
 
     for step in tl.range(0, rounds):
         tile = step * programs + program
@@ -101,8 +102,7 @@ def gemm_all_reduce_kernel(
                         store_slot(call, (rank + distance) % WORLD, place, total, sums_offset, ELEMENT)
                 store_tile(out, total, strip_m, tile_n, M, N)
             if TWO_SHOT:
-                for distance in tl.range(1, WORLD):
-                    put(call, (rank + distance) % WORLD, WORLD + first_sum + tile, good)
+                put_all(call, WORLD + first_sum + tile, good, WORLD)
             if norm_weight_ptr is not None:
                 norm_if_last(call, out, norm_weight_ptr, normed, tile_m, tiles_n, M, N, eps, C)
 

@@ -52,8 +52,9 @@ def gemm_reduce_scatter_kernel(
     tiles = full_owners * per_owner + tl.cdiv(M - full_owners * rows_per_rank, C.BLOCK_M) * tiles_n
     rounds = rounds_of(program, programs, tiles)
 
+    first_tile = (rank + 1) % WORLD * per_owner
     for step in tl.range(0, rounds, flatten=C.FLATTEN):
-        tile = tile_of(step, (rank + 1) % WORLD * per_owner, rounds, program, programs)
+        tile = tile_of(step, first_tile, rounds, program, programs)
         owner = tile // per_owner
         tile_of_owner = tile - owner * per_owner
         first_row = owner * rows_per_rank
@@ -62,9 +63,10 @@ def gemm_reduce_scatter_kernel(
         term = multiply_products(
             (x0, x1, x2, x3), (w0, w1, w2, w3), sizes, tile_m, tile_n, rows, N, first_row, C
         )  # fmt: skip
+        put_tile(call, step - 1, first_tile, rounds, program, programs, per_owner, WORLD)
         slot = tile_of_owner * WORLD + rank
         store_slot(call, owner, slot, term, terms_offset, ELEMENT, C.SPLIT_STORE)
-        put_tile(call, owner, WORLD + slot)
+    put_tile(call, rounds - 1, first_tile, rounds, program, programs, per_owner, WORLD)
 
     rows = tl.minimum(M - rank * rows_per_rank, rows_per_rank)
     for step in tl.range(0, rounds):
