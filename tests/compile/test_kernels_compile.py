@@ -28,12 +28,6 @@ def test_every_kernel_compiles(arch: int) -> None:
 
 
 @pytest.mark.full
-def test_names_of_variants_are_unique() -> None:
-    names = [(variant.kernel, variant.arch, variant.name) for variant in all_variants()]
-    assert len(set(names)) == len(names)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("kernel", ["gemm_reduce_scatter", "gemm_all_reduce"])
 def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
     """The loop over tiles is flattened with the one over K and pipelined; what orders the ranks must survive that.
@@ -59,7 +53,7 @@ def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
     flags = [index for index, event in enumerate(events) if event == "st.release.sys"]
     assert len(flags) > 1
     assert all(events[index - 1] == "bar.sync" for index in flags)
-    assert events[flags[0] + 1] == "st.global"
+    assert next(event for event in events[flags[0] + 1 :] if event != "bar.sync") == "st.global"
 
 
 @pytest.mark.full
@@ -71,12 +65,10 @@ def test_all_ranks_are_told_behind_one_fence(kernel: str, arch: int) -> None:
     variants = [v for v in all_variants((arch,)) if v.kernel == kernel and v.name.startswith("bf16 nt")]
     for variant in variants:
         asm = compiled(variant).asm
-        before = asm["ptx"][: re.search(r"wgmma\.mma_async|tcgen05\.mma|mma\.sync", asm["ptx"]).start()]  # type: ignore[union-attr]
-        assert before.count("st.release.sys") == 1, variant.name
-        assert not re.search(r"atom\S*\.sys\S*\.(exch|cas)", before), variant.name
-        lines = asm["ttgir"].splitlines()
+        assert not re.search(r"atom\S*\.sys\.release", asm["ptx"]), variant.name
+        assert asm["ttgir"].partition("scf.for")[0].count("st.release.sys") == 1, variant.name
         around: list[int] = []  # indents of the loops that a line is in
-        for line in lines:
+        for line in asm["ttgir"].splitlines():
             indent = len(line) - len(line.lstrip())
             around = [one for one in around if one < indent]
             if "scf.for" in line or "scf.while" in line:

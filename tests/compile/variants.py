@@ -283,6 +283,8 @@ def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
         hopper = {(one.kernel, one.name.split(" ")[0]): one for one in reversed(all_variants((90,)))}
         return [*hopper.values(), *(all_variants(rest) if (rest := tuple(a for a in archs if a != SAMPLE)) else ())]
     families = (_gathers, _sums, _steps, _ring, _decode)
-    found = [variant for family in families for arch in archs for variant in family(arch)]
+    # Two configs may load by pointers in the same way, and are one variant then.
+    named = {(v.kernel, v.arch, v.name): v for family in families for arch in archs for v in family(arch)}
+    found = list(named.values())
     order = {kernel: place for place, kernel in enumerate(dict.fromkeys(variant.kernel for variant in found))}
     return sorted(found, key=lambda one: (order[one.kernel], one.arch))
