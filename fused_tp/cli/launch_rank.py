@@ -21,8 +21,10 @@ _PR_SET_PDEATHSIG = 1
 
 def end_with_parent(launcher: int) -> None:
     """Has this process killed when its parent, process `launcher`, ends; ends it now if that has ended already."""
-    # Kept by exec. SIGKILL: a launcher that could still ask its ranks to end has done so.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Kept by exec. SIGKILL: a launcher that could still ask its ranks to end has done so. The kernel means the thread
+    # that has started this process; torchrun starts ranks from the one that waits for them.
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        print(f"This rank may outlive process {launcher}: prctl is refused here.", file=sys.stderr)
     if os.getppid() != launcher:
         sys.exit(1)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from fused_tp.triton_kernels.comm import streams
+from fused_tp.triton_kernels.comm import gather, streams
 
 pytestmark = pytest.mark.full
 
@@ -47,3 +50,36 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
         gc.enable()
     assert found[0] == [0, 1] and found[1] == [2] and sorted(found[2]) == [0, 1]
     assert streams.own_streams(streams, device, 1, urgent=True) == [3]  # not those of another priority
+
+
+class Driver:
+    """As much of libcuda as makes a stream; notes its priority."""
+
+    def __init__(self) -> None:
+        self.priorities: list[int] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*arguments: Any) -> int:
+            if name == "cuCtxGetStreamPriorityRange":
+                for pointer, value in zip(arguments, (0, -5), strict=True):
+                    pointer._obj.value = value
+            if name == "cuStreamCreateWithPriority":
+                arguments[0]._obj.value = 7
+                self.priorities.append(arguments[2])
+            return 0
+
+        return call
+
+
+def test_what_a_kernel_waits_for_has_the_greatest_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    assert [streams.new_stream(driver, 0), streams.new_stream(driver, 0, urgent=True)] == [7, 7]
+    assert driver.priorities == [0, -5]
+
+    def asked(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> None:
+        raise LookupError(f"{count} streams, urgent: {urgent}")
+
+    monkeypatch.setattr(gather, "own_streams", asked)
+    buffer, handle = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)), SimpleNamespace(world_size=3)
+    with pytest.raises(LookupError, match="2 streams, urgent: True"):
+        gather.GatherWorkspace(cast("Any", buffer), cast("Any", handle), timeout_seconds=1)
