@@ -243,6 +243,18 @@ void bind_copy_engine(py::module_& m) {
       .def("gather", bound(&Workspace::gather), "call"_a, "stream"_a, "shard"_a, "to"_a, NoGil(),
            "Starts to gather (address, bytes) of this rank; `to` is where those of the others go, by rank.")
       .def("wait_for", bound(&Workspace::wait_for), "call"_a, "stream"_a, "peer"_a, NoGil())
+      .def("offer", bound(&Workspace::offer), "call"_a, "stream"_a, "op"_a, "shard"_a, "to"_a, NoGil(),
+           "The same for a kernel that waits for shards itself; returns the channel, for the following.")
+      .def(
+          "arrived", [](Workspace& self, int index) { return self.layout().arrived(index, 0); }, "channel"_a,
+          "The first of W words of this rank's workspace, which become 1.")
+      .def(
+          "order", [](Workspace& self, int index) { return self.layout().order(index); }, "channel"_a,
+          "The first of W words of this rank's workspace for the kernel's own use, which are 0 when it begins.")
+      .def_property_readonly(
+          "expired",
+          [](Workspace& self) { return self.watchdog().progress(copy_engine::expired_word(self.layout().world())); },
+          "The address of a word that a kernel sets where it has waited in vain.")
       .def("scatter", bound(&Workspace::scatter), NoGil(), "The number of a new scatter.")
       .def("push", bound(&Workspace::push), "call"_a, "stream"_a, "scatter"_a, "peer"_a, "block"_a, NoGil())
       .def("receive", bound(&Workspace::receive), "call"_a, "stream"_a, "scatter"_a, NoGil())

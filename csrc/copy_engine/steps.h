@@ -10,6 +10,13 @@
 // wait for anything later of this rank. So streams that share a queue of the device, even all of them, do not lead to a
 // deadlock. NVIDIA's NCCL and DeepSeek's DeepEP signal copies in the same way, by words that streams write at a peer.
 //
+// A gather that a kernel waits for (`offer`, `fetch`, `end_fetch`): the caller's stream stages the shard in front of
+// that kernel, since a copy on one GPU may itself be a kernel, which finds no room beside one that waits. Each shard
+// that has come sets `arrived`, for which the kernel polls. The streams of both know of each other by words, not
+// events, so that what each of them does can be one graph: `begun` lets the copies begin, `drained` says that they have
+// ended. The caller's stream clears `arrived` before its next gather in the channel, behind the kernel that has read
+// it.
+//
 // A rank that gives up (a deadline, a peer that died) must get its streams to go on, and the only way is to set the
 // words that they wait for. From then on it moves bytes without leave: it overwrites what others still read, and tells
 // them of data that is not there. So before that it closes the gates of all ranks, its own too. Every call ends with
@@ -63,6 +70,10 @@ enum class Wait {
 };  // for the data of a peer, or until it has taken what came before
 constexpr int progress_of(Wait wait, int peer, int world) { return 1 + static_cast<int>(wait) * world + peer; }
 constexpr int progress_words(int world) { return 1 + 3 * world; }
+// More words that are told there: the last passage outside of graphs, and whether a kernel has waited in vain.
+constexpr int passed_word(int world) { return progress_words(world); }
+constexpr int expired_word(int world) { return progress_words(world) + 1; }
+constexpr int told_words(int world) { return progress_words(world) + 2; }
 constexpr uint64_t waiting(uint64_t call) { return 2 * call + 1; }
 constexpr uint64_t done(uint64_t call) { return 2 * call + 2; }
 
@@ -108,6 +119,33 @@ class Protocol {
     give_back(steps, channel, peer);
   }
 
+  // The same for a kernel that waits: in the caller's stream, in front of it. `own`: where this rank's shard goes, too.
+  void offer(Steps& steps, int index, uint64_t call, Place shard, Place own, int64_t bytes, bool keep) const {
+    for (int peer = 0; peer < world(); ++peer) {
+      steps.push_back(write_step(rank_, layout_.arrived(index, peer), 0));
+      steps.push_back(write_step(rank_, layout_.order(index) + peer, 0));
+    }
+    stage(steps, index, call, shard, bytes);
+    if (keep) copy(steps, shard, own, bytes);
+    steps.push_back(write_step(rank_, layout_.begun(index), 1));
+  }
+  // In the first of the streams that copy, in front of all copies.
+  void begin_fetch(Steps& steps, int index) const {
+    steps.push_back(wait_step(rank_, layout_.begun(index)));
+    steps.push_back(write_step(rank_, layout_.begun(index), 0));
+  }
+  void fetch(Steps& steps, int index, uint64_t call, int peer, Place to, int64_t bytes) const {
+    pull(steps, index, call, peer, to, bytes);
+    steps.push_back(write_step(rank_, layout_.arrived(index, peer), 1));
+  }
+  // Behind all copies.
+  void end_fetch(Steps& steps, int index) const { steps.push_back(write_step(rank_, layout_.drained(index), 1)); }
+  // In the caller's stream: from here on its memory is its own again.
+  void await_fetched(Steps& steps, int index) const {
+    steps.push_back(wait_step(rank_, layout_.drained(index)));
+    steps.push_back(write_step(rank_, layout_.drained(index), 0));
+  }
+
   // Scatter, sender: a block goes into this rank's slot at `peer`.
   void push(Steps& steps, int index, uint64_t call, int peer, Place block, int64_t bytes) const {
     const Channel channel{Way::kScatter, index};
@@ -126,13 +164,14 @@ class Protocol {
       give_back(steps, {Way::kScatter, index}, peer_at(rank_, distance, world()));
   }
 
-  // The end of a call. `passage` counts the passages of this rank.
-  void pass_gates(Steps& steps, uint64_t passage) const {
+  // The end of a call. `passage` counts the passages of this rank; one of a graph comes more than once.
+  void pass_gates(Steps& steps, uint64_t passage, bool captured) const {
     for (int which = 0; which < 2; ++which) {
       steps.push_back(say_step(kGateProgress, at_gate(passage, which)));
       steps.push_back(wait_step(rank_, layout_.gate(which)));
     }
     steps.push_back(say_step(kGateProgress, behind_gates(passage)));
+    if (!captured) steps.push_back(say_step(passed_word(world()), passage));
   }
 
   // -- giving up; each only once the one before has come into effect --------------------------------------------------

@@ -46,7 +46,7 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
       protocol_(protocol),
       addresses_(std::move(addresses)),
       sides_(std::move(sides)),
-      ones_(8 * static_cast<size_t>(progress_words(protocol.layout().world()))),
+      ones_(8 * static_cast<size_t>(told_words(protocol.layout().world()))),
       closed_(ones_ + 8 * static_cast<size_t>(protocol.layout().flags())),
       gates_(closed_ + 8),
       nan_(static_cast<size_t>(aligned(static_cast<int64_t>(gates_ + 16)))),
@@ -169,7 +169,13 @@ microseconds StreamWatchdog::look(int64_t now_ns) {
          late(number, expired->op, expired->waited_ns, lost));
     return kRescueLook;
   }
-  forget_passed(word(kGateProgress).load(std::memory_order_acquire) & ~driver::GraphDeadline::kSeen);
+  if (told(expired_word(world)) != 0) {
+    // Its deadline is longer than that of the streams, which have not even begun to wait.
+    fail({Failure::kTimeout, protocol_.rank()}, "A kernel of rank " + std::to_string(protocol_.rank()) +
+                                                    " waited in vain for copies of its own rank, which did not run.");
+    return kRescueLook;
+  }
+  forget_passed(told(kGateProgress) & ~driver::GraphDeadline::kSeen);
   if (waits) read_gates(now_ns);
   return std::min(waits ? kLook : kIdleLook, microseconds(timeout_ns / 10'000));
 }
@@ -186,7 +192,9 @@ std::string StreamWatchdog::late(int number, uint64_t call, int64_t waited_ns, b
     const int other = 1 + way * world + peer;
     if (other == number || (!lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
   }
-  std::string what = std::string(name_of(call)) + ", call " + std::to_string(call / 8) + ": " + own + " waited" + in;
+  // Calls of number 0 are those of a graph of our own, which is launched again and again.
+  const std::string count = call / 8 > 0 ? ", call " + std::to_string(call / 8) : "";
+  std::string what = name_of(call) + count + ": " + own + " waited" + in;
   if (way == static_cast<int>(Wait::kSend)) return what + " until " + named(peers) + " had taken what was sent before.";
   return what + " for the data of " + named(peers) + ".";
 }
@@ -251,7 +259,7 @@ bool StreamWatchdog::rescue() {
   // All of Protocol::force in one: the flags are side by side.
   driver_->copy(own + 8 * static_cast<size_t>(layout.first_flag()), pinned(ones_),
                 8 * static_cast<size_t>(layout.flags()), rescue_.get());
-  const uint64_t progress = word(kGateProgress).load(std::memory_order_acquire) & ~driver::GraphDeadline::kSeen;
+  const uint64_t progress = told(kGateProgress) & ~driver::GraphDeadline::kSeen;
   forget_passed(progress);
   if (progress % 2 == 1) {
     const int which = progress % 8 == at_gate(0, 0) ? 0 : 1;

@@ -58,8 +58,9 @@ class StreamWatchdog {
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
 
-  // Where progress word `word` is for the device.
+  // Where progress word `word`, or another that is told there, is for the device, and what it holds.
   DeviceAddress progress(int word) const { return pinned_.device_address() + 8 * static_cast<size_t>(word); }
+  uint64_t told(int number) const { return word(number).load(std::memory_order_acquire); }
 
   // From now on the longest wait.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }

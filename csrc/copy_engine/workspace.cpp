@@ -12,6 +12,8 @@ namespace {
 
 // More gain nothing: a GPU has a few copy engines, and its links are shared by all of them.
 constexpr int kMostIn = 4;
+// Each takes some memory of the device's; training repeats what one step does.
+constexpr size_t kMostGraphs = 512;
 
 std::vector<std::unique_ptr<driver::OwnStream>> make_streams(const std::shared_ptr<const Driver>& driver, int device,
                                                              int count) {
@@ -57,13 +59,18 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
 
 std::vector<Stream> Workspace::streams() const { return handles(out_, in_); }
 
+std::vector<Stream> Workspace::in_handles() const {
+  std::vector<Stream> found;
+  for (const auto& stream : in_) found.push_back(stream->get());
+  return found;
+}
+
 bool Workspace::quiet(double seconds) {
   const Driver::Device guard(*driver_, device_);
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   const std::vector<Stream> sides = streams();
   while (true) {
-    if ((!last_end_ || driver_->done(last_end_->get())) &&
-        std::all_of(sides.begin(), sides.end(), [this](Stream side) { return driver_->idle(side); }))
+    if (passed() && std::all_of(sides.begin(), sides.end(), [this](Stream side) { return driver_->idle(side); }))
       return true;
     if (std::chrono::steady_clock::now() >= until) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -84,22 +91,47 @@ template <typename Give>
 void Workspace::run(Stream stream, Give&& give) {
   steps_.clear();
   give();
+  ops_.clear();
   for (const Step& step : steps_) {
+    const auto word = [&] { return address({step.rank, 8 * static_cast<int64_t>(step.word)}); };
     switch (step.kind) {
       case Step::kWait:
-        driver_->wait_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);
+        ops_.push_back({driver::MemoryOp::kWait, word(), step.value});
         break;
       case Step::kWrite:
-        driver_->write_value(stream, address({step.rank, 8 * static_cast<int64_t>(step.word)}), step.value);
-        break;
-      case Step::kCopy:
-        driver_->copy(address(step.to), address(step.from), static_cast<size_t>(step.bytes), stream);
+        ops_.push_back({driver::MemoryOp::kWrite, word(), step.value});
         break;
       case Step::kSay:
-        driver_->write_value(stream, watchdog_.progress(step.word), step.value);
+        ops_.push_back({driver::MemoryOp::kWrite, watchdog_.progress(step.word), step.value});
+        break;
+      case Step::kCopy:
+        driver_->memory_ops(stream, ops_);
+        ops_.clear();
+        driver_->copy(address(step.to), address(step.from), static_cast<size_t>(step.bytes), stream);
         break;
     }
   }
+  driver_->memory_ops(stream, ops_);
+}
+
+// `give(streams)` puts work into the first of `streams`, and into others that wait for it and that it waits for.
+template <typename Give>
+void Workspace::repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams, Give&& give) {
+  if (graphs_.size() == kMostGraphs && quiet(0)) graphs_.clear();
+  const auto found = graphs_.find(key);
+  if (found == graphs_.end()) {
+    give(streams);
+    if (graphs_.size() < kMostGraphs) graphs_.emplace(std::move(key), nullptr);
+    return;
+  }
+  if (!found->second) {
+    while (recorded_.size() < streams.size())
+      recorded_.push_back(std::make_unique<driver::OwnStream>(driver_, device_, driver::Priority::kGreatest));
+    std::vector<Stream> recorded;
+    for (size_t i = 0; i < streams.size(); ++i) recorded.push_back(recorded_[i]->get());
+    found->second = std::make_unique<const driver::Graph>(driver_, device_, recorded[0], [&] { give(recorded); });
+  }
+  found->second->launch(streams[0]);
 }
 
 void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to) {
@@ -120,6 +152,10 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   // peer may hold up what that peer waits for. It takes no time, as the peers have to put theirs there too.
   const SharedEvent staged = record(out_.get());
   for (const auto& in : in_) driver_->wait(in->get(), staged->get());
+  if (!driver_->capturing(stream)) {
+    if (std::exchange(fetched_, false)) spread(in_handles());
+    pulled_ = true;
+  }
   for (int distance = 1; distance < world; ++distance) {
     const int peer = peer_at(rank(), distance, world);
     const Memory& place = to[static_cast<size_t>(peer)];
@@ -134,6 +170,63 @@ void Workspace::wait_for(const Call& call, Stream stream, int peer) {
   const Driver::Device guard(*driver_, device_);
   if (static_cast<size_t>(peer) < call.arrived.size() && call.arrived[static_cast<size_t>(peer)])
     driver_->wait(stream, call.arrived[static_cast<size_t>(peer)]->get());
+}
+
+int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::vector<Memory>& to) {
+  const int world = layout().world();
+  require_room(shard.bytes, layout().stage_bytes(), "a shard");
+  if (static_cast<int>(to.size()) != world) throw std::invalid_argument("a gather needs a place for each rank's shard");
+  for (const Memory& memory : to) require_room(memory.bytes, layout().stage_bytes(), "a shard");
+  const Driver::Device guard(*driver_, device_);
+  const int index = static_cast<int>(gathers_++ % kChannels);
+  const Memory own = to[static_cast<size_t>(rank())];
+  // In graphs the number of the call would be that of the first.
+  const uint64_t number = call_number(0, op);
+  const auto key = [&](uint64_t which) { return std::vector<uint64_t>{which, static_cast<uint64_t>(index), number}; };
+  // Messages of a channel are sent, and pulled, in the order of calls: behind all that streams of our own still send,
+  // and of `in_` a graph's launch knows but the first.
+  const std::vector<Stream> in = in_handles();
+  if (std::exchange(pulled_, false)) {
+    driver_->wait(stream, record(out_.get())->get());
+    join(in);
+  }
+  std::vector<uint64_t> staged = key(0), fetched = key(1);
+  staged.insert(staged.end(), {shard.address, shard.bytes, own.address, own.bytes});
+  for (const Memory& memory : to) fetched.insert(fetched.end(), {memory.address, memory.bytes});
+  repeat(std::move(staged), {stream}, [&](const std::vector<Stream>& streams) {
+    run(streams[0], [&] {
+      protocol_.offer(steps_, index, number, in_private(shard), in_private(own), static_cast<int64_t>(shard.bytes),
+                      own.bytes > 0);
+    });
+  });
+  call.offered = index;
+  if (world == 1) return index;
+  fetched_ = true;
+  repeat(std::move(fetched), in, [&](const std::vector<Stream>& streams) { fetch(streams, index, number, to); });
+  return index;
+}
+
+void Workspace::fetch(const std::vector<Stream>& streams, int index, uint64_t call, const std::vector<Memory>& to) {
+  run(streams[0], [&] { protocol_.begin_fetch(steps_, index); });
+  spread(streams);
+  for (int distance = 1; distance < layout().world(); ++distance) {
+    const int peer = peer_at(rank(), distance, layout().world());
+    const Memory& place = to[static_cast<size_t>(peer)];
+    run(streams[static_cast<size_t>(distance - 1) % streams.size()],
+        [&] { protocol_.fetch(steps_, index, call, peer, in_private(place), static_cast<int64_t>(place.bytes)); });
+  }
+  join(streams);
+  run(streams[0], [&] { protocol_.end_fetch(steps_, index); });
+}
+
+// The others go on behind the first; the first behind the others.
+void Workspace::spread(const std::vector<Stream>& streams) {
+  const SharedEvent begun = record(streams[0]);
+  for (size_t i = 1; i < streams.size(); ++i) driver_->wait(streams[i], begun->get());
+}
+
+void Workspace::join(const std::vector<Stream>& streams) {
+  for (size_t i = 1; i < streams.size(); ++i) driver_->wait(streams[0], record(streams[i])->get());
 }
 
 int Workspace::scatter() {
@@ -181,15 +274,20 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   const bool captured = driver_->capturing(stream);
   const uint64_t passage = ++passages_;
   watchdog_.expect(passage, std::move(results), captured);
-  run(stream, [&] { protocol_.pass_gates(steps_, passage); });
+  run(stream, [&] {
+    if (call.offered >= 0) protocol_.await_fetched(steps_, call.offered);
+    protocol_.pass_gates(steps_, passage, captured);
+  });
   if (captured) return;
   last_stream_ = stream;
-  last_end_ = record(stream);
+  last_passage_ = passage;
 }
 
 // Calls from several streams come one after the other: the gates of a rank let through one call at a time.
 void Workspace::take_turn(Stream stream) {
-  if (last_end_ && last_stream_ != stream && !driver_->capturing(stream)) driver_->wait(stream, last_end_->get());
+  if (last_passage_ > 0 && last_stream_ != stream && !driver_->capturing(stream))
+    driver_->memory_ops(
+        stream, {{driver::MemoryOp::kWaitAtLeast, watchdog_.progress(passed_word(layout().world())), last_passage_}});
 }
 
 DeviceAddress Workspace::address(const Place& place) const {

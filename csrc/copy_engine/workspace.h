@@ -4,12 +4,14 @@
 // - `out`, a stream of our own, puts shards into this rank's stage and blocks into slots of the others;
 // - some more, `in`, copy the others' shards, each from every so-manieth peer;
 // - the caller's stream waits for shards, one by one, for the blocks of all, and passes the gates at the end.
+// For a kernel that waits for shards itself the caller's stream also puts the own one into the stage, in front of it.
 // Gathers pull and scatters push: each so that bytes are moved once. A shard that is pulled goes where the matmul reads
 // it, and so do pulled sums; pushed, both would need another copy out of a slot. A block that is pushed comes from
 // where the matmul has put it, and is summed in its slot.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -45,6 +47,7 @@ class Workspace {
     uint64_t number = 0;
     std::vector<SharedEvent> arrived;  // of the last gather, by rank
     bool sent = false;
+    int offered = -1;  // channel of a gather that a kernel waits for
   };
 
   Call begin(Op op, Stream stream, double timeout_seconds);
@@ -52,6 +55,10 @@ class Workspace {
   // memory is left alone until the end of the call.
   void gather(Call& call, Stream stream, Memory shard, const std::vector<Memory>& to);
   void wait_for(const Call& call, Stream stream, int peer);
+  // The same for a kernel that waits itself, the next in `stream`: the words Layout::arrived of the channel that is
+  // returned tell it of shards. Not in a capture, as nothing promises that branches of a graph run at once. `to` has a
+  // place for this rank's shard too, or nothing. What is offered again with the same memory is launched as two graphs.
+  int offer(Call& call, Stream stream, Op op, Memory shard, const std::vector<Memory>& to);
   // The number of a new scatter, for the following. Throws std::logic_error where kChannels have begun and not yet been
   // received: what they send would wait for this rank, and this rank for that.
   int scatter();
@@ -67,9 +74,16 @@ class Workspace {
   template <typename Give>
   void run(Stream stream, Give&& give);
   void take_turn(Stream stream);
+  void fetch(const std::vector<Stream>& streams, int index, uint64_t call, const std::vector<Memory>& to);
+  void spread(const std::vector<Stream>& streams);
+  void join(const std::vector<Stream>& streams);
+  std::vector<Stream> in_handles() const;
+  template <typename Give>
+  void repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams, Give&& give);
   DeviceAddress address(const Place& place) const;
   SharedEvent record(Stream stream);
   Stream in_of(int peer) const;
+  bool passed() const { return watchdog_.told(passed_word(layout().world())) >= last_passage_; }
 
   std::shared_ptr<const Driver> driver_;
   int device_;
@@ -79,15 +93,20 @@ class Workspace {
   driver::OwnStream out_;
   std::vector<std::unique_ptr<driver::OwnStream>> in_;
   Steps steps_;
+  std::vector<driver::MemoryOp> ops_;
   uint64_t calls_ = 0;
   uint64_t gathers_ = 0;
   uint64_t scatters_ = 0;
-  SharedEvent pushed_[kChannels];  // behind the last block of a scatter
-  bool open_[kChannels] = {};      // scatters that have begun and not yet been received
+  SharedEvent pushed_[kChannels];          // behind the last block of a scatter
+  bool open_[kChannels] = {};              // scatters that have begun and not yet been received
+  bool pulled_ = false, fetched_ = false;  // outside of captures: since `in_` were last behind each other
   uint64_t passages_ = 0;
   Stream last_stream_ = nullptr;
-  SharedEvent last_end_;
-  StreamWatchdog watchdog_;  // last: it looks after the streams
+  uint64_t last_passage_ = 0;  // outside of captures
+  // What is done again with the same memory: a graph from the second time on.
+  std::map<std::vector<uint64_t>, std::unique_ptr<const driver::Graph>> graphs_;
+  std::vector<std::unique_ptr<driver::OwnStream>> recorded_;  // in which graphs are made; nothing runs there
+  StreamWatchdog watchdog_;                                   // last: it looks after the streams
 };
 
 }  // namespace fused_tp::copy_engine

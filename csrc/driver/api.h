@@ -10,7 +10,11 @@
 
 #include "driver/driver.h"
 
+struct CUgraph_st;
+
 namespace fused_tp::driver {
+
+using GraphHandle = CUgraph_st*;
 
 constexpr int kSuccess = 0;
 constexpr int kErrorDeinitialized = 4;  // the driver is shutting down with the process
@@ -22,41 +26,60 @@ constexpr unsigned kHostPortable = 1;
 constexpr unsigned kHostDeviceMap = 2;
 constexpr int kCaptureNone = 0;
 constexpr int kCaptureModeRelaxed = 2;
+constexpr unsigned kWaitUntilAtLeast = 0;
 constexpr unsigned kWaitUntilEqual = 1;
+constexpr unsigned kWaitValue64 = 4;
+constexpr unsigned kWriteValue64 = 5;
+constexpr unsigned kMostMemoryOps = 256;  // of one call
 constexpr int kHasStreamMemoryOps = 122;
 constexpr int kOldestDriver = 12000;
 
+// CUstreamBatchMemOpParams, of what we use of it; waits and writes have the same members.
+union BatchMemOp {
+  struct {
+    unsigned operation;
+    DeviceAddress address;
+    uint64_t value;
+    unsigned flags;
+    DeviceAddress alias;
+  } op;
+  uint64_t pad[6];
+};
+
 // name, version in the symbol, parameters
-#define FUSED_TP_DRIVER_FUNCTIONS(X)                                                                                \
-  X(cuInit, cuInit, (unsigned flags))                                                                               \
-  X(cuDriverGetVersion, cuDriverGetVersion, (int* version))                                                         \
-  X(cuGetErrorName, cuGetErrorName, (int error, const char** name))                                                 \
-  X(cuGetErrorString, cuGetErrorString, (int error, const char** text))                                             \
-  X(cuDeviceGetCount, cuDeviceGetCount, (int* count))                                                               \
-  X(cuDeviceGet, cuDeviceGet, (int* device, int ordinal))                                                           \
-  X(cuDeviceGetAttribute, cuDeviceGetAttribute, (int* value, int attribute, int device))                            \
-  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (Context * context, int device))                            \
-  X(cuCtxPushCurrent, cuCtxPushCurrent_v2, (Context context))                                                       \
-  X(cuCtxPopCurrent, cuCtxPopCurrent_v2, (Context * context))                                                       \
-  X(cuCtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int* least, int* greatest))                          \
-  X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int* mode))                              \
-  X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, (Stream * made, unsigned flags, int priority))          \
-  X(cuStreamDestroy, cuStreamDestroy_v2, (Stream stream))                                                           \
-  X(cuStreamQuery, cuStreamQuery, (Stream stream))                                                                  \
-  X(cuStreamIsCapturing, cuStreamIsCapturing, (Stream stream, int* status))                                         \
-  X(cuStreamWaitEvent, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))                             \
-  X(cuStreamWriteValue64, cuStreamWriteValue64_v2,                                                                  \
-    (Stream stream, DeviceAddress address, uint64_t value, unsigned flags))                                         \
-  X(cuStreamWaitValue64, cuStreamWaitValue64_v2,                                                                    \
-    (Stream stream, DeviceAddress address, uint64_t value, unsigned flags))                                         \
-  X(cuEventCreate, cuEventCreate, (Event * made, unsigned flags))                                                   \
-  X(cuEventDestroy, cuEventDestroy_v2, (Event event))                                                               \
-  X(cuEventRecord, cuEventRecord, (Event event, Stream stream))                                                     \
-  X(cuEventQuery, cuEventQuery, (Event event))                                                                      \
-  X(cuMemcpyAsync, cuMemcpyAsync, (DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream))              \
-  X(cuMemsetD8Async, cuMemsetD8Async, (DeviceAddress to, unsigned char byte, size_t bytes, Stream stream))          \
-  X(cuMemHostAlloc, cuMemHostAlloc, (void** made, size_t bytes, unsigned flags))                                    \
-  X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, (DeviceAddress * address, void* host, unsigned flags)) \
+#define FUSED_TP_DRIVER_FUNCTIONS(X)                                                                                  \
+  X(cuInit, cuInit, (unsigned flags))                                                                                 \
+  X(cuDriverGetVersion, cuDriverGetVersion, (int* version))                                                           \
+  X(cuGetErrorName, cuGetErrorName, (int error, const char** name))                                                   \
+  X(cuGetErrorString, cuGetErrorString, (int error, const char** text))                                               \
+  X(cuDeviceGetCount, cuDeviceGetCount, (int* count))                                                                 \
+  X(cuDeviceGet, cuDeviceGet, (int* device, int ordinal))                                                             \
+  X(cuDeviceGetAttribute, cuDeviceGetAttribute, (int* value, int attribute, int device))                              \
+  X(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (Context * context, int device))                              \
+  X(cuCtxPushCurrent, cuCtxPushCurrent_v2, (Context context))                                                         \
+  X(cuCtxPopCurrent, cuCtxPopCurrent_v2, (Context * context))                                                         \
+  X(cuCtxGetStreamPriorityRange, cuCtxGetStreamPriorityRange, (int* least, int* greatest))                            \
+  X(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, (int* mode))                                \
+  X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, (Stream * made, unsigned flags, int priority))            \
+  X(cuStreamDestroy, cuStreamDestroy_v2, (Stream stream))                                                             \
+  X(cuStreamQuery, cuStreamQuery, (Stream stream))                                                                    \
+  X(cuStreamIsCapturing, cuStreamIsCapturing, (Stream stream, int* status))                                           \
+  X(cuStreamWaitEvent, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))                               \
+  X(cuStreamBatchMemOp, cuStreamBatchMemOp_v2, (Stream stream, unsigned count, BatchMemOp* ops, unsigned flags))      \
+  X(cuStreamBeginCapture, cuStreamBeginCapture_v2, (Stream stream, int mode))                                         \
+  X(cuStreamEndCapture, cuStreamEndCapture, (Stream stream, GraphHandle * made))                                      \
+  X(cuGraphInstantiate, cuGraphInstantiateWithFlags, (GraphExec * made, GraphHandle graph, unsigned long long flags)) \
+  X(cuGraphDestroy, cuGraphDestroy, (GraphHandle graph))                                                              \
+  X(cuGraphLaunch, cuGraphLaunch, (GraphExec graph, Stream stream))                                                   \
+  X(cuGraphExecDestroy, cuGraphExecDestroy, (GraphExec graph))                                                        \
+  X(cuEventCreate, cuEventCreate, (Event * made, unsigned flags))                                                     \
+  X(cuEventDestroy, cuEventDestroy_v2, (Event event))                                                                 \
+  X(cuEventRecord, cuEventRecord, (Event event, Stream stream))                                                       \
+  X(cuEventQuery, cuEventQuery, (Event event))                                                                        \
+  X(cuMemcpyAsync, cuMemcpyAsync, (DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream))                \
+  X(cuMemsetD8Async, cuMemsetD8Async, (DeviceAddress to, unsigned char byte, size_t bytes, Stream stream))            \
+  X(cuMemHostAlloc, cuMemHostAlloc, (void** made, size_t bytes, unsigned flags))                                      \
+  X(cuMemHostGetDevicePointer, cuMemHostGetDevicePointer_v2, (DeviceAddress * address, void* host, unsigned flags))   \
   X(cuMemFreeHost, cuMemFreeHost, (void* host))
 
 struct Functions {

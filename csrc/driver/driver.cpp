@@ -127,12 +127,21 @@ void Driver::fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream str
   if (bytes > 0) FUSED_TP_CALL(cuMemsetD8Async, to, byte, bytes, stream);
 }
 
-void Driver::write_value(Stream stream, DeviceAddress word, uint64_t value) const {
-  FUSED_TP_CALL(cuStreamWriteValue64, stream, word, value, 0);
-}
-
-void Driver::wait_value(Stream stream, DeviceAddress word, uint64_t value) const {
-  FUSED_TP_CALL(cuStreamWaitValue64, stream, word, value, kWaitUntilEqual);
+void Driver::memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const {
+  BatchMemOp batch[kMostMemoryOps] = {};
+  for (size_t first = 0; first < ops.size(); first += kMostMemoryOps) {
+    const size_t count = std::min<size_t>(kMostMemoryOps, ops.size() - first);
+    for (size_t i = 0; i < count; ++i) {
+      const MemoryOp& op = ops[first + i];
+      auto& given = batch[i].op;
+      given.operation = op.kind == MemoryOp::kWrite ? kWriteValue64 : kWaitValue64;
+      given.address = op.word;
+      given.value = op.value;
+      // A write comes behind all that the stream has done before, for the whole system: that is its default, 0.
+      given.flags = op.kind == MemoryOp::kWait ? kWaitUntilEqual : kWaitUntilAtLeast;
+    }
+    FUSED_TP_CALL(cuStreamBatchMemOp, stream, static_cast<unsigned>(count), batch, 0);
+  }
 }
 
 bool Driver::capturing(Stream stream) const {
@@ -172,6 +181,7 @@ Owned<Handle>::~Owned() {
 
 template class Owned<Stream>;
 template class Owned<Event>;
+template class Owned<GraphExec>;
 template class Owned<void*>;
 
 OwnStream::OwnStream(std::shared_ptr<const Driver> driver, int device, Priority priority)
@@ -201,6 +211,29 @@ PinnedMemory::PinnedMemory(std::shared_ptr<const Driver> driver, int device, siz
   std::memset(handle_, 0, bytes);
   // Where this throws, ~Owned frees the memory.
   driver_->check(f.cuMemHostGetDevicePointer(&device_address_, handle_, 0), "cuMemHostGetDevicePointer");
+}
+
+Graph::Graph(std::shared_ptr<const Driver> driver, int device)
+    : Owned(std::move(driver), device, &Functions::cuGraphExecDestroy) {}
+
+void Graph::begin(Stream stream) const {
+  // Relaxed, as other threads, and this one, may do meanwhile what they like.
+  driver_->check(driver_->functions().cuStreamBeginCapture(stream, kCaptureModeRelaxed), "cuStreamBeginCapture");
+}
+
+void Graph::end(Stream stream, bool whole) {
+  const Functions& f = driver_->functions();
+  GraphHandle graph = nullptr;
+  const int ended = f.cuStreamEndCapture(stream, &graph);
+  const int made = ended == kSuccess && whole ? f.cuGraphInstantiate(&handle_, graph, 0) : kSuccess;
+  if (graph != nullptr) f.cuGraphDestroy(graph);
+  if (!whole) return;
+  driver_->check(ended, "cuStreamEndCapture");
+  driver_->check(made, "cuGraphInstantiate");
+}
+
+void Graph::launch(Stream stream) const {
+  driver_->check(driver_->functions().cuGraphLaunch(handle_, stream), "cuGraphLaunch");
 }
 
 struct EventPool::Free {

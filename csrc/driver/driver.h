@@ -17,16 +17,26 @@
 // As in cuda.h, so that both can be included.
 struct CUctx_st;
 struct CUevent_st;
+struct CUgraphExec_st;
 struct CUstream_st;
 
 namespace fused_tp::driver {
 
 using Context = CUctx_st*;
 using Event = CUevent_st*;
+using GraphExec = CUgraphExec_st*;
 using Stream = CUstream_st*;  // null: the default stream
 using DeviceAddress = unsigned long long;
 
 struct Functions;
+
+// What a stream does with a 64-bit word of memory.
+struct MemoryOp {
+  enum Kind : unsigned { kWait, kWaitAtLeast, kWrite };
+  Kind kind;
+  DeviceAddress word;
+  uint64_t value;
+};
 
 struct DriverError : std::runtime_error {
   DriverError(const std::string& sentence, int number) : std::runtime_error(sentence), code(number) {}
@@ -67,9 +77,11 @@ class Driver {
   void wait(Stream stream, Event event) const;                                         // the stream does, from here on
   void copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const;  // also between devices
   void fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const;
-  void write_value(Stream stream, DeviceAddress word, uint64_t value) const;
-  void wait_value(Stream stream, DeviceAddress word, uint64_t value) const;  // until the word is `value`
-  bool capturing(Stream stream) const;                                       // into a CUDA graph
+  void memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const;  // in order; in one call, but for very many
+  void write_value(Stream stream, DeviceAddress word, uint64_t value) const {
+    memory_ops(stream, {{MemoryOp::kWrite, word, value}});
+  }
+  bool capturing(Stream stream) const;  // into a CUDA graph
   // True once all of the stream has ended, false if it has not after that many seconds.
   bool synchronize(Stream stream, double seconds) const;
 
@@ -136,6 +148,31 @@ class OwnEvent : public Owned<Event> {
 };
 
 using SharedEvent = std::shared_ptr<const OwnEvent>;
+
+// What `give` puts into `stream`, and into streams that wait for it and that it waits for, to be done again and again.
+class Graph : public Owned<GraphExec> {
+ public:
+  template <typename Give>
+  Graph(std::shared_ptr<const Driver> driver, int device, Stream stream, Give&& give)
+      : Graph(std::move(driver), device) {
+    const Driver::Device guard(*driver_, device_);
+    begin(stream);
+    try {
+      give();
+    } catch (...) {
+      end(stream, false);
+      throw;
+    }
+    end(stream, true);
+  }
+  // Once more, in `stream`. One at a time: the driver orders launches of one graph.
+  void launch(Stream stream) const;
+
+ private:
+  Graph(std::shared_ptr<const Driver> driver, int device);
+  void begin(Stream stream) const;
+  void end(Stream stream, bool whole);
+};
 
 // Events for a device, reused once they have no owner. A stream that waits for an event is not affected by a later
 // record: a wait is for the last record before it. Any thread may take and return events.

@@ -81,6 +81,21 @@ class _Slot:
     pending: int = 0  # calls that have begun and not ended
 
 
+@dataclass(frozen=True)
+class Offered:
+    """By what a kernel is told of shards: words of this rank's memory, which `comm.arrivals` of the kernels explains.
+
+    Attributes:
+        arrived: int64 [W]: 1 once the shard of that rank is in its place.
+        order: int64 [W]: for the kernel's own use, 0 when it begins.
+        expired: address of an int64 of the host, which the kernel sets where it has waited in vain.
+    """
+
+    arrived: Tensor
+    order: Tensor
+    expired: int
+
+
 class Call:
     """One call of an op, from its first message to `finish`. Left by an exception, it aborts the group.
 
@@ -117,6 +132,18 @@ class Call:
         """
         self._written += places
         self._core.gather(self._call, self._engine.stream(), _range(shard), [_range(place) for place in places])
+
+    def offer(self, shard: Tensor, places: Sequence[Tensor]) -> Offered:
+        """The same for a kernel that waits for shards itself, the next in the current stream; not in a capture.
+
+        `places` has one for this rank too, or an empty tensor where its shard is not wanted there.
+        """
+        self._written += places
+        op, places_at = OPS.index(self.op), [_range(place) for place in places]
+        channel = self._core.offer(self._call, self._engine.stream(), op, _range(shard), places_at)
+        first, words = (self._core.arrived(channel), self._core.order(channel)), self._slot.buffer.view(torch.int64)
+        arrived, order = (words[word : word + self._engine.world_size] for word in first)
+        return Offered(arrived, order, self._core.expired)
 
     def wait_for(self, peer: int) -> None:
         """The current stream goes on once the shard of `peer` is in its place, that of the last `gather`."""

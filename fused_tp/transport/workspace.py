@@ -15,10 +15,10 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -38,7 +38,7 @@ _LOG = logging.getLogger("fused_tp")
 SlotT = TypeVar("SlotT")
 
 _LEAST_BYTES = 1 << 20
-_LONGEST_SECONDS = 9e9  # kernels count nanoseconds in 63 bits
+LONGEST_SECONDS = 9e9  # kernels count nanoseconds in 63 bits
 _ROUNDED_TO = 64 << 20  # above it a workspace is a multiple of it, below it a power of two
 
 
@@ -81,12 +81,19 @@ class GroupKernels(ABC, Generic[SlotT]):
         self._outgrown: list[SlotT] = []  # those that a CUDA graph, or a call that has not ended, may still use
         self._lost: list[int] = []  # in the order in which they ended
         self._logged = False
+        self._others: WeakSet[GroupKernels[Any]] = WeakSet()
         self.calls = 0  # that have begun and that peers have a part of
         self.broken: FusedTPError | None = None  # why they are unusable
 
     def watch(self) -> None:
         """Watch the peers' processes from now on."""
         self._watch = PeerWatch(self, self._memory.pids, type(self)._peer_lost, type(self)._look)
+
+    def fail_with(self, others: GroupKernels[Any]) -> None:
+        """From now on a failure of these, or of `others` of the same ranks, is one of both: a rank that gives up in the
+        ones may be waited for in the others."""
+        self._others.add(others)
+        others._others.add(self)
 
     def abort(self, sentence: str) -> None:
         """No more calls, for a reason of the caller's; whatever of a peer's waits for one ends at once."""
@@ -172,6 +179,8 @@ class GroupKernels(ABC, Generic[SlotT]):
         finally:
             for slot in self._all():
                 self._leave(slot, str(error))
+            for others in self._others:
+                others.abort(str(error))
         return said
 
     def _all(self) -> list[SlotT]:
@@ -242,6 +251,7 @@ class Workspaces(GroupKernels[_Slot]):
         super().__init__(memory, "kernels", messages)
         self._kinds = dict(kinds)
         self._turn = _turns.setdefault(memory.serialized_by, _Turn())
+        self._elsewhere = _Slot(None, 0, self.device.type == "cuda")
         self.watch()
 
     def use(self, kind: str, nbytes: int, op: str, *, exclusive: bool = True) -> Use:
@@ -257,6 +267,10 @@ class Workspaces(GroupKernels[_Slot]):
         slot.workspace.timeout_ns = int(_timeout_seconds() * 1e9)
         self.calls += 1
         return UseOnGpu(self, slot, exclusive) if slot.on_gpu else Use(self, slot)
+
+    def in_turn(self) -> AbstractContextManager[Any]:
+        """Scope of launches that wait for other ranks in other memory than workspaces, in turn with those that do."""
+        return UseOnGpu(self, self._elsewhere, exclusive=True) if self._elsewhere.on_gpu else nullcontext()
 
     def reserve(self, kind: str, nbytes: int, op: str) -> None:
         """Makes room for an op that may come later, as `use` would. A collective call."""
@@ -335,9 +349,10 @@ class Use:
     def __enter__(self) -> Any:
         return self._slot.workspace
 
-    def __exit__(self, error: object, *details: object) -> None:
+    def __exit__(self, error: object, *details: object) -> bool | None:
         if error is None:
             self._workspaces.raise_failure()
+        return None
 
 
 class UseOnGpu(Use):
@@ -361,7 +376,7 @@ class UseOnGpu(Use):
                     stream.wait_event(turn.done)
         return self._slot.workspace
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> bool | None:
         # Also where something behind a launch has failed: the kernel runs.
         index = self._workspaces._memory.device.index
         if not self._capturing:
@@ -374,6 +389,7 @@ class UseOnGpu(Use):
                 turn.stream, turn.done = stream, done
         # Not set_device: it would make a context on a GPU that this process only has as its default.
         torch.cuda._maybe_exchange_device(self._before)
+        return None
 
 
 def rounded(nbytes: int, least: int, step: int) -> int:
@@ -383,7 +399,7 @@ def rounded(nbytes: int, least: int, step: int) -> int:
 
 
 def _timeout_seconds() -> float:
-    return min(settings.timeout_seconds(), _LONGEST_SECONDS)
+    return min(settings.timeout_seconds(), LONGEST_SECONDS)
 
 
 # Of ops that wait for other ranks, on two streams, two could fill two GPUs with kernels that each wait for one which

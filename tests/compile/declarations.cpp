@@ -51,7 +51,8 @@ constexpr bool alike() {
     }
   } else if constexpr (is_number<Ours> && is_number<Theirs>) {
     return sizeof(Ours) == sizeof(Theirs) && alignof(Ours) == alignof(Theirs);
-  } else if constexpr (std::is_class_v<Ours> && std::is_class_v<Theirs>) {
+  } else if constexpr ((std::is_class_v<Ours> && std::is_class_v<Theirs>) ||
+                       (std::is_union_v<Ours> && std::is_union_v<Theirs>)) {
     return sizeof(Ours) == sizeof(Theirs) && alignof(Ours) == alignof(Theirs);
   } else {
     return false;
@@ -150,5 +151,22 @@ SAME_NUMBER(kHostDeviceMap, CU_MEMHOSTALLOC_DEVICEMAP);
 SAME_NUMBER(kCaptureNone, CU_STREAM_CAPTURE_STATUS_NONE);
 SAME_NUMBER(kCaptureModeRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED);
 SAME_NUMBER(kHasStreamMemoryOps, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS);
+SAME_NUMBER(kWaitUntilAtLeast, CU_STREAM_WAIT_VALUE_GEQ);
 SAME_NUMBER(kWaitUntilEqual, CU_STREAM_WAIT_VALUE_EQ);
+SAME_NUMBER(kWaitValue64, CU_STREAM_MEM_OP_WAIT_VALUE_64);
+SAME_NUMBER(kWriteValue64, CU_STREAM_MEM_OP_WRITE_VALUE_64);
+static_assert(CU_STREAM_WRITE_VALUE_DEFAULT == 0);
+
+#define SAME_PLACE(ours, theirs)                                                                                 \
+  static_assert(offsetof(fused_tp::driver::BatchMemOp, op.ours) == offsetof(CUstreamBatchMemOpParams, theirs) && \
+                    sizeof(fused_tp::driver::BatchMemOp::op.ours) == sizeof(CUstreamBatchMemOpParams::theirs),   \
+                #theirs)
+SAME_PLACE(operation, waitValue.operation);
+SAME_PLACE(address, waitValue.address);
+SAME_PLACE(value, waitValue.value64);
+SAME_PLACE(flags, waitValue.flags);
+SAME_PLACE(operation, writeValue.operation);
+SAME_PLACE(address, writeValue.address);
+SAME_PLACE(value, writeValue.value64);
+SAME_PLACE(flags, writeValue.flags);
 #endif

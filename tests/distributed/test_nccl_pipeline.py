@@ -88,7 +88,7 @@ def test_pipelines_can_be_captured(group: Any) -> None:
         for i in range(len(plan.exchanges)):
             scatter.send()
             scatter.wait(i)
-    graph = knobs.cuda_double_end_capture(stream.handle, transport.communicator.stream)
+    graph = knobs.cuda_double_end_capture(stream.handle)
     assert gathered.abs().max() == 0
     for replay in range(1, 4):
         own.fill_(10.0 * replay + rank)
@@ -155,7 +155,7 @@ def lost_in_a_graph(group: Any) -> str:
     with mock.patch.object(transport, "stream", lambda: stream.handle):
         moving = transport.gather("all_gather", own, gathered, gather_plan((2, 2), transport.rank, 1))
         moving.wait()
-    graph = ctypes.c_void_p(knobs.cuda_double_end_capture(stream.handle, transport.communicator.stream))
+    graph = ctypes.c_void_p(knobs.cuda_double_end_capture(stream.handle))
     if transport.rank == 0:
         knobs.cuda_double_replay(graph, stream.handle)
         transport._peer_lost(1)

@@ -310,12 +310,12 @@ def test_aborts_and_an_interpreter_that_ends_with_communicators_open() -> None:
 
 
 @contextlib.contextmanager
-def captured(stream: int, joined: int) -> Iterator[list[Any]]:
-    """Captures `stream`, and `joined` with it; the list gets the graph."""
+def captured(stream: int) -> Iterator[list[Any]]:
+    """Captures `stream`; the list gets the graph."""
     knobs, graph = libraries.double_knobs(), []
     knobs.cuda_double_begin_capture(stream)
     yield graph
-    graph.append(ctypes.c_void_p(knobs.cuda_double_end_capture(stream, joined)))
+    graph.append(ctypes.c_void_p(knobs.cuda_double_end_capture(stream)))
 
 
 @on_ranks(2)
@@ -325,7 +325,7 @@ def test_graph_of_ops(group: dist.ProcessGroup) -> None:
     one = Communicator(group, timeout=0.5)
     one.check_works()
     stream, (x, out) = libraries.Stream(), one.outputs()
-    with captured(stream.handle, one.core.stream) as graph:
+    with captured(stream.handle) as graph:
         ticket = one.all_gather(x, out, stream.handle)
         one.core.wait(ticket, stream.handle)
     assert ticket.captured and out[0] == 0
@@ -362,7 +362,7 @@ def test_capture_of_another_thread(group: dist.ProcessGroup) -> None:
     one = Communicator(group)
     one.check_works()
     stream, (x, out) = libraries.Stream(), one.outputs()
-    with captured(stream.handle, one.core.stream) as graph:
+    with captured(stream.handle) as graph:
         ticket = one.all_gather(x, out, stream.handle)
         with pytest.raises(ValueError, match="another thread is capturing this communicator's ops"):
             one.all_gather(x, out, libraries.Stream().handle)

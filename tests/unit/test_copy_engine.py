@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.local_ranks import LocalGroup
+from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.transport import copy_engine, symm_mem
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
-from tests.native.doubles.libraries import gpu_double
+from tests.native.doubles.libraries import double_knobs, gpu_double
 from tests.native_build import build_program, output_of, prebuild, require_sanitizer, use_driver
 
 pytestmark = pytest.mark.full
@@ -47,14 +47,18 @@ def explore(world: int, calls: str, givers: int, fault: str = "none", walks: int
 
 
 @pytest.mark.parametrize(
-    ("world", "calls", "givers"), [(2, "ggg", 0), (2, "sSs", 0), (2, "gGG", 0), (3, "gs", 0), (2, "g", 1), (2, "s", 1)]
+    ("world", "calls", "givers"),
+    [(2, "ggg", 0), (2, "sSs", 0), (2, "gGG", 0), (3, "gs", 0), (2, "g", 1), (2, "s", 1), (2, "oo", 0), (2, "o", 1)],
 )
 def test_protocol_in_all_orders(world: int, calls: str, givers: int) -> None:
     states, wrong = explore(world, calls, givers)
     assert states > 100 and wrong == ""
 
 
-@pytest.mark.parametrize(("world", "calls", "givers"), [(2, "gsgs", 2), (2, "GSsgg", 1), (3, "gGs", 2), (3, "GSsg", 0)])
+@pytest.mark.parametrize(
+    ("world", "calls", "givers"),
+    [(2, "gsgs", 2), (2, "GSsgg", 1), (3, "gGs", 2), (3, "GSsg", 0), (2, "ooog", 2), (3, "ogo", 1), (3, "oGGo", 1)],
+)
 def test_protocol_in_random_orders(world: int, calls: str, givers: int) -> None:
     steps, wrong = explore(world, calls, givers, walks=1000)
     assert steps > 10_000 and wrong == ""
@@ -73,10 +77,16 @@ def test_protocol_in_random_orders(world: int, calls: str, givers: int) -> None:
         ("gates before the sum", "ssss", 1, "wrong bytes"),
         ("one gate", "gg", 1, "wrong bytes"),
         ("gates left open", "gg", 1, "wrong bytes"),
+        ("arrived not cleared", "ooo", 0, "wrong bytes"),
+        ("arrived before copied", "o", 0, "wrong bytes"),
+        ("not begun", "oo", 0, "wrong bytes"),
+        ("not joined", "Goo", 0, "wrong bytes"),
+        ("not drained", "o", 0, "words that are not what they were"),
     ],
 )
 def test_the_model_finds_what_is_wrong(fault: str, calls: str, givers: int, wrong: str) -> None:
-    assert wrong in explore(2, calls, givers, fault, walks=20_000)[1]
+    # Two ranks have one stream for what they copy.
+    assert wrong in explore(3 if fault == "not joined" else 2, calls, givers, fault, walks=20_000)[1]
 
 
 # ---- streams -------------------------------------------------------------------------------------------------------
@@ -149,6 +159,43 @@ def test_it_does_not_grow_under_capture(driver: Any) -> None:
     with engine.call("all_gather", gather_bytes=1 << 20) as call:
         call.finish()
     assert engine._outgrown == [first]  # the graph may still use it
+
+
+@NEEDS_CORE
+def test_a_gather_that_a_kernel_waits_for_takes_three_calls_of_the_driver(driver: Any) -> None:
+    """Two graphs, which hold all that streams do, and the gates; the matmul is a fourth. However many ranks."""
+    rounds, world = 5, 8
+    stream_calls = double_knobs().cuda_double_stream_calls
+
+    def ranks(rank: LocalRank) -> int:
+        engine, shard = CopyEngine(rank), torch.empty(100)
+        gathered = torch.empty(world, 100)
+
+        def gather(number: int) -> None:
+            shard.fill_(10 * number + rank.rank)
+            gathered.zero_()
+            with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
+                offered = call.offer(shard, list(gathered))
+                for source in range(world):
+                    while source != rank.rank and not offered.arrived[source]:
+                        time.sleep(1e-4)
+                assert torch.equal(gathered, (10.0 * number + torch.arange(world))[:, None].expand(world, 100))
+                call.finish(gathered)
+
+        for number in range(4):  # each of two channels, first without a graph
+            gather(number)
+        rank.barrier()
+        before = stream_calls()
+        rank.barrier()
+        for number in range(rounds):
+            gather(number)
+        rank.barrier()
+        made = stream_calls() - before
+        rank.barrier()
+        engine.stop()
+        return int(made)
+
+    assert set(run_local(world, ranks, timeout=60)) == {3 * rounds * world}
 
 
 @NEEDS_CORE

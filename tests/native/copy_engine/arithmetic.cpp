@@ -19,8 +19,19 @@ void words_are_distinct(const Layout& layout) {
         words.insert({ready, free});
         EXPECT(layout.first_value(ready) == 0 && layout.first_value(free) == 1);
       }
+  for (int index = 0; index < kChannels; ++index)
+    for (int peer = 0; peer < layout.run(); ++peer) words.insert(layout.arrived(index, peer));
   EXPECT(static_cast<int>(words.size()) == layout.flags());
+  for (int word : words) EXPECT(layout.is_flag(word));
+  for (int index = 0; index < kChannels; ++index) {
+    for (int position = 0; position < layout.run(); ++position) words.insert(layout.order(index) + position);
+    EXPECT(layout.arrived(index, 0) % 2 == 0 && layout.order(index) % 2 == 0);
+    words.insert({layout.begun(index), layout.drained(index)});
+  }
   EXPECT(*words.begin() == layout.first_flag() && *words.rbegin() == layout.words() - 1);
+  EXPECT(static_cast<int>(words.size()) == layout.words() - layout.first_flag());
+  for (int word : words)
+    if (word >= layout.arrived(0, 0)) EXPECT(layout.first_value(word) == 0);
   for (int which = 0; which < 2; ++which)
     EXPECT(layout.gate(which) == which && which < layout.first_flag() && layout.first_value(which) == kOpen);
 }
@@ -45,6 +56,8 @@ void progress_is_odd_while_waiting(int world) {
   for (Wait wait : {Wait::kPull, Wait::kSend, Wait::kReceive})
     for (int peer = 0; peer < world; ++peer) words.insert(progress_of(wait, peer, world));
   EXPECT(static_cast<int>(words.size()) == progress_words(world) && *words.rbegin() == progress_words(world) - 1);
+  words.insert({passed_word(world), expired_word(world)});
+  EXPECT(static_cast<int>(words.size()) == told_words(world) && *words.rbegin() == told_words(world) - 1);
   for (uint64_t call : {uint64_t{0}, uint64_t{12345678901}}) {
     EXPECT(waiting(call) % 2 == 1 && done(call) % 2 == 0 && (waiting(call) - 1) / 2 == call);
     for (int which = 0; which < 2; ++which) EXPECT(at_gate(call, which) % 2 == 1 && at_gate(call, which) / 8 == call);

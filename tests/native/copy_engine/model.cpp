@@ -5,7 +5,8 @@
 //
 //     model <ranks> <calls> <ranks that may give up> <fault> <random walks, 0: all orders>
 //
-// Calls are letters: g a gather, s a scatter; G and S are only begun, and ended behind all others.
+// Calls are letters: g a gather, s a scatter; G and S are only begun, and ended behind all others. o is a gather that a
+// kernel waits for, which is the next in the caller's stream; it takes the shards as they come, here in rank order.
 // A fault spoils the protocol on purpose. Prints the number of states (or steps), or what is wrong; exit status 0 or 1.
 #include <algorithm>
 #include <cctype>
@@ -27,7 +28,7 @@ using namespace fused_tp::copy_engine;
 namespace {
 
 struct Action {
-  enum Kind { kWait, kWrite, kCopy, kCopied, kSay, kRecord, kWaitEvent, kSum, kSummed, kDeliver } kind;
+  enum Kind { kWait, kWrite, kCopy, kCopied, kSay, kRecord, kWaitEvent, kSum, kSummed, kDeliver, kTake } kind;
   int rank = 0;
   int word = 0;          // also: event, passage
   int value = 0;         // also: call
@@ -40,18 +41,24 @@ std::string fault;
 int world, calls, givers;
 std::string script;
 
-bool is_gather(int call) { return std::tolower(script[call]) == 'g'; }
+bool is_scatter(int call) { return std::tolower(script[call]) == 's'; }
+bool is_offer(int call) { return script[call] == 'o'; }
 
 // Cells: of every rank its stages, its slots, where shards go, and what it made of the slots.
 int cells_of_rank() { return kChannels + kChannels * world + calls * world + calls; }
 int stage_cell(int rank, int index) { return rank * cells_of_rank() + index; }
 int slot_cell(int rank, int index, int sender) { return stage_cell(rank, kChannels) + index * world + sender; }
-int shard_cell(int rank, int call, int peer) { return slot_cell(rank, kChannels, 0) + call * world + peer; }
-int sum_cell(int rank, int call) { return shard_cell(rank, calls, 0) + call; }
+// Kernels that wait are given the same memory again in each call.
+int shard_cell(int rank, int call, int peer) {
+  return slot_cell(rank, kChannels, 0) + (is_offer(call) ? script.find('o') : call) * world + peer;
+}
+int sum_cell(int rank, int call) { return slot_cell(rank, kChannels, 0) + calls * world + call; }
 int source_cell(int call) { return world * cells_of_rank() + call; }  // what a call sends, for ever
 
-// Streams of a rank: the caller's, out, and in for each distance.
-int streams_of_rank() { return 2 + world - 1; }
+// Streams of a rank: the caller's, out, and in for each distance; of graphs, which are launched in the first of `in`,
+// one more for each other distance.
+int streams_of_rank() { return 2 + world - 1 + std::max(0, world - 2); }
+int in_stream(int distance, bool of_graph) { return 1 + distance + (of_graph && distance > 1 ? world - 2 : 0); }
 std::vector<std::vector<Action>> programs;  // by rank * streams_of_rank() + stream
 std::vector<int> events;
 
@@ -106,6 +113,7 @@ void build() {
     const Protocol protocol(layout, rank);
     auto& own = programs[rank * streams_of_rank()];
     int gathers = 0, scatters = 0;
+    bool pulled = false, joined = false;  // as in Workspace
     auto record = [&](int stream) {
       const int event = events[rank]++;
       programs[rank * streams_of_rank() + stream].push_back({Action::kRecord, rank, event});
@@ -118,16 +126,56 @@ void build() {
     std::vector<int> indices(calls), pushed(calls);
     auto begin_call = [&](int call) {
       Steps steps;
-      if (is_gather(call)) {
+      if (is_offer(call)) {
+        const int index = indices[call] = gathers++ % kChannels;
+        if (pulled && fault != "not joined") wait_event(0, record(1));
+        protocol.offer(steps, index, call, {kPrivate, source_cell(call)}, {}, 1, false);
+        if (fault == "arrived not cleared") steps.erase(steps.begin(), steps.begin() + 2 * world);
+        add(rank, 0, steps, layout);
+        // In the first stream of our own, and in others behind it, as in Workspace::fetch.
+        auto fetched = [&](auto&& give) {
+          steps.clear();
+          give();
+          return steps;
+        };
+        if (pulled && fault != "not joined")
+          for (int distance = 2; distance < world; ++distance) wait_event(2, record(in_stream(distance, false)));
+        pulled = false;
+        joined = true;
+        if (fault != "not begun") add(rank, 2, fetched([&] { protocol.begin_fetch(steps, index); }), layout);
+        const int begun = record(2);
+        for (int distance = 1; distance < world; ++distance) {
+          const int peer = peer_at(rank, distance, world), stream = in_stream(distance, true);
+          if (distance > 1) wait_event(stream, begun);
+          add(rank, stream, fetched([&] {
+                protocol.fetch(steps, index, call, peer, {kPrivate, shard_cell(rank, call, peer)}, 1);
+                if (fault == "arrived before copied") std::rotate(steps.begin(), steps.end() - 1, steps.end());
+              }),
+              layout);
+          if (distance > 1) wait_event(2, record(stream));
+        }
+        add(rank, 2, fetched([&] { protocol.end_fetch(steps, index); }), layout);
+        for (int peer = 0; peer < world; ++peer) {
+          if (peer == rank) continue;
+          own.push_back({Action::kWait, rank, layout.arrived(index, peer)});
+          own.push_back({Action::kTake, rank, peer, call, shard_cell(rank, call, peer)});
+        }
+        return;
+      }
+      if (!is_scatter(call)) {
         const int index = gathers++ % kChannels;
         const int begun = record(0);
         wait_event(1, begun);
         protocol.stage(steps, index, call, {kPrivate, source_cell(call)}, 1);
         add(rank, 1, steps, layout);
         const int staged = record(1);
+        const int last = joined && fault != "not joined" ? record(2) : -1;
+        pulled = true;
+        joined = false;
         for (int distance = 1; distance < world; ++distance) {
           const int peer = peer_at(rank, distance, world);
           wait_event(1 + distance, staged);
+          if (last >= 0 && distance > 1) wait_event(1 + distance, last);
           steps.clear();
           protocol.pull(steps, index, call, peer, {kPrivate, shard_cell(rank, call, peer)}, 1);
           add(rank, 1 + distance, steps, layout);
@@ -146,13 +194,13 @@ void build() {
     };
     auto pass_gates = [&](int call) {
       Steps steps;
-      protocol.pass_gates(steps, call);
+      protocol.pass_gates(steps, call, false);
       if (fault == "one gate") steps.erase(steps.begin() + 2, steps.begin() + 4);
       add(rank, 0, steps, layout);
     };
     auto end_call = [&](int call) {
       Steps steps;
-      if (!is_gather(call)) {
+      if (is_scatter(call)) {
         wait_event(0, pushed[call]);
         protocol.receive(steps, indices[call], call);
         add(rank, 0, steps, layout);
@@ -163,9 +211,15 @@ void build() {
         protocol.release(steps, indices[call]);
         add(rank, 0, steps, layout);
       }
-      for (int event : arrived[call]) wait_event(0, event);
-      wait_event(0, record(1));
-      if (fault != "gates before the sum" || is_gather(call)) pass_gates(call);
+      if (is_offer(call)) {
+        steps.clear();
+        protocol.await_fetched(steps, indices[call]);
+        if (fault != "not drained") add(rank, 0, steps, layout);
+      } else {
+        for (int event : arrived[call]) wait_event(0, event);
+        wait_event(0, record(1));
+      }
+      if (fault != "gates before the sum" || !is_scatter(call)) pass_gates(call);
       own.push_back({Action::kDeliver, rank, 0, call, 0, 0});
     };
     for (int call = 0; call < calls; ++call) {
@@ -180,7 +234,7 @@ void build() {
 // What a rank that has given up does next.
 enum Rescue : uint8_t { kHealthy, kClosing, kRescuing = 100, kShut, kFilled };
 
-constexpr int kMostRanks = 4, kMostCalls = 8, kMostStreams = kMostRanks * (kMostRanks + 1), kMostEvents = 64;
+constexpr int kMostRanks = 4, kMostCalls = 8, kMostStreams = kMostRanks * 2 * kMostRanks, kMostEvents = 64;
 constexpr int kMostWords = Layout(kMostRanks, 0, 0).words();
 constexpr int kMostCells = kMostRanks * (kChannels * (1 + kMostRanks) + kMostCalls * (kMostRanks + 1)) + kMostCalls;
 
@@ -254,11 +308,15 @@ bool advance(State& s, int stream) {
       s.cells[sum_cell(rank, a.value)] = right ? static_cast<uint8_t>(a.value + 1) : kWrong;
       break;
     }
+    case Action::kTake:
+      if (s.cells[a.from] != a.value + 1) s.cells[sum_cell(rank, a.value)] = kWrong;
+      break;
     case Action::kDeliver: {
       bool right = true;
-      if (!is_gather(a.value)) {
+      if (is_scatter(a.value)) {
         right = s.cells[sum_cell(rank, a.value)] == a.value + 1;
       } else {
+        right = s.cells[sum_cell(rank, a.value)] != kWrong;
         for (int peer = 0; peer < world; ++peer)
           right = right && (peer == rank || s.cells[shard_cell(rank, a.value, peer)] == a.value + 1);
       }
@@ -310,7 +368,7 @@ void rescues(const State& state, int rank, std::vector<State>& next) {
     const uint8_t position = s.positions[stream];
     if (position == programs[stream].size()) continue;
     const Action& a = programs[stream][position];
-    if (a.kind != Action::kWait || a.word < layout.first_flag() || s.words[rank][a.word] == 1) continue;
+    if (a.kind != Action::kWait || !layout.is_flag(a.word) || s.words[rank][a.word] == 1) continue;
     State forced = s;
     forced.words[rank][a.word] = 1;
     next.push_back(forced);
@@ -331,9 +389,13 @@ void check_end(const State& s) {
     if (s.positions[stream] != programs[stream].size()) wrong = "streams that nothing lets go on";
   if (s.given > 0 || !wrong.empty()) return;
   const State before = first();
+  const Layout layout(world, 0, 0);
   for (int rank = 0; rank < world; ++rank)
-    for (int word = 0; word < Layout(world, 0, 0).words(); ++word)
-      if (s.words[rank][word] != before.words[rank][word]) wrong = "words that are not what they were before";
+    for (int word = 0; word < layout.words(); ++word) {
+      const bool cleared_later = word >= layout.arrived(0, 0) && word < layout.arrived(kChannels, 0);
+      if (s.words[rank][word] != before.words[rank][word] && !cleared_later)
+        wrong = "words that are not what they were before";
+    }
 }
 
 std::vector<State> successors(const State& state) {
@@ -374,9 +436,14 @@ long random_walks(int walks) {
   long steps = 0;
   for (int walk = 0; walk < walks && wrong.empty(); ++walk) {
     State state = first();
-    // Who is quick in this walk: even chances would keep all ranks close together.
-    std::vector<double> pace(world);
-    for (double& one : pace) one = std::pow(10.0, -2.0 * std::generate_canonical<double, 20>(chance));
+    // Who is quick in this walk, ranks, or streams of ranks too: even chances would keep all close together.
+    const auto draw = [&] { return std::pow(10.0, -2.0 * std::generate_canonical<double, 20>(chance)); };
+    std::vector<double> pace(world * streams_of_rank());
+    for (int rank = 0; rank < world; ++rank) {
+      const double of_rank = draw();
+      for (int stream = 0; stream < streams_of_rank(); ++stream)
+        pace[rank * streams_of_rank() + stream] = walk % 2 == 0 ? of_rank : of_rank * draw();
+    }
     while (wrong.empty()) {
       std::vector<State> next = successors(state);
       if (!wrong.empty()) break;
@@ -389,7 +456,7 @@ long random_walks(int walks) {
         int mover = 0;
         for (int rank = 0; rank < world; ++rank)
           for (int stream = rank * streams_of_rank(); stream < (rank + 1) * streams_of_rank(); ++stream)
-            if (chosen.positions[stream] != state.positions[stream]) mover = rank;
+            if (chosen.positions[stream] != state.positions[stream]) mover = stream;
         if (std::generate_canonical<double, 20>(chance) < pace[mover]) break;
         chosen = next[chance() % next.size()];
       }

@@ -23,7 +23,7 @@ using fused_tp::driver::OwnStream;
 extern "C" {
 void cuda_double_enqueue(Stream, void (*)(void*), void*);
 int cuda_double_begin_capture(Stream);
-void* cuda_double_end_capture(Stream, Stream);
+void* cuda_double_end_capture(Stream);
 void cuda_double_replay(void*, Stream);
 void cuda_double_free_graph(void*);
 }
@@ -78,6 +78,7 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
   // What a call sends, what it gives, and what that was behind its gates.
   using Words = std::vector<uint64_t>;
   std::vector<Words> sent(kCalls, Words(kWords)), given(kCalls, Words(kWords * world)), taken(2 * kCalls, given[0]);
+  Words offered(kWords), come(kWords * world);  // of gathers that a kernel waits for: the same in all calls
   std::vector<std::unique_ptr<Workspace::Call>> calls;
   std::mt19937 script(seed), pace(seed + 1 + rank);
   const Mood mood = shared.moods[rank];
@@ -90,6 +91,25 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
       for (int peer = 0; peer < world; ++peer) workspace.wait_for(*calls[call], stream, peer);
       workspace.finish(*calls[call], stream, {{at(given[call].data()), 8 * given[call].size()}});
       driver->copy(at(taken[call].data()), at(given[call].data()), 8 * given[call].size(), stream);
+    };
+    auto make_offer = [&](int call) {
+      calls.push_back(std::make_unique<Workspace::Call>(workspace.begin(Op::kOther, stream, shared.timeout)));
+      launch(stream, [&offered, call, rank] { std::fill(offered.begin(), offered.end(), value(call, rank)); });
+      std::vector<Memory> places;
+      for (int peer = 0; peer < world; ++peer) places.push_back({at(&come[peer * kWords]), 8 * kWords});
+      const int index = workspace.offer(*calls[call], stream, Op::kOther, {at(offered.data()), 8 * kWords}, places);
+      Words& result = given[call];
+      const DeviceAddress words = addresses[rank];
+      launch(stream, [&, words, index] {  // a kernel that takes the shards as they come
+        for (int peer = 0; peer < world; ++peer) {
+          const auto* arrived =
+              reinterpret_cast<const std::atomic<uint64_t>*>(words) + workspace.layout().arrived(index, peer);
+          while (peer != rank && arrived->load() != 1) std::this_thread::sleep_for(20us);
+          std::copy_n(&come[peer * kWords], kWords, &result[peer * kWords]);
+        }
+      });
+      workspace.finish(*calls[call], stream, {{at(result.data()), 8 * result.size()}});
+      driver->copy(at(taken[call].data()), at(result.data()), 8 * result.size(), stream);
     };
     // One call; the numbers that it sends are made in the stream.
     auto make = [&](int call, bool gather, bool leave_open) {
@@ -136,14 +156,16 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
       }
       if (mood.pauses && pace() % 16 == 0) std::this_thread::sleep_for(std::chrono::duration<double>(2 * kTimeout));
       if (pace() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(pace() % 2000));
-      make(call, gather, leave_open && !(graph && call >= kCalls / 2));
+      const bool captures = graph && call >= kCalls / 2;
+      if (gather && script() % 2 == 0 && !captures)
+        make_offer(call);
+      else
+        make(call, gather, leave_open && !captures);
       enqueued = call + 1;
     }
     for (int call : open) end_gather(call);
     if (graph && enqueued > kCalls / 2) {
-      captured = cuda_double_end_capture(stream, nullptr);
-      for (Stream side : workspace.streams())
-        if (driver->capturing(side)) cuda_double_free_graph(cuda_double_end_capture(side, nullptr));
+      captured = cuda_double_end_capture(stream);
       cuda_double_replay(captured, stream);
       if (enqueued == kCalls) {  // else this rank has come to its end
         for (int call = kCalls / 2; call < enqueued; ++call)

@@ -23,6 +23,8 @@ struct CUctx_st {
   int device;
 };
 
+struct CUstream_st;
+
 namespace {
 
 enum Error {
@@ -39,6 +41,7 @@ constexpr int kDevices = 8;
 
 struct Graph {
   std::vector<std::function<void()>> steps;
+  std::vector<CUstream_st*> drawn;  // streams that came into the capture by an event
 };
 
 // What one record of an event stands for.
@@ -163,6 +166,9 @@ int fault_of(const char* call) {
 
 }  // namespace
 
+// Of calls that put something into a stream, graphs as a whole and what is put into captures.
+std::atomic<long> stream_calls{0};
+
 #define FAULT(call) \
   if (const int code = fault_of(#call)) return code
 #define NEED_CONTEXT \
@@ -184,6 +190,9 @@ EXPORT void cuda_double_fail(const char* call, int code) {
   any_fault.store(true);
 }
 
+// How many calls have put something into a stream.
+EXPORT long cuda_double_stream_calls() { return stream_calls.load(); }
+
 // A stream for a test, which lives until the process ends.
 EXPORT Stream cuda_double_stream() { return new CUstream_st(); }
 
@@ -200,11 +209,11 @@ EXPORT int cuda_double_begin_capture(Stream stream) {
   return kSuccess;
 }
 
-// Streams that were drawn into the capture must have been joined, i.e. are named here, to be let out of it.
-EXPORT void* cuda_double_end_capture(Stream stream, Stream joined) {
+// Streams that were drawn into the capture must have been joined, and leave it too.
+EXPORT void* cuda_double_end_capture(Stream stream) {
   auto* graph = new std::shared_ptr<Graph>(stream->capture);
   stream->capture = nullptr;
-  if (!is_default(joined)) joined->capture = nullptr;
+  for (Stream drawn : (*graph)->drawn) drawn->capture = nullptr;
   return graph;
 }
 
@@ -313,6 +322,7 @@ EXPORT int cuStreamIsCapturing(Stream stream, int* status) {
 }
 
 EXPORT int cuStreamWaitEvent(Stream stream, Event event, unsigned) {
+  ++stream_calls;
   std::shared_ptr<Recorded> recorded;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -322,14 +332,10 @@ EXPORT int cuStreamWaitEvent(Stream stream, Event event, unsigned) {
   if (recorded->graph) {  // the stream is drawn into the capture, whose steps run one after the other
     if (is_default(stream)) return kInvalidValue;
     stream->capture = recorded->graph;
+    recorded->graph->drawn.push_back(stream);
     return kSuccess;
   }
   enqueue(stream, [recorded] { wait_until([&] { return recorded->done.load(std::memory_order_acquire); }); });
-  return kSuccess;
-}
-
-EXPORT int cuStreamWriteValue64_v2(Stream stream, DeviceAddress address, uint64_t value, unsigned) {
-  enqueue(stream, [address, value] { reinterpret_cast<std::atomic<uint64_t>*>(address)->store(value); });
   return kSuccess;
 }
 
@@ -346,6 +352,63 @@ EXPORT int cuStreamWaitValue64_v2(Stream stream, DeviceAddress address, uint64_t
   return kSuccess;
 }
 
+struct MemoryOp {  // CUstreamBatchMemOpParams, of waits and writes
+  unsigned operation;
+  DeviceAddress address;
+  uint64_t value;
+  unsigned flags;
+  DeviceAddress alias;
+  uint64_t rest;
+};
+
+EXPORT int cuStreamBatchMemOp_v2(Stream stream, unsigned count, MemoryOp* ops, unsigned) {
+  ++stream_calls;
+  constexpr unsigned kWaitValue64 = 4, kWriteValue64 = 5;
+  if (count > 256) return kInvalidValue;
+  for (unsigned i = 0; i < count; ++i) {
+    const MemoryOp op = ops[i];
+    if (op.operation == kWaitValue64) {
+      if (const int code = cuStreamWaitValue64_v2(stream, op.address, op.value, op.flags)) return code;
+    } else if (op.operation == kWriteValue64) {
+      enqueue(stream, [op] { reinterpret_cast<std::atomic<uint64_t>*>(op.address)->store(op.value); });
+    } else {
+      return kInvalidValue;
+    }
+  }
+  return kSuccess;
+}
+
+// A graph as it is captured is one as it is launched.
+using GraphHandle = std::shared_ptr<Graph>*;
+
+EXPORT int cuStreamBeginCapture_v2(Stream stream, int) { return cuda_double_begin_capture(stream); }
+
+EXPORT int cuStreamEndCapture(Stream stream, GraphHandle* made) {
+  *made = static_cast<GraphHandle>(cuda_double_end_capture(stream));
+  return kSuccess;
+}
+
+EXPORT int cuGraphInstantiateWithFlags(GraphHandle* made, GraphHandle graph, unsigned long long) {
+  *made = new std::shared_ptr<Graph>(*graph);
+  return kSuccess;
+}
+
+EXPORT int cuGraphDestroy(GraphHandle graph) {
+  delete graph;
+  return kSuccess;
+}
+
+EXPORT int cuGraphExecDestroy(GraphHandle graph) {
+  delete graph;
+  return kSuccess;
+}
+
+EXPORT int cuGraphLaunch(GraphHandle graph, Stream stream) {
+  ++stream_calls;
+  cuda_double_replay(graph, stream);
+  return kSuccess;
+}
+
 EXPORT int cuEventCreate(Event* made, unsigned) {
   NEED_CONTEXT;
   *made = new CUevent_st();
@@ -358,6 +421,7 @@ EXPORT int cuEventDestroy_v2(Event event) {
 }
 
 EXPORT int cuEventRecord(Event event, Stream stream) {
+  ++stream_calls;
   FAULT(cuEventRecord);
   auto recorded = std::make_shared<Recorded>();
   const bool captured = cuda_double_capturing(stream) != 0;
@@ -378,6 +442,7 @@ EXPORT int cuEventQuery(Event event) {
 }
 
 EXPORT int cuMemcpyAsync(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) {
+  ++stream_calls;
   enqueue(stream, [=] { std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
   return kSuccess;
 }
@@ -390,6 +455,7 @@ __attribute__((no_sanitize("thread"))) static void fill(volatile unsigned char* 
 }
 
 EXPORT int cuMemsetD8Async(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) {
+  ++stream_calls;
   enqueue(stream, [=] { fill(reinterpret_cast<unsigned char*>(to), byte, bytes); });
   return kSuccess;
 }
