@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from fused_tp.schedules.base import Cut, GatherMatmul
 
 from .gpu_timing import GpuContext, each
 from .local_ranks import LocalRank, run_local
@@ -39,6 +42,70 @@ def prepare(
         rehearse(workspace)
     del workspace  # the next one takes its memory and its streams
     return kind(buffer, handle, timeout_seconds=timeout_seconds)
+
+
+class CopiedGather:
+    """all_gather_matmul of one rank, of shards that copy engines bring while the matmul runs."""
+
+    def __init__(self, rank: LocalRank) -> None:
+        from fused_tp.schedules.fused_kernel import FusedKernel
+        from fused_tp.transport.copy_engine import CopyEngine
+
+        self.rank = rank
+        self.engine = CopyEngine(rank)
+        self.schedule = FusedKernel(rank, None)
+
+    def __call__(
+        self,
+        x_shard: Tensor,
+        weights: Sequence[Tensor],
+        *,
+        rows: int,
+        launch: Any,
+        biases: Sequence[Tensor | None] | None = None,
+        gathered: bool = False,
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """(results by weight, gathered x or None) of this rank's part of `rows` rows."""
+        biases = [None] * len(weights) if biases is None else biases
+        asked = GatherMatmul(x_shard, weights, biases, 0, rows, gathered)
+        cut = Cut.of((rows, x_shard.shape[1]), 0, self.rank.world_size)
+        return self.schedule.gather_matmul_copied(asked, cut, self.engine, launch)
+
+    def expired(self) -> str | None:
+        """Why calls have failed, if any has."""
+        failure = self.engine._failure()
+        return None if failure is None else str(failure)
+
+
+def prepare_copied(rank: LocalRank, calls: Sequence[Callable[[CopiedGather], object]]) -> CopiedGather:
+    """A `CopiedGather` on every rank, with all loaded that `calls` need, and memory for the first; see `prepare`.
+
+    The first is the same on all ranks, and the largest.
+    """
+    copied = CopiedGather(rank)
+    engine, copied.engine = copied.engine, cast("Any", _Rehearsal())
+    with rank.in_turn():
+        for call in calls:
+            with contextlib.suppress(_LoadedError):
+                call(copied)
+    copied.engine = engine
+    calls[0](copied)
+    rank.barrier()
+    return copied
+
+
+class _LoadedError(Exception):
+    """A call has come to where it would begin to gather."""
+
+
+class _Rehearsal:
+    """In the place of a copy engine, and of its calls."""
+
+    def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_Rehearsal]:
+        return contextlib.nullcontext(self)
+
+    def offer(self, *_: object) -> None:
+        raise _LoadedError
 
 
 class Driven:
@@ -80,8 +147,12 @@ class KernelRanks(Driven):
 
             return prepare(rank, nbytes(rank.rank), rehearse, timeout_seconds=10.0, kind=kind)
 
+        def make_copied(rank: LocalRank) -> Any:
+            return prepare_copied(rank, [lambda copied: call(rank.rank, 0, copied)])
+
+        made_by = make_copied if kind is CopiedGather else make
         context.synchronize()
-        self.workspaces = run_local(world_size, make, device=context.device, timeout=300)
+        self.workspaces = run_local(world_size, made_by, device=context.device, timeout=300)
         each(self.streams, results)
 
     def assert_in_time(self) -> None:

@@ -1,7 +1,8 @@
 """One Triton kernel for a matmul and its communication: tiles are multiplied, sent and summed in the same launch.
 
 - all_gather_matmul: peers' shards arrive by copy engine, or are read over the link where there is little of them,
-  while tiles of what is there already are multiplied.
+  while tiles of what is there already are multiplied. In a CUDA graph, where nothing promises that copies and a kernel
+  that waits for them run at once, the library multiplies shard by shard behind the copies (schedule `copy_engine`).
 - matmul_reduce_scatter, matmul_all_reduce: each tile goes to the rank that sums it as soon as it is multiplied.
 - matmul_all_reduce_rms_norm: residual and norm are taken behind the sum, in that launch too.
 - ring_attention, forward: all steps are one launch (`attention.ring_fused`).
@@ -13,7 +14,9 @@ cores do not take, runs on plain collectives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -22,18 +25,19 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work
+from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.gemm import Product, as_rows
-from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
+from fused_tp.schedules.plain import KernelSchedule, Plain
 from fused_tp.schedules.side_stream import SideStream
-from fused_tp.transport.base import Done, Pending
-from fused_tp.transport.symm_mem import KernelMemory
-from fused_tp.transport.workspace import Workspaces
+from fused_tp.transport.base import Pending
+from fused_tp.transport.copy_engine import CopyEngine
+from fused_tp.transport.symm_mem import KernelMemory, is_capturing
+from fused_tp.transport.workspace import LONGEST_SECONDS, Workspaces
 
 MATMULS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
 OPS = MATMULS | {"ring_attention"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_COLUMNS = 512  # of what is gathered without a matmul
 # Up to this many bytes of gathered x every program reads peers' memory itself: a copy would take longer to set up.
 DIRECT_BYTES = 256 * 1024
 # Up to this many bytes of result every rank sums all of it: one hop of W times the bytes, instead of two hops.
@@ -46,11 +50,12 @@ class FusedKernel(KernelSchedule):
     Args:
         memory: of the group.
         plain: what runs the ops that have no kernel; None for ranks that are threads, which have nothing that could.
+        copies: of the group's copy engines; None: it has none, and all shards are read over the link.
     """
 
     name = "fused_kernel"
 
-    def __init__(self, memory: KernelMemory, plain: Plain | None) -> None:
+    def __init__(self, memory: KernelMemory, plain: Plain | None, copies: CopyEngineSchedule | None = None) -> None:
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
         from fused_tp.triton_kernels.comm.workspace import COUNTERS, Workspace
@@ -65,6 +70,10 @@ class FusedKernel(KernelSchedule):
             "that moves.",
         )
         self.memory = memory
+        self.copies = copies
+        if copies is not None:
+            self.workspaces.fail_with(copies.engine)
+        self._loaded: set[Any] = set()  # calls whose kernels are on the device
         self._side_stream = SideStream()
         # sm_120 and the like take the kernels of an architecture that has the same instructions.
         self._arch = kernels_of(memory.arch)
@@ -78,61 +87,92 @@ class FusedKernel(KernelSchedule):
         import fused_tp.triton_kernels.gemm.gemm_all_reduce
         import fused_tp.triton_kernels.gemm.gemm_reduce_scatter  # noqa: F401  # to see that they can be imported
 
+    @contextmanager
+    def abort_scope(self, op: str) -> Iterator[None]:
+        with super().abort_scope(op), nullcontext() if self.copies is None else self.copies.abort_scope(op):
+            yield
+
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
-        return gather_blocks(x_shard, cut, self._pull)
-
-    def _pull(self, flat: Tensor) -> Pending[Tensor]:
-        """Everyone's `flat` [n], one after the other: [W * n]. Copy engines do it, next to later launches."""
-        # As rows, where that is even: a kernel copies blocks of several at a time.
-        columns = _COLUMNS if flat.numel() % _COLUMNS == 0 else flat.numel()
-        shard = flat.view(-1, columns)
-        rows = shard.shape[0]
-        from fused_tp.triton_kernels.gemm import all_gather_gemm as module
-
-        launch = self._launch(flat.dtype, rows * self.world_size, columns, least_margin=1)
-        nbytes = module.workspace_bytes(rows, columns, flat.dtype, self.world_size)
-
-        def pull() -> Tensor:
-            with self.workspaces.use("gather", nbytes, "all_gather", exclusive=False) as workspace:
-                _, gathered = module.all_gather_gemm(
-                    shard, [], workspace=workspace, launch=launch, rows=rows * self.world_size, gathered=True
-                )
-            whole: Tensor = gathered.view(-1)
-            return whole
-
-        return self._side_stream.start(flat, pull) if flat.is_cuda else Done(pull())
+        return (self.fallback if self.copies is None else self.copies)._gather(x_shard, cut)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         # K = 0: there is nothing to gather, and the products are zero.
-        nothing = op.startswith("all_gather") and prod(shape) == 0
-        return self.fallback if nothing or (op == "all_gather" and dtype not in DTYPES) else None
+        return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
 
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
         return self.fallback._sum_rows(rows, cut)  # of sums alone there is no kernel
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+        direct = prod(cut.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
+        if self.copies is None or direct:
+            return self._gather_matmul_direct(asked, cut)
+        if not runs_at_once(asked.x_shard):
+            return self.copies._gather_matmul(asked, cut)
+        return self.gather_matmul_copied(asked, cut, self.copies.engine, self._gather_launch(asked, cut))
+
+    def gather_matmul_copied(
+        self, asked: GatherMatmul, cut: Cut, engine: CopyEngine, launch: Any
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """What `_gather_matmul` gives, of shards that `engine` brings; not in a capture. `launch`: of the matmul."""
+        from fused_tp.triton_kernels.comm.arrivals import Arrivals
+        from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving
+
+        own = as_rows(asked.x_shard).contiguous()
+        if own.data_ptr() % 16:
+            own = own.clone()  # else no tile of it comes by TMA
+        gathered = own.new_empty((sum(cut.counts), cut.shape[-1]))
+        places = list(gathered.split(cut.counts))
+        largest = max(place.nbytes for place in places)
+        if not asked.return_gathered:
+            places[self.rank] = places[self.rank][:0]
+        # The matmul's own deadline only bounds the wait: the streams that copy have one too.
+        timeout_ns = int(min(2 * settings.timeout_seconds(), LONGEST_SECONDS) * 1e9)
+        with self.workspaces.in_turn(), engine.call("all_gather_matmul", gather_bytes=largest) as call:
+
+            def start() -> Arrivals:
+                offered = call.offer(own, places)
+                return Arrivals(offered.arrived, offered.order, offered.expired, timeout_ns)
+
+            outputs = multiply_arriving(
+                own,
+                gathered,
+                asked.weights,
+                start=start,
+                rank=self.rank,
+                world_size=self.world_size,
+                launch=launch,
+                rows_per_rank=cut.counts[0],
+                timeout_ns=timeout_ns,
+                loaded=self._loaded,
+                biases=[_dense(bias) for bias in asked.biases],
+            )
+            call.finish(*outputs, *([gathered] if asked.return_gathered else []))
+        return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
+
+    def _gather_matmul_direct(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.gemm import all_gather_gemm as module
 
-        x_shard, counts, k = asked.x_shard, cut.counts, cut.shape[-1]
-        rows, rows_per_rank = sum(counts), counts[0]
-        # Tiles may differ between ranks here; weights may differ in width.
-        launch = self._launch(x_shard.dtype, rows, max(w.shape[0] for w in asked.weights), least_margin=1)
-        nbytes = module.workspace_bytes(rows_per_rank, k, x_shard.dtype, self.world_size)
+        rows_per_rank, dtype = cut.counts[0], asked.x_shard.dtype
+        nbytes = module.workspace_bytes(rows_per_rank, cut.shape[-1], dtype, self.world_size)
         with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
             outputs, gathered = module.all_gather_gemm(
-                as_rows(x_shard),
+                as_rows(asked.x_shard),
                 asked.weights,
                 workspace=workspace,
-                launch=launch,
-                rows=rows,
+                launch=self._gather_launch(asked, cut),
+                rows=sum(cut.counts),
                 rows_per_rank=rows_per_rank,
                 biases=[_dense(bias) for bias in asked.biases],
                 gathered=asked.return_gathered,
-                direct=rows * k * x_shard.dtype.itemsize <= DIRECT_BYTES,
             )
         return [cut.placed(y) for y in outputs], None if gathered is None else cut.placed(gathered)
+
+    def _gather_launch(self, asked: GatherMatmul, cut: Cut) -> Any:
+        # Tiles may differ between ranks here; weights may differ in width.
+        widest = max(w.shape[0] for w in asked.weights)
+        return self._launch(asked.x_shard.dtype, sum(cut.counts), widest, least_margin=1)
 
     def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
         from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
@@ -210,6 +250,14 @@ class FusedKernel(KernelSchedule):
         """With FUSED_TP_CHECK=1 compares the programs and tiles of a sum, which must be the same on all ranks."""
         if settings.check_ranks():
             self.check(f"{op} in {launch.precision}", (launch.programs, launch.block_m, launch.block_n), x)
+
+
+def runs_at_once(x: Tensor) -> bool:
+    """Whether a kernel and the copies that it waits for run at once where x is.
+
+    Nothing promises that of branches of a CUDA graph, nor where every launch is waited for.
+    """
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "1" and not is_capturing(x.device)
 
 
 def _few(products: Sequence[Product]) -> list[Product]:

@@ -387,6 +387,12 @@ def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Sche
     return CopyEngineSchedule(made[device], plain, chunks)
 
 
+def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    copies = _copy_engine(group, device, None) if _copy_engines_available(group, device) else None
+    assert copies is None or isinstance(copies, CopyEngineSchedule)
+    return FusedKernel(_known(GroupMemory, group_memory(group, device)), _plain(group, device), copies)
+
+
 def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     hosts = _known(Hosts, hosts_of(group))
     inside: dict[Any, Schedule] = {}
@@ -415,6 +421,7 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
 _SYMMETRIC: dict[str, Any] = {"transport": "symmetric memory", "devices": ("cuda",), "max_ranks": MAX_RANKS}
 _TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
 _device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
+_copy_engines_available = _in_symmetric_memory("copy engines", copy_engine_available)
 _multimem = _in_symmetric_memory("device kernels", device_kernels_on, multicast=True)
 
 SCHEDULES: dict[str, ScheduleSpec] = {
@@ -435,9 +442,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             "fused_kernel",
             _fused_kernel_supports,
             _in_symmetric_memory("fused kernels", fused_kernels_on),
-            lambda group, device, _: FusedKernel(
-                _known(GroupMemory, group_memory(group, device)), _plain(group, device)
-            ),
+            _fused_kernel,
             **_SYMMETRIC,
         ),
         ScheduleSpec("one_shot", _device_kernels_support, _device_kernels, _device("one_shot"), **_SYMMETRIC),
@@ -451,7 +456,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
                 *("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),
                 *("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "grouped_matmul_all_reduce"),
             ),
-            _in_symmetric_memory("copy engines", copy_engine_available),
+            _copy_engines_available,
             _copy_engine,
             **_SYMMETRIC,
         ),

@@ -102,6 +102,26 @@ def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("arch", [90, 100])
+def test_no_tile_of_a_shard_is_loaded_before_the_shard_has_come(arch: int) -> None:
+    """A program learns of a shard, all of its threads meet, and loads by TMA, of another proxy, are behind a fence."""
+    variants = [v for v in all_variants((arch,)) if v.kernel == "all_gather_gemm" and v.name.startswith("bf16 nt tma")]
+    for variant in variants:
+        _, begin, loop = compiled(variant).asm["ttgir"].partition("scf.while")
+        assert begin
+        learns, meets, fence, loads = (
+            [match.start() for match in re.finditer(what, loop)]
+            for what in (
+                "acquire, sys",
+                "ttg.barrier all",
+                "fence.proxy.async.global",
+                "async_tma_copy_global_to_local",
+            )
+        )
+        assert len(learns) == 3 and max(learns) < meets[0] < fence[0] < min(loads), variant.name
+
+
+@pytest.mark.full
 def test_what_came_out_is_kept_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = next(variant for variant in all_variants((90,)) if variant.kernel == "ring_relay")
     made = []

@@ -29,10 +29,11 @@ from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.triton_kernels.attention import backward, decode, forward, ring_forward, ring_keys
 from fused_tp.triton_kernels.attention import launch as attention_launch
 from fused_tp.triton_kernels.attention.configs import AttentionConfig, attention_config, decode_config
-from fused_tp.triton_kernels.comm.gather import GatherWorkspace, LaunchOf, Puller, Shards, stage_launch
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace, LaunchOf, Shards, stage_launch
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.device import KINDS
 from fused_tp.triton_kernels.gemm import all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, no_arrivals
 from fused_tp.triton_kernels.gemm.configs import fused_configs
 from fused_tp.triton_kernels.gemm.launch import Launch
 
@@ -155,24 +156,26 @@ def _sums(arch: int) -> Iterator[Variant]:
 
 def _gathers(arch: int) -> Iterator[Variant]:
     """Every config copied and direct; in bf16 also the weight transposed, three weights, and W = 1."""
-    workspace, alone = workspace_of(GatherWorkspace), workspace_of(GatherWorkspace, 1)
+    workspace = workspace_of(GatherWorkspace)
+    copied = {
+        world: Peers(0, world, {"come": no_arrivals(world, 40 * 10**9, torch.device("cpu")), "rank": 0})
+        for world in (1, WORLD)
+    }
     for kind in ("bf16", "fp16", "fp32"):
-        x = empty(kind, M, 48)
-        yield Variant("gather_stage", kind, arch, stage_launch(x, workspace, 4), False)
-        relay = Puller(x, True, Shards(M, M // WORLD, 48), workspace).relay_launch(None, None)
-        yield Variant("gather_relay", kind, arch, relay, False)
+        yield Variant("gather_stage", kind, arch, stage_launch(empty(kind, M, 48), workspace, 4), False)
     for kind, launch, _ in _launches(arch):
-        plain = [("nt", 1, "", workspace)]
-        cases = plain + [("nt", 1, "direct", workspace)] * (launch.tma_config is None)
+        plain = [("nt", 1, "", copied[WORLD])]
+        direct = Peers(0, WORLD, workspace.arguments())
+        cases = plain + [("nt", 1, "direct", direct)] * (launch.tma_config is None)
         if kind == "bf16":
             cases += [(layout, weights, *rest) for layout, weights in (("nn", 1), ("nt", 3)) for _, _, *rest in cases]
-            cases += [("nt", 1, "alone", alone)] * (launch.tma_config is not None)
-        for layout, weights, way, where in cases:
+            cases += [("nt", 1, "alone", copied[1])] * (launch.tma_config is not None)
+        for layout, weights, way, peers in cases:
             x, w = _operands(kind, launch, layout)
-            shards = Shards(M, M // where.world_size, x.shape[1])
+            shards = Shards(M, M // peers.world_size, x.shape[1])
             used = [(w, empty(kind, M, N), empty(kind, N))] * weights
             own, gathered = x[: shards.rows_per_rank], empty(kind, *x.shape)
-            found = all_gather_gemm.matmul_launch(own, used, gathered, shards, where, launch, way == "direct")
+            found = all_gather_gemm.matmul_launch(own, used, gathered, shards, peers, launch, way == "direct")
             several = f"{weights} weights" if weights > 1 else ""
             yield _matmul("all_gather_gemm", arch, kind, found, layout, several, way)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.gpu_ranks import normal, prepare, set_flags
+from benchmarks.gpu_ranks import normal, prepare, prepare_copied, set_flags
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.attention.layout import TokenLayout
 from fused_tp.attention.plan import ring_plan
@@ -45,7 +45,8 @@ pytestmark = pytest.mark.gpu
 MILLISECOND = 2_000_000  # clock cycles of `torch.cuda._sleep`, about
 EPS = 1e-5
 SUMS = ["one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter", "products"]
-GATHERS = ["copy_engine", "direct"]
+COPIED = ["copied"]  # by copy engines, whose failures and graphs are tested with those (test_schedules.py)
+DIRECT = ["direct"]
 RINGS = ["ring", "ring_in_groups"]
 # Odd ones, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles of each program.
 SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
@@ -87,13 +88,13 @@ def right_or_nan(call: Call, results: list[Tensor], name: str) -> None:
 
 
 def workspace_kind(op: str) -> Any:
-    return GatherWorkspace if op in GATHERS else RingWorkspace if op in RINGS else Workspace
+    return GatherWorkspace if op in DIRECT else RingWorkspace if op in RINGS else Workspace
 
 
 def make_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
     if op in RINGS:
         return ring_call(rank, op, (shape[0], 8, 64), dtype, seed)
-    return (gather_call if op in GATHERS else sum_call)(rank, op, shape, dtype, seed)
+    return (gather_call if op in COPIED + DIRECT else sum_call)(rank, op, shape, dtype, seed)
 
 
 def sum_call(
@@ -150,17 +151,20 @@ def gather_call(
     rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, launch: Launch | None = None
 ) -> Call:
     m, n, k = shape
-    world, device, keep = rank.world_size, rank.device, op == "copy_engine"
+    world, device, keep = rank.world_size, rank.device, op == "copied"
     x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
     ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
     biases = [normal(w.shape[0], dtype=dtype, device=device, seed=seed + 7) for w in ws]
     shard = x[slice(*shard_range(m, world, rank.rank))]
-    # What hands shards over needs an SM that the matmul leaves free.
+    # Copies between ranks of one GPU may be kernels, which need an SM that the matmul leaves free.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
-    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep, "direct": op == "direct"}
+    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep}
 
     def gather(workspace: Any) -> list[Tensor]:
-        outs, gathered = gathers.all_gather_gemm(shard, ws, workspace=workspace, **how)
+        if op == "copied":
+            outs, gathered = workspace(shard, ws, **how)
+        else:
+            outs, gathered = gathers.all_gather_gemm(shard, ws, workspace=workspace, **how)
         return [*outs, *([] if gathered is None else [gathered])]
 
     wanted = [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)] + [x.double()] * keep
@@ -205,6 +209,8 @@ def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float
         rank.synchronize()
         del kept
 
+    if op in COPIED:
+        return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
     return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=workspace_kind(op))
 
@@ -262,7 +268,7 @@ IN_A_ROW: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", IN_A_ROW)
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS, *RINGS])
+@pytest.mark.parametrize("op", [*SUMS, *COPIED, *DIRECT, *RINGS])
 def test_calls_in_a_row(op: str, case: str) -> None:
     world_size, *args = IN_A_ROW[case]
     run_local(world_size, in_a_row, op, *args, device="cuda")
@@ -294,7 +300,7 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
 
 
 @pytest.mark.parametrize(("world_size", "missing"), [(2, 1), (4, 2)])
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS, *RINGS])
+@pytest.mark.parametrize("op", [*SUMS, *DIRECT, *RINGS])
 def test_a_missing_rank_is_named_within_the_deadline(op: str, world_size: int, missing: int) -> None:
     texts = run_local(world_size, without_one, op, missing, device="cuda")
     # Which wait expires first is chance, and a rank may hear of it from one that gave up; together they name it.
@@ -332,7 +338,7 @@ def captured(rank: LocalRank, op: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS, *RINGS])
+@pytest.mark.parametrize("op", [*SUMS, *DIRECT, *RINGS])
 def test_a_graph_is_replayed_between_other_calls(op: str, world_size: int) -> None:
     run_local(world_size, captured, op, device="cuda")
 
@@ -390,6 +396,6 @@ def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> Non
     rank.barrier()
 
 
-@pytest.mark.parametrize("op", [*SUMS, *GATHERS, *RINGS])
+@pytest.mark.parametrize("op", [*SUMS, *DIRECT, *RINGS])
 def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
     run_local(2, one_rank_alone, op, (300, 520, 200), device="cuda")

@@ -1,20 +1,35 @@
-"""all-gather + matmul, interpreted, W processes over CPU shared memory."""
+"""all-gather + matmul, interpreted, W processes over CPU shared memory; what arrives by copy engines comes by those of
+the look-alike of the CUDA driver, whose streams are threads."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import random
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.symm_mem import allocate_cpu
+from fused_tp.schedules.base import Cut, GatherMatmul
+from fused_tp.schedules.copy_engine import CopyEngineSchedule
+from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.transport.copy_engine import CopyEngine
+from fused_tp.transport.symm_mem import allocate_cpu, group_memory
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run, stage_launch
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes
 from fused_tp.triton_kernels.gemm.configs import GemmConfig
 from fused_tp.triton_kernels.gemm.launch import Launch
-from tests.kernels.ranks import interpreted, interpreted_ranks, same_everywhere
+from tests.kernels.ranks import delays, interpreted, interpreted_ranks, same_everywhere
+from tests.native.doubles.libraries import build_doubles, doubles
+from tests.native_build import prebuild
 from tests.reference import assert_within_dtype_error, matmul64, seeded
+
+prebuild(lambda: build_doubles("copy_engine"))
 
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 SPLIT = GemmConfig(16, 32, 16, num_warps=4, num_stages=1, group_m=2, split_store=True)
@@ -40,10 +55,13 @@ def check(group, workspace, launch, m, ns, k, dtype, *, seed=0, with_bias=False,
     x_shard = shard(x, group)
     if lay_out is not None:
         x_shard, weights = lay_out(x_shard), [lay_out(weight) for weight in weights]
-    ys, gathered = all_gather_gemm(
-        x_shard, weights, workspace=workspace, launch=launch, rows=m, biases=biases, **how
-    )  # fmt: skip
-    assert workspace.expired() is None
+    if isinstance(workspace, Arriving):
+        ys, gathered = workspace(x_shard, weights, launch, m, biases, **how)
+    else:
+        ys, gathered = all_gather_gemm(
+            x_shard, weights, workspace=workspace, launch=launch, rows=m, biases=biases, **how
+        )  # fmt: skip
+        assert workspace.expired() is None
     for y, weight, bias in zip(ys, weights, biases, strict=True):
         assert_within_dtype_error(y, matmul64(x, weight, bias), dtype, reduced_over=k)
     assert (gathered is not None) == how.get("gathered", False)
@@ -52,9 +70,39 @@ def check(group, workspace, launch, m, ns, k, dtype, *, seed=0, with_bias=False,
         assert same_everywhere(group, gathered)
 
 
+class Arriving:
+    """all_gather_matmul of shards that copy engines bring, by the schedule."""
+
+    def __init__(self, group):
+        cpu = torch.device("cpu")
+        self.group = resolve_group(group)
+        self.schedule = FusedKernel(
+            group_memory(self.group, cpu), None, CopyEngineSchedule(CopyEngine(group_memory(self.group, cpu)), None)
+        )
+
+    def __call__(self, x_shard, weights, launch, m, biases, *, gathered=False, rows_per_rank=None):
+        per_rank = rows_per_rank or -(-m // self.group.size)
+        sizes = [max(0, min(per_rank, m - rank * per_rank)) for rank in range(self.group.size)]
+        cut = Cut((m, x_shard.shape[1]), 0, tuple(sizes))
+        asked = GatherMatmul(x_shard, weights, biases, 0, m, gathered)
+        return self.schedule.gather_matmul_copied(asked, cut, self.schedule.copies.engine, launch)
+
+
+@contextlib.contextmanager
+def arriving(group):
+    """An `Arriving` whose copy engines end with the block."""
+    with doubles("copy_engine"):
+        made = Arriving(group)
+        yield made
+        dist.barrier(group)
+        made.schedule.copies.engine.stop()
+
+
 def both_ways(group, launch, m, ns, k, dtype, how):
-    for direct in (False, True):
-        check(group, workspace_of(group, m, k, dtype), launch, m, ns, k, dtype, direct=direct, **how)
+    check(group, workspace_of(group, m, k, dtype), launch, m, ns, k, dtype, **how)
+    with arriving(group) as made:
+        for seed in range(4):  # from the third call in a channel on what is not the kernel is two graphs
+            check(group, made, launch, m, ns, k, dtype, seed=seed, **how)
 
 
 @pytest.mark.parametrize(
@@ -81,19 +129,21 @@ def test_ranks_may_want_different_things_of_one_gather(group):
     rank, world = group.rank(), group.size()
     workspace = workspace_of(group, 60, 24, torch.bfloat16)
     x = seeded(37, 24, dtype=torch.bfloat16, seed=3)
-    for direct in (False, True):
-        for ns in ((20, 0), ()):
+    x_shard = x[rank * 18 : rank * 18 + 18]
+    how = {"rows_per_rank": 18, "gathered": True}
+    with arriving(group) as made:
+        for direct, ns in itertools.product((False, True), ((20, 0), ())):
             weights = [seeded(n, 24, dtype=torch.bfloat16, seed=n) for n in (*ns, *(8,) * rank)]
-            ys, gathered = all_gather_gemm(
-                x[rank * 18 : rank * 18 + 18], weights, workspace=workspace, launch=POINTERS, rows=37,
-                rows_per_rank=18, gathered=True, direct=direct,
-            )  # fmt: skip
-            assert workspace.expired() is None
+            if direct:
+                ys, gathered = all_gather_gemm(x_shard, weights, workspace=workspace, launch=POINTERS, rows=37, **how)
+                assert workspace.expired() is None
+            else:
+                ys, gathered = made(x_shard, weights, POINTERS, 37, [None] * len(weights), **how)
             assert torch.equal(gathered, x)
             assert [y.shape for y in ys] == [(37, weight.shape[0]) for weight in weights]
             for y, weight in zip(ys, weights, strict=True):
                 assert_within_dtype_error(y, matmul64(x, weight), torch.bfloat16, reduced_over=24)
-    assert world == 3 and int(workspace.state[0]) == 4
+    assert world == 3 and int(workspace.state[0]) == 2
 
 
 @interpreted(2)
@@ -108,6 +158,33 @@ def test_rows_apart_of_one_rank(group):
     how = {"lay_out": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], 1)[:, : t.shape[1]]}
     for launch in (TMA, POINTERS):
         both_ways(group, launch, 33, (24, 16), 24, torch.float16, how)
+
+
+def late(group, late_rank):
+    """Calls with nothing between them, of sizes and memory that change and come again; they are checked afterwards."""
+    draw = random.Random(group.rank())
+    sizes = [(67, (41,), 24), (5, (16, 8), 32), (67, (41,), 24), (37, (50,), 40)] * 3
+    with arriving(group) as made:
+        for seed, (m, ns, k) in enumerate(sizes):
+            with delays(seed, on=group.rank() == late_rank):
+                if group.rank() == late_rank and draw.random() < 0.5:
+                    time.sleep(draw.random() * 0.05)
+                check(
+                    group,
+                    made,
+                    TMA if seed % 2 else POINTERS,
+                    m,
+                    ns,
+                    k,
+                    torch.bfloat16,
+                    seed=seed,
+                    gathered=seed % 3 == 0,
+                )
+
+
+@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 0), (3, 2), pytest.param(4, 1, marks=pytest.mark.full)])
+def test_calls_with_a_late_rank(world_size, late_rank):
+    interpreted_ranks(world_size, late, late_rank)
 
 
 def stuck_reader(group):

@@ -22,7 +22,7 @@ from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.gemm.configs import GemmConfig
 from fused_tp.triton_kernels.gemm.launch import Launch
 from tests.gpu.test_fused_kernels import (
-    GATHERS,
+    DIRECT,
     RINGS,
     SUMS,
     Call,
@@ -36,11 +36,11 @@ from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
 from tests.kernels.test_ring_processes import small_chunks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-OPS = (*SUMS, *GATHERS, *RINGS)
+OPS = (*SUMS, *DIRECT, *RINGS)
 CONFIG = GemmConfig(16, 16, 16, num_warps=4, num_stages=1, group_m=2)
 SPLIT = GemmConfig(16, 32, 16, num_warps=4, num_stages=1, group_m=2, split_store=True)
 NAMES = dict.fromkeys(("reduce_scatter", "products"), "matmul_reduce_scatter")
-NAMES |= dict.fromkeys(GATHERS, "all_gather_matmul")
+NAMES |= dict.fromkeys(DIRECT, "all_gather_matmul")
 NAMES |= dict.fromkeys(RINGS, "ring_attention")
 
 Asked = tuple[str, tuple[int, int, int], torch.dtype, int]  # op, shape, dtype, programs
@@ -54,7 +54,7 @@ def made(group: Any, asked: Asked, seed: int) -> Call:
     launch = Launch(programs, CONFIG, strip_elements=128)
     if programs > 2:
         launch = Launch(programs, SPLIT, strip_elements=128, tma_config=SPLIT)
-    if op in GATHERS:
+    if op in DIRECT:
         return gather_call(rank, op, shape, dtype, seed, launch)
     return sum_call(rank, op, shape, dtype, seed, launch, uneven=1)
 
@@ -100,7 +100,7 @@ SHAPES: list[tuple[tuple[int, int, int], torch.dtype, int]] = [
     ((5, 33, 32), BF16, 3),  # fewer tiles than ranks
 ]
 # Ops that lay flags and slots out differently in turn, then some of each.
-TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate([*OPS * 2, *SUMS * 2, *GATHERS * 3])]
+TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate([*OPS * 2, *SUMS * 2, *DIRECT * 3])]
 
 
 @pytest.mark.parametrize(("world_size", "late_rank"), [(2, 1), (3, 0), pytest.param(4, 2, marks=pytest.mark.long)])

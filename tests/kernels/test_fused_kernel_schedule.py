@@ -19,14 +19,20 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 import fused_tp
+from fused_tp.schedules import fused_kernel
 from tests import faults
 from tests.distributed import test_tp_ops as cases
 from tests.distributed.test_device_schedules import kernels_of_ops
 from tests.kernels.ranks import interpreted_ranks
+from tests.native.doubles.libraries import build_doubles, doubles
+from tests.native_build import prebuild
 from tests.reference import seeded
 from tests.workers import fresh_ranks, run_ranks
 
 FORCED = {"FUSED_TP_SCHEDULE": "fused_kernel"}
+INTERPRETED = {"TRITON_INTERPRET": "1", "FUSED_TP_TIMEOUT": "60"}
+
+prebuild(lambda: build_doubles("copy_engine"))
 
 
 def forced(group: Any, name: str, *args: Any) -> Any:
@@ -39,11 +45,41 @@ def test_forward_and_gradients(world_size: int, dtype: str) -> None:
     interpreted_ranks(world_size, forced, "all_cases", dtype, world_size == 2, timeout=120)
 
 
+def by_copy_engines(group: Any, of: Callable[..., Any], *args: Any) -> Any:
+    """Shards arrive by the copy engines of the look-alike of the driver, however small they are."""
+    with doubles("copy_engine"), mock.patch.object(fused_kernel, "DIRECT_BYTES", -1):
+        return of(group, *args)
+
+
+def all_cases_by_copy_engines(group: Any, dtype: str) -> list[str]:
+    """Which ops made calls of the copy engines, besides that all are right."""
+    from fused_tp.transport.copy_engine import CopyEngine
+
+    asked: list[str] = []
+    real = CopyEngine.call
+
+    def call(self: CopyEngine, op: str, **sizes: int) -> Any:
+        asked.append(op)
+        return real(self, op, **sizes)
+
+    with mock.patch.object(CopyEngine, "call", call):
+        by_copy_engines(group, forced, "all_cases", dtype, False)
+    return sorted(set(asked))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "bfloat16")])
+def test_shards_that_arrive_by_copy_engines(world_size: int, dtype: str) -> None:
+    outcomes = fresh_ranks(world_size, all_cases_by_copy_engines, dtype, env=INTERPRETED, timeout=200)
+    for outcome in outcomes:
+        assert outcome.unwrap() == ["all_gather", "all_gather_matmul"]
+
+
 def used(group: Any) -> None:
     """Every op takes the workspaces of its kernels, in forward and backward."""
     with mock.patch.dict(os.environ, FORCED):
         assert kernels_of_ops(group) == {
-            "all_gather_matmul": ["all_gather_matmul", "all_gather", "matmul_reduce_scatter"],
+            "all_gather_matmul": ["all_gather_matmul", "matmul_reduce_scatter"],
             "matmul_reduce_scatter": ["matmul_reduce_scatter", "all_gather_matmul"],
             "matmul_all_reduce": ["matmul_all_reduce"],
             "column_parallel_matmul": ["matmul_all_reduce"],
@@ -115,9 +151,6 @@ def test_ops(of: Callable[[Any], None]) -> None:
     interpreted_ranks(2, of)
 
 
-INTERPRETED = {"TRITON_INTERPRET": "1", "FUSED_TP_TIMEOUT": "60"}
-
-
 @pytest.mark.full
 def test_late_rank_is_a_timeout_that_names_it() -> None:
     ops = ("matmul_all_reduce", "all_gather_matmul", "ring_attention")
@@ -126,6 +159,22 @@ def test_late_rank_is_a_timeout_that_names_it() -> None:
     faults.check_late(found)
     for number, op in enumerate(ops):
         assert any(one[number].message.startswith(f"{op}, call ") for one in found[:2]), found
+
+
+@pytest.mark.full
+def test_late_rank_where_shards_arrive_by_copy_engines() -> None:
+    args = faults.late, "fused_kernel", ("all_gather_matmul",)
+    outcomes = fresh_ranks(3, by_copy_engines, *args, env=INTERPRETED, timeout=120)
+    found = [outcome.unwrap() for outcome in outcomes]
+    faults.check_late(found)
+    assert any("all_gather_matmul" in one[0].message for one in found[:2]), found
+
+
+@pytest.mark.full
+def test_stopped_or_killed_rank_is_noticed_where_shards_arrive_by_copy_engines() -> None:
+    args = faults.stopped_then_killed, "fused_kernel", faults.MATMULS, 0.02
+    how = {"env": INTERPRETED, "expect_deaths": True, "timeout": 120}
+    faults.check_stopped_then_killed(fresh_ranks(3, by_copy_engines, *args, **how))
 
 
 @pytest.mark.full

@@ -33,16 +33,19 @@ def side(priority: int, copies: int, held: int) -> list[Kernel]:
     return made
 
 
-def gathered(priority: int, sms: int) -> list[Kernel]:
-    """all_gather_matmul, copied: the matmul leaves an SM, and waits for the relay behind the copy."""
-    stage, *rest = side(priority, copies=1, held=1)
-    return [stage, Kernel("matmul", "main", sms - 1, ROOM, waits=(Passed("relay 1", here=True),)), *rest]
+def gathered(sms: int) -> list[Kernel]:
+    """all_gather_matmul, copied: a stream waits for the other rank and copies, with no kernel; the matmul for that."""
+    return [
+        Kernel("stage", "main", room=SMALL),
+        Kernel("copy", "side", blocks=0, waits=(Passed("stage"),), behind=("stage",)),
+        Kernel("matmul", "main", sms, ROOM, waits=(Passed("copy", here=True),)),
+    ]
 
 
-def ring(priority: int, sms: int) -> list[Kernel]:
-    """ring_attention: as `gathered`, with more groups of heads than are held at a time."""
-    stage, *rest = side(priority, copies=3, held=2)
-    waits = tuple(Passed(f"relay {number}", here=True) for number in (1, 2, 3))
+def ring(priority: int, sms: int, copies: int = 3) -> list[Kernel]:
+    """ring_attention: between copies are kernels; there are more groups of heads than are held at a time."""
+    stage, *rest = side(priority, copies=copies, held=2)
+    waits = tuple(Passed(f"relay {number}", here=True) for number in range(1, copies + 1))
     return [stage, Kernel("matmul", "main", sms - 1, ROOM, waits=waits), *rest]
 
 
@@ -67,7 +70,7 @@ def foreign(priority: int, cluster: bool) -> Kernel:
 
 # (kernels, SMs). A collective that takes every SM would hold up any kernel that waits for another rank.
 KERNELS = [
-    pytest.param(gathered(GREATEST, 2), 2, id="all_gather_matmul"),
+    pytest.param(gathered(2), 2, id="all_gather_matmul"),
     pytest.param(direct(2), 2, id="all_gather_matmul direct"),
     pytest.param(summed(3), 3, id="sums"),
     pytest.param(ring(GREATEST, 2), 2, id="ring_attention", marks=pytest.mark.full),
@@ -86,11 +89,11 @@ def test_nothing_gets_stuck(kernels: list[Kernel], sms: int, priority: int, clus
 def test_relays_of_the_least_priority_get_stuck_behind_a_cluster() -> None:
     """What `own_streams(urgent=True)` is for, and that the model would find it."""
     for behind in (LEAST, HIGH):
-        model = Model([*gathered(LEAST, 2), foreign(behind, True)])
+        model = Model([*ring(LEAST, 2, copies=1), foreign(behind, True)])
         state, count, _ = model.stuck()
         assert state is not None and count > 5
         assert "relay" in model.told(state).partition("running")[0]
-    assert Model(gathered(LEAST, 2)).stuck()[0] is None  # alone they do not
+    assert Model(ring(LEAST, 2, copies=1)).stuck()[0] is None  # alone they do not
 
 
 def test_a_collective_that_takes_every_sm_holds_up_what_waits_for_the_other_rank() -> None:

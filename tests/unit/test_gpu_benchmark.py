@@ -24,6 +24,7 @@ from benchmarks.table import markdown
 from fused_tp.runtime.availability import unavailable
 from fused_tp.triton_kernels.comm import streams
 from tests.kernels.ranks import interpreted_ranks
+from tests.native.doubles.libraries import build_doubles, doubles
 
 pytestmark = pytest.mark.full
 
@@ -195,7 +196,7 @@ INTERPRETED: list[tuple[str, str, dict[str, Any], list[str]]] = [
     ),
     *(  # with a peer too: it never runs, and nobody waits for it
         ("gpu_matmul", "flag_contestants", {**TINY, "op": op, "peers": peers}, [OURS, "torch.mm", ALONE])
-        for op, peers in (("two-shot", 0), ("two-shot", 1), ("reduce-scatter", 1), ("gather", 1))
+        for op, peers in (("two-shot", 0), ("two-shot", 1), ("reduce-scatter", 1), ("gather", 0), ("gather-direct", 1))
     ),
     *(
         ("gpu_matmul", "alone_contestants", {**TINY, "dtype": dtype}, [OURS, "torch.mm", "config 32x32x32"])
@@ -221,7 +222,7 @@ INTERPRETED: list[tuple[str, str, dict[str, Any], list[str]]] = [
 def interpreted_cases(_group: dist.ProcessGroup) -> tuple[list[tuple[list[str], list[int]]], str]:
     """(of each: who ran, and rounds; what is said where an answer is wrong)."""
     results = []
-    with pytest.MonkeyPatch.context() as patch, pretended_gpu() as context:
+    with pytest.MonkeyPatch.context() as patch, pretended_gpu() as context, doubles("copy_engine"):
         patch.setattr(gpu_attention, "WIDTH", 32)
         patch.setattr(gpu_attention, "TOKENS", 24)
         for module, maker, parameters, _ in INTERPRETED:
@@ -238,6 +239,7 @@ def interpreted_cases(_group: dist.ProcessGroup) -> tuple[list[tuple[list[str], 
 
 
 def test_cases_of_kernels() -> None:
+    build_doubles("copy_engine")
     ((results, wrong),) = interpreted_ranks(1, interpreted_cases, timeout=300)
     for (module, maker, parameters, expected), (names, rounds) in zip(INTERPRETED, results, strict=True):
         assert len(names) == len(expected), (module, maker, parameters, names)

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fused_tp.triton_kernels.comm import gather, streams
+from fused_tp.triton_kernels.attention import ring_keys
+from fused_tp.triton_kernels.comm import streams
 
 pytestmark = pytest.mark.full
 
@@ -79,7 +80,7 @@ def test_what_a_kernel_waits_for_has_the_greatest_priority(monkeypatch: pytest.M
     def asked(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> None:
         raise LookupError(f"{count} streams, urgent: {urgent}")
 
-    monkeypatch.setattr(gather, "own_streams", asked)
+    monkeypatch.setattr(ring_keys, "own_streams", asked)
     buffer, handle = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)), SimpleNamespace(world_size=3)
     with pytest.raises(LookupError, match="2 streams, urgent: True"):
-        gather.GatherWorkspace(cast("Any", buffer), cast("Any", handle), timeout_seconds=1)
+        ring_keys.RingWorkspace(cast("Any", buffer), cast("Any", handle), timeout_seconds=1)

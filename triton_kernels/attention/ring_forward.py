@@ -187,7 +187,7 @@ def ring_forward(
     stage = ring_keys.stage_launch(k, v, layout, workspace, programs)
     puller = KeysPuller(layout, workspace)
     with on_device(q):
-        at_once = gather.runs_at_once(q)
+        at_once = ring_keys.runs_at_once(q)
         length = layout.groups if at_once else layout.slots
         windows = [range(first, min(first + length, layout.groups)) for first in range(0, layout.groups, length)]
         # All that may allocate comes before `stage`, which tells the peers that this rank has begun the call.
@@ -201,7 +201,7 @@ def ring_forward(
             _load(workspace, [stage, *puller.relays_to_load(), launches[0]])
         gather.run(stage)
         for groups, launch in zip(windows, launches, strict=True):
-            event = gather.staged_on(q)
+            event = ring_keys.staged_on(q)
             if not at_once:
                 puller.pull(event, groups)
             if launch is not None:  # there are queries

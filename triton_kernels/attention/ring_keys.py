@@ -26,6 +26,8 @@ the record when it ends (`signals.unbroken`), and writes NaN.
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -35,9 +37,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..comm.gather import PULLED, CopyChains, GatherWorkspace, LaunchOf, begin_stage, end_stage, wait_ready
+from ..comm.gather import PULLED, READY, GatherWorkspace, LaunchOf, begin_stage, end_stage, run
 from ..comm.signals import flag_at, join, put, wait
-from ..comm.workspace import DATA_ALIGNMENT, OPS
+from ..comm.streams import own_streams
+from ..comm.workspace import DATA_ALIGNMENT, OPS, Handle
 from .blocks import Rows, load_block, rows_of, store_block
 from .configs import padded
 from .launch import heads_of
@@ -111,7 +114,8 @@ def relay_kernel(group, chunk, source, last, awaited, freed, ws, rank, WORLD: tl
     if freed != NONE:
         wait(call, done_flag(freed, WORLD), rank, -1, WORLD, OP)
     if awaited != NONE:
-        wait_ready(call, awaited, VERDICT, WORLD, OP)
+        good = wait(call, READY * WORLD + awaited, awaited, -1, WORLD, OP)
+        tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(good, call.epoch, 0))
 
 
 class Chunk(NamedTuple):
@@ -217,6 +221,14 @@ def longer(timeout_ns: int, times: int) -> int:
 class RingWorkspace(GatherWorkspace):
     """The memory of one rank's calls of ring attention, which only they use; of at least `KeysLayout.nbytes` bytes."""
 
+    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
+        # Before the barrier at the end of what follows: behind it a peer's kernel may run and wait for this rank, and
+        # nothing says that the driver makes streams meanwhile.
+        self.streams: list[torch.cuda.Stream] = []
+        if buffer.is_cuda:
+            self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), urgent=True)
+        super().__init__(buffer, handle, timeout_seconds=timeout_seconds)
+
     def keys(self, rank: int, layout: KeysLayout) -> Tensor:
         """The memory of `rank`, in the shape of `layout`.
 
@@ -259,12 +271,16 @@ class _Pull(NamedTuple):
     chunk: int
 
 
-class KeysPuller(CopyChains):
+class KeysPuller:
     """Pulls the chunks of a call into this rank's slots, in the order in which they are used; sources are dealt to the
-    side streams in turn."""
+    side streams of the workspace in turn.
+
+    Each stream is a chain of relay, copy, relay, copy, ..., relay. A relay is one warp, but needs an SM that can take
+    it while others compute: leave at least one free.
+    """
 
     def __init__(self, layout: KeysLayout, workspace: RingWorkspace) -> None:
-        super().__init__(workspace, MAX_STREAMS)
+        self.workspace = workspace
         self.layout = layout
         self._memory = [workspace.keys(rank, layout) for rank in range(workspace.world_size)]
         self._sources = list(dict.fromkeys(chunk.source for chunk in layout.chunks))
@@ -272,6 +288,7 @@ class KeysPuller(CopyChains):
         self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
 
     def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> LaunchOf:
+        """What tells of the copy before it and waits for what that behind it needs; None: of none, for none."""
         layout, chunks = self.layout, self.layout.chunks
         told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
         if before is not None:
@@ -298,14 +315,30 @@ class KeysPuller(CopyChains):
         return kinds
 
     def pull(self, staged: torch.cuda.Event | None, groups: range) -> None:
-        """Pulls the chunks of these groups, as `start` says."""
-        chunks = self.layout.chunks
+        """Pulls the chunks of these groups, behind `staged`; the current stream goes on once all have been copied.
+        None: on a CPU, where all is copied now, as one chain."""
+        streams = self.workspace.streams
+        if staged is None:
+            self._run(groups, self._sources)
+        for i, stream in enumerate(streams):
+            assert staged is not None
+            stream.wait_event(staged)
+            with torch.cuda.stream(stream):
+                self._run(groups, self._sources[i :: len(streams)])
+        for stream in streams:
+            torch.cuda.current_stream(self.workspace.buffer.device).wait_stream(stream)
 
-        def chain(i: int, count: int) -> list[_Pull]:
-            sources = self._sources[i::count]
-            return [_Pull(g, c) for g in groups for c, chunk in enumerate(chunks) if chunk.source in sources]
-
-        self.start(staged, chain)
+    def _run(self, groups: range, sources: Sequence[int]) -> None:
+        before = None
+        for group in groups:
+            for number, chunk in enumerate(self.layout.chunks):
+                if chunk.source in sources:
+                    pulled = _Pull(group, number)
+                    run(self.relay_launch(before, pulled))
+                    self.copy(pulled)
+                    before = pulled
+        if before is not None:
+            run(self.relay_launch(before, None))
 
     def copy(self, what: _Pull) -> None:
         layout = self.layout
@@ -313,3 +346,17 @@ class KeysPuller(CopyChains):
         start, stop = layout.own(chunk.source, what.group, chunk.first, chunk.rows)
         to, end = layout.pulled(what.group, what.chunk)
         self._memory[layout.rank][to:end].copy_(self._memory[chunk.source][start:stop], non_blocking=True)
+
+
+def runs_at_once(x: Tensor) -> bool:
+    """Whether a kernel and the copies it waits for run at once where x is; if not, the copies must come first.
+
+    Nothing promises that of branches of a CUDA graph, nor where every launch is waited for.
+    """
+    blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
+    return x.is_cuda and not blocking and not torch.cuda.is_current_stream_capturing()
+
+
+def staged_on(x: Tensor) -> torch.cuda.Event | None:
+    """The end of what is in the current stream; None on a CPU."""
+    return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None

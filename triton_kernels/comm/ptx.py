@@ -21,7 +21,7 @@ else:
 
     @triton.jit
     def now_ns():
-        """One clock for all SMs of a GPU. Threads of a program may read different times: see `signals.clock`."""
+        """One clock for all SMs of a GPU. Threads of a program may read different times: see `signals.time_at`."""
         return globaltimer()
 
     @triton.jit

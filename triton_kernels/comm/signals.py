@@ -216,7 +216,8 @@ def poll(call, index, source, seen):
     The branches are the same for all threads, since each is on what came through an atomic.
     """
     flag = flag_at(call, call.rank, index)
-    start = clock(call)
+    clock = call.ws.state + CLOCK
+    start = time_at(clock)
     polls = 0
     waiting = (seen >= 0) & ~hopeless(call, source)
     while waiting:
@@ -231,7 +232,7 @@ def poll(call, index, source, seen):
                 seen = tl.where(seen < call.epoch, -call.epoch, seen)
                 waiting = False
             else:
-                waiting = (clock(call) - start < call.ws.timeout_ns) & ~hopeless(call, source)
+                waiting = (time_at(clock) - start < call.ws.timeout_ns) & ~hopeless(call, source)
     return seen
 
 
@@ -243,10 +244,10 @@ def hopeless(call, source):
 
 
 @triton.jit
-def clock(call):
-    """The time in ns, the same for all threads of the program: it has been through an atomic."""
-    tl.atomic_max(call.ws.state + CLOCK, now_ns(), sem="relaxed", scope="gpu")
-    return tl.atomic_add(call.ws.state + CLOCK, 0, sem="relaxed", scope="gpu")
+def time_at(word):
+    """The time in ns, the same for all threads of the program: it has been through an atomic, at `word`."""
+    tl.atomic_max(word, now_ns(), sem="relaxed", scope="gpu")
+    return tl.atomic_add(word, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit

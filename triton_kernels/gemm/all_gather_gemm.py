@@ -2,24 +2,24 @@
 
     x_shard [M_r, K], weights [N_i, K] per rank -> y_i [M, N_i] = gathered x @ w_i^T (+ bias_i)
 
-Rank r has rows r*c to (r+1)*c of x, c = ceil(M / W); the last ranks may have fewer, or none. How shards come is the
-choice of each rank alone (module `gather` has the protocol, which is the same for both):
+Rank r has rows r*c to (r+1)*c of x, c = ceil(M / W); the last ranks may have fewer, or none. Shards come in one of two
+ways, the same on all ranks:
 
-    copied   the copy engine pulls peers' shards into `gathered` on side streams, while a persistent matmul takes tiles
-             of this rank's own rows and then those of each shard that has arrived, in the order of arrival. Each byte
-             crosses the link once, no SM moves it, and operands come by TMA where they are aligned for it.
-    direct   the matmul loads tiles of x from the peers' memory itself, its own rows first and then source by source.
-             Two launches and one hop, but every column of tiles reads x over the link again: for few rows.
+    copied   copy engines bring peers' shards into `gathered` (csrc/copy_engine), while a persistent matmul takes tiles
+             of this rank's own rows and then those of each shard that has arrived, in the order of arrival
+             (`arrivals`). Each byte crosses the link once, no SM moves it, and operands come by TMA where they are
+             aligned for it.
+    direct   the matmul loads tiles of x from the peers' memory itself (`gather`), its own rows first and then source by
+             source. Two launches and one hop, but every column of tiles reads x over the link again: for few rows.
 
 All tiles of a shard, of all weights, are taken before the next shard is waited for, once by each program. The wait is
 outside of the loop over tiles, so this loop may be flattened with the one over K: loads run ahead across tiles, but
 never across a wait. Programs count on from shard to shard and from weight to weight, so that the last round of one is
-filled up by the next. Own rows are read where x lies, or, if they are not in one piece, from the copy that peers read.
-Results are stored by threads, not by TMA: a tile may end where the rows of the next shard begin.
+filled up by the next. Own rows are read where x lies, or, read directly and not in one piece, from the copy that peers
+read. Results are stored by threads, not by TMA: a tile may end where the rows of the next shard begin.
 
-Nothing here depends on the number of the call but in device memory, and the host waits for nothing, so calls may be
-captured in a CUDA graph. A captured one copies first, then multiplies: CUDA does not promise that branches of a graph
-run at once, nor does it with CUDA_LAUNCH_BLOCKING=1.
+Direct calls may be captured in a CUDA graph: nothing in them depends on the number of the call but in device memory,
+and the host waits for nothing. Copied ones may not, as CUDA does not promise that branches of a graph run at once.
 
 Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion", 2024.
 """
@@ -27,7 +27,7 @@ Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs T
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,23 +36,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..comm import gather, ptx
+from ..comm.arrivals import Arrivals, next_shard
 from ..comm.gather import (
-    ARRIVED,
     DONE,
     OP,
-    ORDER,
     PULLED,
     READY,
     GatherWorkspace,
     LaunchOf,
-    Puller,
     Shards,
     copy_rows,
     fill_nan,
     region_at,
 )
-from ..comm.signals import flag_at, is_last, join, put_all, unbroken, wait
-from ..device import sms_of
+from ..comm.signals import is_last, join, put_all, unbroken, wait
 from ..language import zeros
 from .configs import GemmConfig
 from .launch import Launch, LoadPlan, descriptor, is_swapped, plan_loads
@@ -111,11 +108,11 @@ def fill_missing(ptr, missing, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: 
 def all_gather_gemm_kernel(
     x_own, x, w0, w1, w2, weights, gathered_ptr,
     M, K, rows_per_rank,
-    ws, rank, WORLD: tl.constexpr,
+    ws, come, rank, WORLD: tl.constexpr,
     DIRECT: tl.constexpr, LAST: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """x_own [rows of this rank, K] and x [M, K] are in one piece each; DIRECT has no x.
+    """x_own [rows of this rank, K] and x [M, K] are in one piece each; DIRECT has no x, and copied shards have no ws.
 
     With TMA they and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}.
     """
@@ -130,36 +127,39 @@ def all_gather_gemm_kernel(
         for i in tl.static_range(WEIGHTS):
             first = multiply_shard(x_own, operands[i], weights[i], 0, own_row, own_rows, K, first, C)
 
-    one = tl.cast(1, tl.int64 if DIRECT else tl.int32)
+    one = tl.cast(1, tl.int64)
+    taken = one << tl.cast(rank, tl.int64)  # bit s: rank s's rows have been multiplied, or are being
     missing = one - 1  # bit s: rank s's shard did not come; copied: which is not known, only that one did not
     position = 1 if C.TMA else 0
     if WORLD > 1 or not C.TMA:  # Triton 3.6 fails on a loop that cannot begin
         while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
             # Anew for each shard, so that nothing of it takes registers while tiles are multiplied.
-            call = join(ws, rank)
             source = rank
             arrived = position == 0
             if position > 0:
                 if DIRECT:
                     source = (rank + position) % WORLD
-                    arrived = wait(call, READY * WORLD + source, source, -1, WORLD, OP)
+                    arrived = wait(join(ws, rank), READY * WORLD + source, source, -1, WORLD, OP)
                 else:
-                    # A shard that did not come is there too, as NaN; what this rank waits for is its own copy.
-                    arrived = wait(call, ARRIVED * WORLD + position - 1, rank, position, WORLD, OP)
-                    source = tl.load(flag_at(call, rank, ORDER * WORLD + position - 1)).to(tl.int32)
+                    source = next_shard(come, position - 1, taken, rank, WORLD)
+                    arrived = source >= 0
+                    source = tl.maximum(source, 0)
+                    taken |= one << tl.cast(source, tl.int64)
             if C.TMA:
                 ptx.async_fence()
             row = tl.minimum(source * rows_per_rank, M)
             rows = tl.minimum(M - row, rows_per_rank)
             wide_row = tl.cast(row, tl.int64)
             rows = tl.where(arrived, rows, 0)
-            missing |= tl.where(arrived, 0, (one << tl.cast(source, tl.int64)) if DIRECT else one)
+            missing |= tl.where(arrived, 0, one << tl.cast(source, tl.int64))
+            if not DIRECT:  # none after one that has not come in time: that would take as long again for each
+                position = tl.where(arrived, position, WORLD)
             if C.TMA:
                 x_rows = x
                 x_row = row
             else:
                 x_row = 0
-                x_rows = region_at(call, source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
+                x_rows = region_at(join(ws, rank), source, ELEMENT, WORLD) if DIRECT else x + wide_row * K
                 x_rows = tl.where(position == 0, x_own, x_rows)
             if DIRECT and gathered_ptr is not None:
                 copy_rows(x_rows, (K, 1), gathered_ptr + wide_row * K, rows, K, True)
@@ -188,76 +188,127 @@ def all_gather_gemm(
     rows_per_rank: int | None = None,
     biases: Sequence[Tensor | None] | None = None,
     gathered: bool = False,
-    direct: bool = False,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """([y_i [M, N_i]], gathered x [M, K] or None): y_i = gathered x @ weights[i]^T (+ biases[i]).
+    """([y_i [M, N_i]], gathered x [M, K] or None): y_i = gathered x @ weights[i]^T (+ biases[i]), read directly.
 
     Args:
         x_shard: [M_r, K] bf16, fp16 or fp32, K the same on all ranks; any strides.
-        weights: [N_i, K] of that dtype; any strides. How many, and N_i, may differ between ranks. None: only a gather,
-            of which then `gathered` must be wanted.
+        weights: [N_i, K] of that dtype; any strides. How many, and N_i, may differ between ranks, or be none where
+            `gathered` is wanted too.
         workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
-        launch: tiles and programs of this rank; see `launch_for`. On a GPU and not `direct` it must leave at least one
-            SM free (`sm_margin`), for the kernels between the copies.
+        launch: tiles and programs of this rank; see `launch_for`.
         rows: M, over all ranks.
         rows_per_rank: c, where it is not ceil(M / W).
         biases: [N_i] each, or None.
         gathered: whether to return gathered x too.
-        direct: whether tiles are loaded from the peers' memory, see the module.
 
     Raises:
-        ValueError: the workspace is too small, or no SM is left free. Nothing has run then.
+        ValueError: the workspace is too small. Nothing has run then.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
     per_rank = -(-rows // workspace.world_size) if rows_per_rank is None else rows_per_rank
     shards = Shards(rows, per_rank, x_shard.shape[1])
     workspace.require(workspace_bytes(per_rank, shards.k, x_shard.dtype, workspace.world_size))
     ys = [x_shard.new_empty(rows, weight.shape[0]) for weight in weights]
-    used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
-    direct = direct and bool(used)
-    kept = x_shard.new_empty(rows, shards.k) if gathered or not direct else None
+    kept = x_shard.new_empty(rows, shards.k) if gathered else None
     if rows == 0:
-        return ys, kept if gathered else None
-    if x_shard.is_cuda and not direct and workspace.world_size > 1:
-        at_once = sms_of(x_shard.device) * launch.config.programs_per_sm
-        if launch.programs > at_once - launch.config.programs_per_sm:
-            raise ValueError(
-                f"launch has {launch.programs} programs and the GPU runs {at_once} at once; leave at least one SM free "
-                "(sm_margin=1), where the kernels between the copies run."
-            )
+        return ys, kept
 
     # No peer reads what one rank would stage.
-    read_in_place = workspace.world_size == 1 and _is_read_in_place(x_shard) and not gathered
+    read_in_place = workspace.world_size == 1 and is_read_in_place(x_shard) and not gathered
     stage = gather.stage_launch(x_shard[:0] if read_in_place else x_shard, workspace, launch.programs)
-    groups = [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
+    x_own = x_shard
+    if not is_read_in_place(x_shard):
+        x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
+    # Without a weight the kernel still reads, and says so.
+    groups = _groups(weights, ys, biases) or [[(x_shard.new_empty(0, shards.k), x_shard.new_empty(rows, 0), None)]]
+    peers = Peers(workspace.rank, workspace.world_size, workspace.arguments())
     matmuls = [
         matmul_launch(
-            x_shard, group, kept if not direct or index == 0 else None, shards, workspace, launch, direct,
+            x_own, group, kept if index == 0 else None, shards, peers, launch, direct=True,
             last=index == len(groups) - 1,
         )
         for index, group in enumerate(groups)
     ]  # fmt: skip
-    puller = None
-    if not direct:
-        assert kept is not None
-        puller = Puller(kept, gathered, shards, workspace)
     if x_shard.is_cuda:
-        key = _key(x_shard, weights, biases, shards, launch, gathered, direct, workspace.timeout_ns)
+        key = _key(x_shard, weights, biases, shards, launch, gathered, workspace.timeout_ns)
         if key not in workspace.loaded:
-            for kernel in (stage, *matmuls, *([puller.relay_launch(None, None)] if puller else [])):
+            for kernel in (stage, *matmuls):
                 gather.load(kernel)
             workspace.loaded.add(key)
+    for kernel in (stage, *matmuls):
+        gather.run(kernel)
+    return ys, kept
 
-    gather.run(stage)
-    staged, at_once = (gather.staged_on(x_shard), gather.runs_at_once(x_shard)) if puller else (None, False)
-    if puller and not at_once:
-        puller.pull(staged)
-    for matmul in matmuls:
-        gather.run(matmul)
-    if puller and at_once:
-        # Behind the matmul, which has enough to begin with, so that the host's time for all of this is hidden by it.
-        puller.pull(staged)
-    return ys, kept if gathered else None
+
+def multiply_arriving(
+    x_own: Tensor,
+    gathered: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    start: Callable[[], Arrivals],
+    rank: int,
+    world_size: int,
+    launch: Launch,
+    rows_per_rank: int,
+    timeout_ns: int,
+    loaded: set[Any],
+    biases: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:
+    """[y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), of shards that arrive meanwhile.
+
+    Args:
+        x_own: [M_r, K], this rank's rows, in one piece.
+        gathered: [M, K], where the shards of the others arrive; rows of this rank are not read there.
+        weights: [N_i, K]; any strides.
+        start: begins to gather, and says by what words shards are told of. It is called once the kernels are loaded:
+            loading may wait for kernels that run, and peers for this rank.
+        rank, world_size: of the group, as `launch` and `rows_per_rank` (c).
+        timeout_ns: the longest that the kernel waits for copies of its own rank.
+        loaded: calls whose kernels are on the device; of the caller's, for all calls.
+        biases: [N_i] each, or None.
+    """
+    biases = [None] * len(weights) if biases is None else list(biases)
+    rows, k = gathered.shape
+    shards = Shards(rows, rows_per_rank, k)
+    ys = [x_own.new_empty(rows, weight.shape[0]) for weight in weights]
+    groups = _groups(weights, ys, biases)
+
+    def launches(come: Arrivals) -> list[LaunchOf]:
+        peers = Peers(rank, world_size, {"come": come, "rank": rank})
+        return [matmul_launch(x_own, group, gathered, shards, peers, launch, direct=False) for group in groups]
+
+    if x_own.is_cuda:
+        key = _key(x_own, weights, biases, shards, launch, world_size, timeout_ns)
+        if key not in loaded:
+            for kernel in launches(no_arrivals(world_size, timeout_ns, x_own.device)):
+                gather.load(kernel)
+            loaded.add(key)
+    for kernel in launches(start()):
+        gather.run(kernel)
+    return ys
+
+
+def no_arrivals(world_size: int, timeout_ns: int, device: torch.device) -> Arrivals:
+    """Words of a gather that nothing comes of: to load kernels, and for a rank that is alone."""
+    words = torch.zeros(2, world_size + world_size % 2, dtype=torch.int64, device=device)
+    return Arrivals(words[0], words[1], words.data_ptr(), timeout_ns)
+
+
+class Peers(NamedTuple):
+    """The ranks of a launch, and what kernels are given to reach them: `ws` and `rank`, or `come` and `rank`."""
+
+    rank: int
+    world_size: int
+    arguments: dict[str, Any]
+
+
+def _groups(
+    weights: Sequence[Tensor], ys: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> list[list[tuple[Tensor, Tensor, Tensor | None]]]:
+    """What belongs to the weights of each launch; nothing where there is no result."""
+    used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
+    return [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
 
 
 def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: int) -> int:
@@ -266,11 +317,11 @@ def workspace_bytes(rows_per_rank: int, k: int, dtype: torch.dtype, world_size: 
 
 
 def matmul_launch(
-    x_shard: Tensor,
+    x_own: Tensor,
     used: Sequence[tuple[Tensor, Tensor, Tensor | None]],
     kept: Tensor | None,
     shards: Shards,
-    workspace: GatherWorkspace,
+    peers: Peers,
     launch: Launch,
     direct: bool,
     *,
@@ -278,12 +329,9 @@ def matmul_launch(
 ) -> LaunchOf:
     """The matmul of up to MAX_WEIGHTS weights, each with its result and bias.
 
-    Alone, on a workspace of one rank, it waits for nothing: what the benchmarks compare with.
+    Alone, as one rank, it waits for nothing: what the benchmarks compare with.
     """
     weights = [weight for weight, _, _ in used]
-    x_own = x_shard
-    if not _is_read_in_place(x_shard):
-        x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
     if direct:
         plan = LoadPlan(launch.config, False, False, is_swapped(weights[0]))
     else:
@@ -307,7 +355,9 @@ def matmul_launch(
         "M": shards.rows,
         "K": shards.k,
         "rows_per_rank": shards.rows_per_rank,
-        "WORLD": workspace.world_size,
+        "ws": None,
+        "come": None,
+        "WORLD": peers.world_size,
         "DIRECT": direct,
         "LAST": last,
         # Flattened loops of several weights at 128x128 hold so much from loop to loop that they spill.
@@ -317,14 +367,14 @@ def matmul_launch(
             flatten=len(weights) == 1 or config.block_n > 128,
         ),
     }
-    # Relays wait for peers and say so when they give up; this deadline only bounds the wait.
-    arguments |= workspace.arguments(workspace.timeout_ns * (1 if direct else 2))
-    tiles_m = sum(-(-shards.range(rank)[1] // config.block_m) for rank in range(workspace.world_size))
+    arguments |= peers.arguments
+    tiles_m = sum(-(-shards.range(rank)[1] // config.block_m) for rank in range(peers.world_size))
     tiles = tiles_m * sum(-(-weight.shape[0] // config.block_n) for weight in weights)
-    return all_gather_gemm_kernel, (min(launch.programs, tiles),), arguments | config.options()
+    programs = launch.programs if direct and kept is not None else min(launch.programs, max(1, tiles))
+    return all_gather_gemm_kernel, (programs,), arguments | config.options()
 
 
-def _is_read_in_place(x_shard: Tensor) -> bool:
+def is_read_in_place(x_shard: Tensor) -> bool:
     """Whether the matmul takes own rows where x lies, and not from the copy that peers read."""
     return x_shard.is_contiguous() and x_shard.data_ptr() % 16 == 0
 
