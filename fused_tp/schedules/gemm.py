@@ -65,8 +65,16 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
 def _by_onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         bias = bias.contiguous()  # oneDNN reads a strided one as if it were dense
+    if not any(along == 1 and across >= size for along, across, size in _ways_along(w)):
+        w = w.contiguous()  # it would multiply an expanded one, such as the gradient of a sum, a thousand times slower
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
     return out
+
+
+def _ways_along(w: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(stride along, stride across, length) of rows and of columns."""
+    (rows, columns), (across, along) = w.shape, w.stride()
+    return (along, across, columns), (across, along, rows)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # whose memory is what they show

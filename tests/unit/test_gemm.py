@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -48,7 +49,25 @@ WEIGHTS = {
     "strided": seeded(5, 16, seed=1)[:, ::2],
     "every other row": seeded(10, 8, seed=1)[::2],
     "no row": seeded(0, 8, seed=1),
+    "expanded": seeded(1, seed=1).expand(5, 8),
 }
+
+
+def test_no_strides_are_slow() -> None:
+    """oneDNN multiplies by an expanded weight, which the gradient of a sum is, a thousand times slower."""
+    x = seeded(128, 512)
+
+    def seconds(weight: Tensor) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            gemm.linear(x, weight)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    dense = seconds(seeded(512, 512))
+    for weight in (torch.ones(()).expand(512, 512), seeded(512, 1024)[:, ::2], seeded(512, 512).t()):
+        assert seconds(weight) < 50 * dense, weight.stride()
 
 
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
