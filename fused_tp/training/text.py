@@ -9,6 +9,7 @@ labels      | . A A A A . | B . C C C C | C ...       no token is the target of 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,13 +88,12 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
         tokenizer: of transformers, or Bytes().
 
     Raises:
-        ValueError: there is no text, or not enough for a row.
+        ValueError: there is no text, what is there is something else, or there is not enough for a row.
     """
+    if path is not None and not path.exists():
+        raise ValueError(f"{path} does not exist.")
     if path is not None and path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{path} holds {tokens.dtype} {tokens.shape}; it needs integers [tokens].")
-        return PackedText(tokens, np.zeros(1, np.int64), seq)
+        return PackedText(_mapped_tokens(path), np.zeros(1, np.int64), seq)
     parts, lengths = [], []
     for document in _reference() if path is None else _documents(path):
         ids = tokenizer.encode(document) if isinstance(document, str) else document
@@ -114,30 +114,62 @@ def _reference() -> Iterable[str]:
     return topics.values()
 
 
+def _mapped_tokens(path: Path) -> np.ndarray[Any, Any]:
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError) as error:
+        why = str(error).rstrip(".")
+        raise ValueError(f"{path} is no .npy file of integers [tokens], as numpy.save writes it: {why}.") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"{path} holds {tokens.dtype} {tokens.shape}; it needs integers [tokens].")
+    return tokens
+
+
+def _saved_rows(path: Path) -> Iterator[str | list[int]]:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        found = load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, IndexError) as error:  # the last of one without rows
+        raise ValueError(f"The dataset {path} has no rows, or cannot be loaded ({error!r}); save it anew.") from error
+    if isinstance(found, DatasetDict) and "train" not in found:
+        raise ValueError(f"The dataset {path} has the parts {[*found]}; it needs 'train', or name the folder of one.")
+    table = found["train"] if isinstance(found, DatasetDict) else found
+    column = "input_ids" if "input_ids" in table.column_names else "text"
+    if column not in table.column_names:
+        raise ValueError(f"The dataset {path} has the columns {table.column_names}; it needs 'text' or 'input_ids'.")
+    for number, row in enumerate(table[column]):
+        if not (isinstance(row, str) if column == "text" else _are_tokens(row)):
+            needed = "a string" if column == "text" else "a list of integers from 0"
+            raise ValueError(f"Row {number} of the dataset {path} has {column} {reprlib.repr(row)}; it needs {needed}.")
+        yield row
+
+
+def _are_tokens(row: Any) -> bool:
+    return isinstance(row, list) and all(isinstance(token, int) and 0 <= token < 2**31 for token in row)
+
+
+def _text_of(line: bytes) -> str:
+    text = json.loads(line)["text"]
+    if not isinstance(text, str):
+        raise TypeError(f"is a {type(text).__name__}, no string")
+    return text
+
+
 def _documents(path: Path) -> Iterator[str | list[int]]:
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-        from datasets import DatasetDict, load_from_disk
-
-        found = load_from_disk(str(path))
-        table = found["train"] if isinstance(found, DatasetDict) else found
-        column = "input_ids" if "input_ids" in table.column_names else "text"
-        if column not in table.column_names:
-            raise ValueError(
-                f"The dataset {path} has the columns {table.column_names}; it needs 'text' or 'input_ids'."
-            )
-        yield from table[column]
+        yield from _saved_rows(path)
         return
-    if not path.exists():
-        raise ValueError(f"{path} does not exist.")
     files: Iterable[Path] = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in files:
         if file.suffix == ".jsonl":
-            with file.open(encoding="utf-8") as lines:  # which end with \n alone, unlike those of splitlines
+            with file.open("rb") as lines:  # which end with \n alone, unlike those of splitlines
                 for number, line in enumerate(lines, 1):
                     try:
                         if line.strip():
-                            yield str(json.loads(line)["text"])
+                            yield _text_of(line)
                     except (ValueError, KeyError, TypeError) as error:
-                        raise ValueError(f'Line {number} of {file} is no JSON object with a "text".') from error
+                        needed = 'it needs a JSON object in UTF-8 whose "text" is a string'
+                        raise ValueError(f"Line {number} of {file} is {reprlib.repr(line)}; {needed}.") from error
         elif file.is_file() and (path.is_file() or file.suffix in TEXT_SUFFIXES):
             yield file.read_text(errors="replace")

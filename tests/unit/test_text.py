@@ -55,12 +55,32 @@ def test_datasets_folders(tmp_path: Path) -> None:
     assert load_text(tmp_path / "ids", Bytes(), 2).tokens.tolist() == [1, 2, 3]
     datasets.Dataset.from_dict({"words": ["abc"]}).save_to_disk(tmp_path / "words")
     assert "needs 'text' or 'input_ids'" in str(error_of(load_text, tmp_path / "words", Bytes(), 2))
+    for column, says in (
+        ({"text": ["abc", None]}, "Row 1 of the dataset .* has text None; it needs a string"),
+        ({"text": [5]}, "Row 0 of the dataset .* has text 5; it needs a string"),
+        ({"input_ids": [[1, 2], [-3]]}, r"Row 1 of .* has input_ids \[-3\]; it needs a list of integers from 0"),
+        ({"text": []}, "has no rows, or cannot be loaded"),
+    ):
+        folder = tmp_path / str(column)
+        datasets.Dataset.from_dict(column).save_to_disk(folder)
+        with pytest.raises(ValueError, match=says):
+            load_text(folder, Bytes(), 2)
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["abc"]})}).save_to_disk(tmp_path / "parts")
+    assert "has the parts ['test']; it needs 'train'" in str(error_of(load_text, tmp_path / "parts", Bytes(), 2))
 
 
 def test_text_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "b.jsonl").write_text('{"txt": 1}\n')
-    assert "Line 1 of" in str(error_of(load_text, tmp_path, Bytes(), 2))
+    for line in (b'{"txt": 1}', b'{"text": null}', b'{"text": 12345}', b"[1]", b"{", b'{"text": "caf\xe9"}'):
+        (tmp_path / "b.jsonl").write_bytes(b'{"text": "abc"}\n' + line)
+        said = str(error_of(load_text, tmp_path, Bytes(), 2))
+        assert said.startswith(f"Line 2 of {tmp_path / 'b.jsonl'} is b") and 'whose "text" is a string' in said
     (tmp_path / "b.jsonl").unlink()
     assert "has no text" in str(error_of(load_text, tmp_path, Bytes(), 2))
     np.save(tmp_path / "d.npy", np.zeros(3))
     assert "it needs integers [tokens]" in str(error_of(load_text, tmp_path / "d.npy", Bytes(), 2))
+    whole = (tmp_path / "d.npy").read_bytes()
+    for content in (b"", b"no tokens", whole[:-1]):
+        (tmp_path / "d.npy").write_bytes(content)
+        assert "d.npy is no .npy file of integers" in str(error_of(load_text, tmp_path / "d.npy", Bytes(), 2))
+    for name in ("none.npy", "none.txt"):
+        assert f"{name} does not exist" in str(error_of(load_text, tmp_path / name, Bytes(), 2))
