@@ -72,16 +72,21 @@ SCHEDULES = {
 ALIASES = {"interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
 
+def kind_of(name: str) -> ScheduleKind:
+    """The schedule of that name, whatever its case; ValueError where there is none."""
+    lower = {known.lower(): known for known in SCHEDULES} | ALIASES
+    if not isinstance(name, str) or name.lower() not in lower:
+        raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}.")
+    return SCHEDULES[lower[name.lower()]]
+
+
 def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> tuple[ScheduleKind, int]:
     """The schedule of that name, whatever its case, and how many stages each rank has.
 
     Raises:
         ValueError: there is none, or it cannot have so many microbatches or stages; says what it can have.
     """
-    lower = {known.lower(): known for known in SCHEDULES} | ALIASES
-    if not isinstance(name, str) or name.lower() not in lower:
-        raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}.")
-    kind = SCHEDULES[lower[name.lower()]]
+    kind = kind_of(name)
     wrong = kind.microbatches(microbatches, ranks)
     if wrong is not None:
         raise ValueError(f"microbatches={microbatches} does not suit schedule {kind.name!r}: {wrong}.")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.pipelining.schedules import find_schedule
+from fused_tp.pipelining.schedules import find_schedule, kind_of
 from fused_tp.planning.model_shape import ModelShape
 from fused_tp.runtime.errors import listed
 
@@ -78,6 +78,7 @@ class ParallelConfig:
             raise ValueError(f"recompute={self.recompute!r}; it must be one of {', '.join(map(repr, RECOMPUTE))}.")
         if self.cp % self.ulysses_size:
             raise ValueError(f"ulysses_size={self.ulysses_size} does not divide cp={self.cp}.")
+        kind_of(self.schedule)  # refuses what is none, also where it is not needed
         if self.pp > 1:
             kind, stages = find_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
             object.__setattr__(self, "schedule", kind.name)
@@ -188,6 +189,8 @@ class ParallelConfig:
                 continue
             if count % self.tp:
                 wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(count)} do")
+        if shape.heads % (shape.kv_heads or 1):
+            wrong.append(f"its {shape.kv_heads} key/value heads do not divide its {shape.heads} attention heads")
         if shape.heads // self.tp % self.ulysses_size or shape.kv_heads // self.tp % self.ulysses_size:
             wrong.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
         if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
@@ -227,12 +230,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text()
-        if path.suffix == ".json":
-            found = json.loads(text)
-        else:
-            import yaml
-
-            found = yaml.safe_load(text)
+        found = json.loads(text, object_pairs_hook=_with_keys_once) if path.suffix == ".json" else _read_yaml(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # yaml.YAMLError, of a library that may be missing
@@ -242,6 +240,28 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}; it needs a mapping from names to values.")
     return found
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml
+
+    class KeysOnce(yaml.SafeLoader):
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            _check_keys([key.value for key, _ in node.value])
+            return node
+
+    return yaml.load(text, KeysOnce)
+
+
+def _with_keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_keys([key for key, _ in pairs])
+    return dict(pairs)
+
+
+def _check_keys(keys: list[Any]) -> None:
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"the key {twice[0]!r} comes twice, of which only one would count; keep one.")
 
 
 def field_names() -> tuple[str, ...]:

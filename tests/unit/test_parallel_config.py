@@ -42,6 +42,7 @@ def test_sizes_and_what_follows_from_them() -> None:
         ({"virtual_stages": 2}, "pp=1; leave it out"),
         ({"pp": 4, "microbatches": 2}, "at least one for each of the 4 pipeline ranks"),
         ({"pp": 2, "microbatches": 2, "ep": 2}, "a pipeline deals experts out"),
+        ({"schedule": "foo"}, "schedule is 'foo'; it must be one of"),
         ({"cp": 2, "ep": 2}, "not dealt out next to context parallel"),
     ],
 )
@@ -64,6 +65,12 @@ def test_from_files(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("tp: [\n")
     assert "is no YAML" in str(error_of(ParallelConfig.from_file, tmp_path / "b.yaml"))
     assert "cannot be read" in str(error_of(ParallelConfig.from_file, tmp_path / "none.json"))
+    (tmp_path / "b.yaml").write_text("tp: 2\ncp: 2\ntp: 4\n")
+    (tmp_path / "b.json").write_text('{"tp": 2, "tp": 4}')
+    for name in ("b.yaml", "b.json"):
+        assert "the key 'tp' comes twice" in str(error_of(ParallelConfig.from_file, tmp_path / name))
+    (tmp_path / "b.yaml").write_text("tp: 2\n<<: {cp: 2, tp: 4}\n")  # what a merge brings, a key may change
+    assert ParallelConfig.from_file(tmp_path / "b.yaml") == ParallelConfig(cp=2, tp=2)
 
 
 @pytest.mark.parametrize(
