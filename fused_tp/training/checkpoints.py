@@ -55,6 +55,7 @@ from fused_tp.transport.store import exchange
 COMPLETE = "complete.pt"  # the last file of a checkpoint
 _NAME = re.compile(r"step-(\d+)")
 _NOT_OPTIONS = ("params", "param_names")  # of a param group
+_ENDED = "the run was ended while it was saved; checkpoints before it are whole."
 _logger = logging.getLogger(__name__)
 
 
@@ -128,7 +129,7 @@ class CheckpointManager:
         self._keep, self._async = keep, async_save
         self._thread: Thread | None = None
         self._failed: FusedTPError | None = None  # what the thread could not write
-        self._closed = False
+        self._closed = self._left = False
         if optimizer is not None:
             self._check_optimizer(optimizer)
         everyone = resolve_group(None)
@@ -157,7 +158,10 @@ class CheckpointManager:
         check_int("step", step, 0)
         folder = self._folder_of(step)
         if (folder / COMPLETE).exists():
-            raise ValueError(f"{folder} is complete already; save each step once.")
+            raise ValueError(
+                f"{folder} is complete already; save each step once. If it was not this run, another one saves in "
+                f"{self.folder}: give each a folder of its own."
+            )
         if step < (newest := max(self._steps(), default=-1)):
             raise ValueError(
                 f"step={step} comes before step {newest}, which {self.folder} has; restore() goes on from that one. "
@@ -218,6 +222,7 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error peers may be gone, and it says more than what a save then meets.
+        self._left = kind is not None
         if kind is None:
             self.close()
 
@@ -233,7 +238,8 @@ class CheckpointManager:
             common["checksums"] = {name: value for one in sums for name, value in one.items()}
             self._on_first(lambda: self._complete(folder, common, ranks))
         except BaseException as error:  # CheckpointException of torch is no Exception
-            said = f"The checkpoint of step {common['step']} was not written to {folder}: {_reason(error)}"
+            why = _ENDED if self._left else _reason(error)
+            said = f"The checkpoint of step {common['step']} was not written to {folder}: {why}"
             _logger.error(said)  # also of the last save of a program that never asks
             self._failed = FusedTPError(said)
             self._failed.__cause__ = error
@@ -635,8 +641,8 @@ def _step_of(path: Path) -> int | None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (inner, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {type(inner).__name__}: {inner}"
-    return f"{type(error).__name__}: {error}"
+        return f"rank {rank}: {_reason(inner)}"
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip()  # torch puts a stack of C++ behind it
 
 
 @contextmanager

@@ -27,6 +27,7 @@ import fused_tp
 from fused_tp import CheckpointManager, DistributedBatches
 from fused_tp.nn.sharding import as_dtensors, parts_dims
 from fused_tp.pipelining import Pipeline
+from fused_tp.training.checkpoints import _reason
 from tests.integrations.models import make, make_tokens, mesh_of
 from tests.workers import REPOSITORY, error_of, run_fresh, run_ranks
 
@@ -310,6 +311,13 @@ def test_errors_of_saves_are_raised_by_the_next_call(tmp_path: Path) -> None:
     assert "of step 5" in str(error_of(run.checkpoints.close))
     waits = Run(tmp_path, async_save=False)
     assert "of step 5" in str(error_of(waits.checkpoints.save, 5))
+    with pytest.raises(KeyboardInterrupt), waits.checkpoints:
+        raise KeyboardInterrupt
+    assert "the run was ended while it was saved; checkpoints before" in str(error_of(waits.checkpoints.save, 5))
+    (tmp_path / "step-00000005").unlink()
+    waits.checkpoints.save(5)
+    assert "another one saves in" in str(error_of(waits.checkpoints.save, 5))
+    assert _reason(RuntimeError("Connection closed. \nframe #0: of C++")) == "RuntimeError: Connection closed."
 
 
 def test_state_of_other_dtypes_and_values(tmp_path: Path) -> None:
