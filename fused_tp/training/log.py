@@ -54,11 +54,18 @@ class RunLog:
         shape = run.shape
         count = shape.parameters
         parameters = f"{count / 1e6:.1f}M parameters" if count >= 1e6 else f"{count:,.0f} parameters"
+        steps = self._settings.steps
+        place = f"step {run.done} of {steps}" if run.done <= steps else f"step {run.done}, beyond steps={steps}"
         self._print(
-            f"{shape.name}, {parameters}, {run.config.shown()}, {self._settings.precision}; step {run.done} of "
-            f"{self._settings.steps}, {self._settings.global_batch} rows of {self._settings.data.seq} tokens a step"
+            f"{shape.name}, {parameters}, {run.config.shown()}, {self._settings.precision}; {place}, "
+            f"{self._settings.global_batch} rows of {self._settings.data.seq} tokens a step"
         )
-        if run.done >= self._settings.steps:
+        if run.has_dropout and run.config.world_size > 1:
+            self._print(
+                "The model has dropout, of which ranks draw other numbers than one process does: losses are not those "
+                "of one process. Set dropout to 0 in model.config to compare them."
+            )
+        if run.done >= steps:
             self._print("All steps are done: nothing is trained. Give more steps, or another folder for checkpoints.")
 
     def step(self, step: Step) -> None:

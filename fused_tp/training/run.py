@@ -7,13 +7,15 @@ whatever the ranks, and however many microbatches their rows are cut into: each 
 
 from __future__ import annotations
 
+import difflib
 import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -70,7 +72,8 @@ class LossScale:
     def __init__(self, state: dict[str, Any], used: bool) -> None:
         self._state, self._used = state, used  # in a checkpoint's `extra`, of this precision or of another
         if not used:
-            state.clear()
+            for name in ("loss_scale", "good_steps"):
+                state.pop(name, None)
         elif "loss_scale" not in state:
             state |= {"loss_scale": 2.0**16, "good_steps": 0}
 
@@ -103,6 +106,7 @@ class TrainingRun:
         done: steps that have been taken.
         config: ParallelConfig.
         shape: ModelShape.
+        has_dropout: of the model.
         model: a module, or a Pipeline.
 
     Raises:
@@ -124,6 +128,8 @@ class TrainingRun:
         model = make_model(settings)
         self.shape = ModelShape.from_config(model.config)
         config.check(self.shape, seq=settings.data.seq, global_batch=settings.global_batch)
+        _check_positions(model, settings.data.seq)
+        self.has_dropout = _has_dropout(model)
         self.rows, self.evaluation_rows = self._load_rows(model.config.get_text_config().vocab_size)
         self.mesh = make_mesh(self.device.type, **config.mesh_sizes)
         counts = takes_target_count(model, is_hf=True)
@@ -142,7 +148,7 @@ class TrainingRun:
         self.batches = DistributedBatches(
             self.rows, self.mesh, settings.global_batch, shuffle=True, seed=settings.seed, epochs=None
         )
-        self._state: dict[str, Any] = {}
+        self._state: dict[str, Any] = {"shape": asdict(self.shape)}
         self.checkpoints: CheckpointManager | None = None
         self.done = 0
         if settings.checkpoints is not None:
@@ -165,7 +171,15 @@ class TrainingRun:
     def _restore(self, checkpoints: CheckpointManager) -> None:
         """Goes on from the newest checkpoint, with the optimizer's settings of now where those of then were others."""
         options = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
+        mine = self._state["shape"]
         self.done = checkpoints.restore() or 0
+        # Shapes of parameters, which restore() compares, tell neither what is tied nor how many heads there are.
+        for name, value in self._state.setdefault("shape", mine).items():
+            if name != "name" and value != mine.get(name, value):
+                raise ValueError(
+                    f"{checkpoints.folder} has a model of {name}={value}, and this one has {name}={mine[name]}. Train "
+                    "the model that was saved, or give another folder for checkpoints."
+                )
         self.scheduler.base_lrs = [own["initial_lr"] for own in options]
         share = learning_rate_share(self.settings.optimizer, self.done, self.settings.steps)
         for group, own in zip(self.optimizer.param_groups, options, strict=True):
@@ -351,10 +365,11 @@ class TrainingRun:
         """Rows to train on, and to evaluate on."""
         data = self.settings.data
         rows: Any = load_text(data.path, self.tokenizer, data.seq)
-        _check_vocabulary(rows, vocab)
+        _check_vocabulary("data.path", rows, vocab)
         held_out: Any = None
         if data.evaluation is not None:
             held_out = load_text(data.evaluation, self.tokenizer, data.seq)
+            _check_vocabulary("data.evaluation", held_out, vocab)
         elif data.evaluation_rows:
             kept = len(rows) - data.evaluation_rows
             if kept < self.settings.global_batch:
@@ -379,7 +394,7 @@ def make_config(settings: TrainSettings) -> Any:
     from transformers import AutoConfig
 
     wanted = settings.model
-    with _refused("the configuration of the model"):
+    with _refused("the configuration of the model", wanted.config):
         if wanted.pretrained is not None:
             return AutoConfig.from_pretrained(wanted.pretrained, **wanted.config)
         _check_names(str(wanted.type), wanted.config)
@@ -397,19 +412,24 @@ def make_model(settings: TrainSettings) -> Any:
 
     torch.manual_seed(settings.seed)
     config, folder = make_config(settings), settings.model.pretrained
-    with _refused("the model"):
+    with _refused("the model", settings.model.config):
         if folder is not None:
             return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 @contextmanager
-def _refused(what: str) -> Iterator[None]:
+def _refused(what: str, given: dict[str, Any]) -> Iterator[None]:
     """Errors of transformers about what is asked of it as a ValueError; of its own mistakes the type is named, too."""
     try:
         yield
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError) as error:
         raise ValueError(f"{what} cannot be made: {error}") from error
+    except (KeyError, ZeroDivisionError) as error:  # which do not say whose value it is
+        wrong = error.args[0] if isinstance(error, KeyError) else 0
+        keys = [name for name, value in given.items() if value == wrong and not isinstance(value, bool)]
+        why = f"{' or '.join(keys)} cannot be {wrong!r}" if keys else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what} cannot be made: {why}.") from error
     except Exception as error:
         raise ValueError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
 
@@ -418,11 +438,31 @@ def _check_names(model_type: str, config: dict[str, Any]) -> None:
     """Raises ValueError where a configuration of this type has no such key: transformers takes any."""
     from transformers import CONFIG_MAPPING
 
-    if model_type in CONFIG_MAPPING:
-        known = CONFIG_MAPPING[model_type]
-        names = {*known().to_dict(), *getattr(known, "attribute_map", {})}
-        if unknown := sorted(set(config) - names):
-            raise ValueError(f"{unknown[0]!r} is no key of the configuration of {model_type}; see model.config.")
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1)
+        meant = f"did you mean {near[0]!r}?" if near else "transformers.CONFIG_MAPPING has all that it knows."
+        raise ValueError(f"model.type {model_type!r} is no model type of transformers; {meant}")
+    known = CONFIG_MAPPING[model_type]
+    names = {*known().to_dict(), *getattr(known, "attribute_map", {})}
+    if unknown := sorted(set(config) - names):
+        raise ValueError(f"{unknown[0]!r} is no key of the configuration of {model_type}; see model.config.")
+
+
+def _check_positions(model: Any, seq: int) -> None:
+    """Refuses rows that are longer than a table of positions, which some models have; angles have no end."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
+    names = [name.rpartition(".")[2] for name in (*tables, *dict(model.named_buffers()))]
+    if limit is not None and seq > limit and any("position" in name or name == "wpe" for name in names):
+        raise ValueError(
+            f"data.seq is {seq}, and the model has {limit} positions; take shorter rows, or a model with more "
+            "(max_position_embeddings, or n_positions)."
+        )
+
+
+def _has_dropout(model: Any) -> bool:
+    values = (item for module in model.modules() for item in vars(module).items())
+    return any(isinstance(value, float) and value > 0 for name, value in values if name == "p" or "drop" in name)
 
 
 def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW:
@@ -471,10 +511,15 @@ def _tokenizer(name: str) -> Any:
         raise ValueError(f"data.tokenizer: {name} cannot be had: {error}") from error
 
 
-def _check_vocabulary(rows: PackedText, vocab: int) -> None:
-    largest = int(rows.tokens[: 1 << 20].max())  # not all: they may be a file that is longer than memory
-    if largest >= vocab:
-        raise ValueError(f"The text has token {largest}, and the model's vocabulary ends at {vocab - 1}.")
+def _check_vocabulary(key: str, rows: PackedText, vocab: int) -> None:
+    # Not all of a file, which may be longer than memory.
+    tokens = rows.tokens[: 1 << 20] if isinstance(rows.tokens, np.memmap) else rows.tokens
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < vocab:
+            raise ValueError(
+                f"The text of {key} has token {token}, and the model's vocabulary is 0 to {vocab - 1}; "
+                "take the tokenizer of the model, or another model.config.vocab_size."
+            )
 
 
 def check_sizes(settings: TrainSettings, ranks: int) -> None:

@@ -19,7 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fused_tp.planning.config import ParallelConfig, read_mapping
 from fused_tp.planning.hardware import find_machine
 
-Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0, strict=True)]  # strict: true is no number
+Count = Annotated[int, Field(ge=1, strict=True)]
+Finite = Field(allow_inf_nan=False)
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Part(BaseModel):
@@ -47,19 +50,19 @@ class DataSettings(_Part):
     seq: Annotated[int, Field(ge=2)] = 512  # a token and its successor
     tokenizer: str = "bytes"  # "bytes", or a folder or name of transformers'
     evaluation: Path | None = None  # None: the last `evaluation_rows` of `path`
-    evaluation_rows: Annotated[int, Field(ge=0)] = 0
+    evaluation_rows: Whole = 0
 
 
 class OptimizerSettings(_Part):
     """AdamW (arXiv:1711.05101); vectors are not decayed. The rate rises linearly over `warmup` steps, then decays."""
 
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-4
-    warmup: Annotated[int, Field(ge=0)] = 0
+    learning_rate: Annotated[float, Field(gt=0), Finite] = 3e-4
+    warmup: Whole = 0
     decay: Literal["constant", "linear", "cosine"] = "cosine"
     final_share: Annotated[float, Field(ge=0, le=1)] = 0.1  # of the learning rate, at the last step
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0), Finite] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0), Finite] = 0.1
     clip: Annotated[float, Field(gt=0)] = 1.0  # of the norm of all gradients
 
 
@@ -121,7 +124,7 @@ class TrainSettings(_Part):
     sample: SampleSettings | None = None
     log_every: Count = 1
     machine: str | None = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[Whole, Field(lt=2**63)] = 0  # what torch takes, and epochs beyond it
     profile: ProfileSettings | None = None
     out: Path = Path("out/train")
     tensorboard: bool = False
@@ -132,6 +135,15 @@ class TrainSettings(_Part):
             raise ValueError(
                 f"profile records steps {self.profile.first} to {self.profile.last}, and the run ends with step "
                 f"{self.steps}; take fewer of them, or a smaller profile.first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_evaluated(self) -> TrainSettings:
+        if self.evaluate_every and not (self.data.evaluation or self.data.evaluation_rows or self.sample):
+            raise ValueError(
+                f"evaluate_every is {self.evaluate_every}, and there is nothing to evaluate on; give data.evaluation, "
+                "data.evaluation_rows or sample, or leave it out"
             )
         return self
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import math
 import os
 import resource
 import signal
@@ -13,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch.distributed as dist
@@ -129,6 +132,12 @@ def test_precisions(tmp_path: Path) -> None:
         ({"optimizer": {"decay": "sudden"}}, "'optimizer.decay' is 'sudden'"),
         ({"machine": "h101"}, "'h101' is no machine"),
         ({"sample": {"prompt": ""}}, "'sample.prompt' is ''"),
+        ({"steps": True}, "'steps' is True: input should be a valid integer"),
+        ({"seed": 2**63}, "'seed' is 9223372036854775808: input should be less"),
+        ({"optimizer": {"betas": [0.9, 2]}}, "'optimizer.betas.1' is 2"),
+        ({"optimizer": {"eps": 0}}, "'optimizer.eps' is 0: input should be greater"),
+        ({"optimizer": {"learning_rate": math.inf}}, "'optimizer.learning_rate' is inf"),
+        ({"data": {}, "evaluate_every": 1}, "there is nothing to evaluate on"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -149,17 +158,42 @@ def refusals(group: dist.ProcessGroup, folder: Path) -> list[str]:
         {"parallel": {"tp": 2}},
         {"global_batch": 3, "parallel": {"microbatches": 2}},
         {"model": {"type": "llama", "config": {**SIZES, "vocab_size": 50}}},
+        {"data": {"path": str(folder), "seq": 64, "evaluation": str(folder / "tokens.npy")}},
+        {"model": {"type": "gpt2", "config": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}}},
+        {"model": {"type": "llama", "config": {**SIZES, "num_key_value_heads": 3}}},
+        {"model": {"type": "llama", "config": {**SIZES, "hidden_act": "foo"}}},
+        {"model": {"type": "llama", "config": {**SIZES, "num_attention_heads": 0}}},
     ]
     return [str(error_of(TrainingRun, TrainSettings.of(settings_of(folder, **change)))) for change in changes]
 
 
 def test_runs_that_cannot_be(tmp_path: Path) -> None:
-    says = ("cannot be made", "'num_hiden_layers' is no key", "expected int", "cannot be had", "tp must be an int")
-    says += ("does not exist", "fewer than a row", "fewer than global_batch", "are no multiple of 2")
-    says += ("does not go into 2 microbatches", "the model's vocabulary ends at 49")
+    np.save(tmp_path / "tokens.npy", np.arange(-1, 1000))
+    says = ("did you mean 'llama'?", "'num_hiden_layers' is no key", "expected int", "cannot be had")
+    says += ("tp must be an int", "does not exist", "fewer than a row", "fewer than global_batch")
+    says += ("are no multiple of 2", "does not go into 2 microbatches", "the model's vocabulary is 0 to 49")
+    says += ("The text of data.evaluation has token -1", "data.seq is 64, and the model has 32 positions")
+    says += ("its 3 key/value heads do not divide", "hidden_act cannot be 'foo'", "num_attention_heads cannot be 0")
     (found,) = run_fresh(1, refusals, tmp_path)
     for text, part in zip(found, says, strict=True):
         assert part in text, (part, text)
+
+
+def goes_on_as_others(group: dist.ProcessGroup, given: dict[str, Any]) -> list[str]:
+    """What runs say that go on with another model, whose parameters have the same shapes."""
+    with TrainingRun(TrainSettings.of(given)) as run:
+        list(run.steps())
+    sizes = given["model"]["config"]
+    others = {"tie_word_embeddings": True}, {"num_attention_heads": 8, "num_key_value_heads": 4}
+    models = [{"type": "llama", "config": {**sizes, **other}} for other in others]
+    return [str(error_of(TrainingRun, TrainSettings.of({**given, "steps": 2, "model": model}))) for model in models]
+
+
+def test_another_model_of_the_same_shapes_does_not_go_on(tmp_path: Path) -> None:
+    given = settings_of(tmp_path, steps=1, checkpoints={"folder": str(tmp_path / "saved"), "every": 1})
+    ((tied, heads),) = run_fresh(1, goes_on_as_others, given)
+    assert "has a model of tied=False, and this one has tied=True" in tied
+    assert "has a model of heads=4, and this one has heads=8" in heads
 
 
 def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int, int, list[float]]:
@@ -262,7 +296,9 @@ def test_loss_scales_of_other_precisions() -> None:
     assert LossScale(state, used=False).value == 1
     scale = LossScale(state, used=True)
     scale.update(finite=False)
+    state["shape"] = {}
     assert scale.value == 2.0**15 and LossScale(state, used=True).value == 2.0**15
+    assert LossScale(state, used=False).value == 1 and [*state] == ["shape"]
 
 
 def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
@@ -277,6 +313,20 @@ def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
         log.close()
     with TrainingRun(TrainSettings.of({**given, "optimizer": {"learning_rate": 1e30}})) as run:
         return str(error_of(list, run.steps()))
+
+
+def first_lines(group: dist.ProcessGroup, given: dict[str, Any], capture: Path) -> str:
+    with open(capture, "w") as file, contextlib.redirect_stdout(file), TrainingRun(TrainSettings.of(given)) as run:
+        RunLog(run, writes=True).start()
+    return capture.read_text()
+
+
+@pytest.mark.parametrize(("p", "ranks"), [(0.1, 2), (0.0, 2), (0.1, 1)])
+def test_ranks_say_that_they_drop_otherwise(tmp_path: Path, p: float, ranks: int) -> None:
+    model = {"type": "llama", "config": {**SIZES, "attention_dropout": p}}
+    given = settings_of(tmp_path, model=model, out=str(tmp_path / "out"), parallel={"tp": ranks})
+    said = run_fresh(ranks, first_lines, given, tmp_path / "said")[0]
+    assert ("Set dropout to 0 in model.config to compare them" in said) == (p > 0 and ranks > 1)
 
 
 def test_logs(tmp_path: Path) -> None:
