@@ -55,6 +55,17 @@ def make_folder(option: str, path: Path) -> None:
         ) from None
 
 
+def make_place(option: str, path: Path) -> None:
+    """Makes the folder of `path`, a file that a command will write.
+
+    Raises:
+        ValueError: nothing can be written there, or it is a folder.
+    """
+    if path.is_dir():
+        raise ValueError(f"{option}: {path} is a folder; name a file in it.")
+    make_folder(option, path.parent)
+
+
 def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
     """An argparse type: a number that is not below `lowest`."""
 

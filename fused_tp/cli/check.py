@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fused_tp.cli import at_least, make_folder, positive
+from fused_tp.cli import at_least, make_place, positive
 from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         config = parallel_config(arguments)
         if arguments.json is not None:
-            make_folder("--json", arguments.json.parent)
+            make_place("--json", arguments.json)
         how = None if under_torchrun() else start_method("cpu")
         if how == "forkserver":
             preload(["fused_tp.training.check", *(["transformers"] if ":" not in arguments.model else [])])
@@ -145,7 +146,7 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
     if ":" in model:
         if layers is not None or changes:
             raise ValueError(f"--layers and --set change a config, and {model} makes the model by itself.")
-        return named(model)
+        return partial(_called, model)
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if Path(model).exists():
@@ -159,6 +160,20 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
     else:
         raise ValueError(f"MODEL is {model}; it must be a model type of transformers, a path, or module:function.")
     return partial(_from_config, config)
+
+
+def _called(name: str) -> nn.Module:
+    from torch import nn
+
+    function = named(name)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"{name} is called without arguments, to make the model: {error}.") from error
+    model = function()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{name} has returned a {type(model).__name__}; it must make the model, an nn.Module.")
+    return model
 
 
 def _from_config(config: Any) -> nn.Module:

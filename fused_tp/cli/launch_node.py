@@ -29,6 +29,7 @@ from pathlib import Path
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from fused_tp.cli import launch_rank
 
@@ -68,7 +69,7 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
     """Run ranks on this host until they are done: 0, or 128 + n where signal n has ended them.
 
     Raises:
-        ValueError: the host is not made for these arguments.
+        ValueError: the host is not made for these arguments, or the port where hosts meet is taken.
         RanksFailed: see there.
     """
     arguments = _parser().parse_args(argv)
@@ -115,6 +116,10 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
         raise RanksFailed(f"on {host} rank {rank} failed first, {how}.{wrote}", failure.exitcode) from None
     except SignalException as error:
         return 128 + error.sigval
+    except RendezvousConnectionError as error:
+        keep = False  # no rank has begun
+        why = str(error.__cause__ or error).splitlines()[0].rstrip(".")
+        raise ValueError(f"hosts cannot meet at {arguments.rdzv_endpoint} ({why}); give another --port.") from None
     finally:
         if temporary and not keep:
             shutil.rmtree(logs.parent, ignore_errors=True)

@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fused-tp {name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print(f"fused-tp {name}: interrupted before it was done.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `fused-tp doctor | head`
         sys.stderr.close()

@@ -14,7 +14,7 @@ import os
 import sys
 from pathlib import Path
 
-from fused_tp.cli import at_least, cpu_name, make_folder, positive
+from fused_tp.cli import at_least, cpu_name, make_place, positive
 from fused_tp.cli.ranks import Job, launch, preload, start_method
 from fused_tp.planning.dialects import DIALECTS
 from fused_tp.planning.hardware import GIB, MACHINES, PRECISIONS, Machine, find_machine
@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the plans; 2 where the question makes no sense or nothing fits."""
     try:
         if arguments.measure is not None:
-            make_folder("--measure", arguments.measure.parent)
+            make_place("--measure", arguments.measure)
             machine = measured()
             arguments.measure.write_text(json.dumps(machine.to_dict(), indent=1) + "\n")
             print(f"Wrote {machine.name}, {machine.ranks_per_node} ranks, to {arguments.measure}.")
@@ -64,6 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
                 return 0
         if arguments.model is None or arguments.gpus is None:
             raise ValueError("a plan needs --model and --gpus; without them, --measure FILE measures this machine.")
+        if arguments.write is not None:
+            make_place("--write", arguments.write)
         shape = find_shape(arguments.model)
         machine = find_machine(arguments.measure or arguments.machine or arguments.gpu)
         precision = arguments.precision or next(iter(machine.peak_flops))

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import select
+import signal
 import sys
 import tempfile
 import threading
@@ -62,10 +63,21 @@ def start_method(device: str) -> str:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Start the fork server, which imports what ranks need while this process imports it too."""
+    """Start the fork server, which imports what ranks need while this process imports it too.
+
+    SIGTERM then ends this process by SystemExit, or the server's folder would stay.
+    """
+    in_main = threading.current_thread() is threading.main_thread()  # which alone may have handlers
+    if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # ranks have the server's environment
     forkserver.set_forkserver_preload(list(modules))
     forkserver.ensure_running()
+
+
+def _exit(number: int, _: Any) -> None:
+    print(f"fused-tp: {signal.Signals(number).name} has ended this before it was done.", file=sys.stderr)
+    sys.exit(128 + number)
 
 
 def launch(job: Job[Any], start_method: str | None) -> Any:

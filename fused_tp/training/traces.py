@@ -103,6 +103,8 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
     """
     traces: dict[int, RankTrace] = {}
     for path in paths:
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; give traces of torch.profiler, or a folder of them.")
         folder = path / "traces" if (path / "traces").is_dir() else path
         files = [path] if not path.is_dir() else sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
         files = [file for file in files if file == path or file.name != "report.json"]  # which report may have written

@@ -37,6 +37,10 @@ def make_llama() -> nn.Module:
     return Llama(LlamaConfig(**sizes))
 
 
+def make_nothing() -> nn.Module:
+    raise TypeError("of its own")
+
+
 class Rescaled(nn.Module):
     """A linear layer, a norm of the features that it returns, and dropout."""
 
@@ -226,10 +230,12 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "llama --tp 3": "num_attention_heads=4",
         "no-such-model --tp 2": "MODEL is no-such-model; it must be a model type of transformers",
         "json:no_such_function": "json:no_such_function cannot be had",
+        "json:dumps --tp 2": "json:dumps is called without arguments, to make the model: missing",
+        "os:getcwd": "os:getcwd has returned a str; it must make the model",
         "llama --sequence-parallel": "sequence_parallel=True cuts over tensor parallel ranks",
     }.items():
         assert main(["check", *line.split()]) == 2
         assert said in capsys.readouterr().err
-    assert main(["check", "json:dumps", "--tp", "2"]) == 1  # which wants an argument
+    assert main(["check", f"{here}:make_nothing", "--tp", "2"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("fused-tp check: A rank has failed.") and "TypeError: dumps() missing" in said
+    assert said.startswith("fused-tp check: A rank has failed.") and "TypeError: of its own" in said

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fused_tp.cli import launch_node
 from tests.integrations.test_checkpoints import saved_state
 from tests.workers import REPOSITORY
 
@@ -153,3 +155,15 @@ def test_the_first_failure_is_shown_with_the_end_of_its_log(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "on localhost rank 1 failed first, exit code 1." in done.stderr
     assert done.stderr.rstrip().endswith("    ValueError: broken 1") and "[localhost:1]" not in done.stderr
+
+
+def test_a_port_that_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"localhost:{taken.getsockname()[1]}"
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", where, "--rdzv-conf", "is_host=1", "--tee", "3"]
+        assert launch_node.main([*meeting, "--local-addr", "localhost", "script.py"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"fused-tp launch: hosts cannot meet at {where} (") and not [*tmp_path.iterdir()]

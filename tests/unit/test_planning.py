@@ -278,11 +278,15 @@ def test_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert "needs --model and --gpus" in capsys.readouterr().err
 
 
-def test_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    plan = ["--model", "llama-3-8b", "--gpus", "8"]
     for wrong, says in (
+        ([*plan, "--write", str(tmp_path)], f"--write: {tmp_path} is a folder"),
+        ([*plan, "--write", str(tmp_path / "file" / "a")], "cannot be made or written to"),
         (["--model", "no-such", "--gpus", "8"], "'no-such' is no model"),
         (["--model", "llama-3.1-405b", "--gpus", "1"], "does not fit"),
-        (["--model", "llama-3-8b", "--gpus", "8", "--machine", "none.json"], "none.json cannot be read"),
+        ([*plan, "--machine", "none.json"], "none.json cannot be read"),
     ):
         assert main(["plan", *wrong]) == 2
         assert says in capsys.readouterr().err

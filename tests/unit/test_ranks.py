@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -26,6 +27,23 @@ def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, device, method in [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]:
         monkeypatch.setattr(tempfile, "gettempdir", lambda folder=folder: "/" + "x" * folder)
         assert start_method(device) == method
+
+
+def test_a_command_that_is_ended_leaves_no_folder() -> None:
+    waits = "import time; from fused_tp.cli.ranks import preload; preload(['json']); print(flush=True); time.sleep(60)"
+    with tempfile.TemporaryDirectory() as folder:
+        command = subprocess.Popen(
+            [sys.executable, "-c", waits],
+            env={**os.environ, "TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert command.stdout is not None and command.stdout.readline() and os.listdir(folder)
+        command.terminate()
+        _, said = command.communicate(timeout=20)
+        assert command.returncode == 128 + signal.SIGTERM and not os.listdir(folder)
+        assert said == "fused-tp: SIGTERM has ended this before it was done.\n"
 
 
 @pytest.mark.full

@@ -335,7 +335,7 @@ def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for name, content in (("rank1.json", "{"), ("rank2.json", "[]"), ("rank3.json", '{"steps": 1}')):
         (tmp_path / name).write_text(content)
         assert f"{name} cannot be read as a trace of torch.profiler" in says(tmp_path / name)
-    assert "nowhere.json cannot be read" in says(tmp_path / "nowhere.json")
+    assert "nowhere.json does not exist" in says(tmp_path / "nowhere.json")
     (tmp_path / "mine.json").write_text('{"traceEvents": []}')
     assert "mine.json does not tell its rank; give it a name such as rank0.json" in says(tmp_path / "mine.json")
     (tmp_path / "rank4.json").write_text('{"traceEvents": []}')
