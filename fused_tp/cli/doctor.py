@@ -29,6 +29,7 @@ import torch.distributed as dist
 from fused_tp.ops.explain import explain_for
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
+from fused_tp.schedules.autotune import kept_files
 from fused_tp.schedules.registry import forced_schedule, fused_kernels_on
 from fused_tp.transport import cuda_driver, native_kernels
 
@@ -108,6 +109,7 @@ def examine() -> list[Finding]:
         "GPU": examine_gpu(core),
         "Optional libraries": _libraries(),
         "Settings": _settings(),
+        "Schedules measured by FUSED_TP_AUTOTUNE": _measured_schedules(),
         f"Schedules of {_RANKS} ranks, bf16, hidden size {_HIDDEN}": _schedules(core),
     }
     return [replace(finding, section=section) for section, findings in sections.items() for finding in findings]
@@ -412,6 +414,18 @@ def _forced_provider() -> str | None:
     from fused_tp.attention.kernels.select import forced_kernel
 
     return forced_kernel()
+
+
+def _measured_schedules() -> Iterator[Finding]:
+    """What earlier runs have found out, where this one would look for it."""
+    for path, kept in kept_files():
+        device, ranks = kept["machine"].get("device"), kept["machine"].get("ranks of each host")
+        yield Finding(str(device), f"{len(kept['choices'])} choices for ranks {ranks} in {path}")
+        for what, why in kept["wrong"].items():
+            advice = (
+                f"It is not chosen here. Please report this line, with {path.name} and what doctor says of the GPUs."
+            )
+            yield Finding(what, why, PROBLEM, advice)
 
 
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from fused_tp.ops.op import OPS, DispatchKey, Op
 from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.group import GroupLike, resolve_group
+from fused_tp.schedules.autotune import kept_choice, told_choice
 from fused_tp.schedules.registry import (
     ALONE,
     SCHEDULES,
@@ -105,11 +106,22 @@ def explain(
           backward: nothing moves
     """
     resolved, where = resolve_group(group), torch.device(device)
+
+    def ask(name: str, key: DispatchKey) -> Decision:
+        key = key._replace(device=where)
+        decision = decide(key, resolved)
+        if resolved.size == 1 or settings.autotune() is None or settings.forced_schedule() is not None:
+            return decision
+        if (chosen := kept_choice(name, key, resolved)) is None:
+            return replace(decision, reason=f"{decision.reason}, until FUSED_TP_AUTOTUNE measures the first such call")
+        transport = SCHEDULES[chosen].transport or backend_of(resolved, where.type)
+        return Decision(chosen, transport, f"FUSED_TP_AUTOTUNE has measured it: {told_choice(name, key, resolved)}")
+
     place = _Place(
         resolved.size,
         where.type,
         str(where),
-        lambda key: decide(key._replace(device=where), resolved),
+        ask,
         lambda: backend_of(resolved, where.type),
         lambda query: fused_ring_available_in(resolved, query),
     )
@@ -150,7 +162,7 @@ def explain_for(
             return unavailable(f"it serves up to {spec.max_ranks} ranks, and the group has {world_size}")
         return AVAILABLE
 
-    def ask(key: DispatchKey) -> Decision:
+    def ask(name: str, key: DispatchKey) -> Decision:
         if world_size == 1:
             return ALONE
         reason = ""
@@ -178,13 +190,13 @@ def explain_for(
 
 
 class _Place(NamedTuple):
-    """Ranks that would run a call: how many, on devices of which type, `where` in words, what dispatch decides for them
-    (`ask`), the backend of their messages, and whether they can run the fused ring."""
+    """Ranks that would run a call: how many, on devices of which type, `where` in words, what is decided for them by op
+    and key (`ask`), the backend of their messages, and whether they can run the fused ring."""
 
     size: int
     device_type: str
     where: str
-    ask: Callable[[DispatchKey], Decision]
+    ask: Callable[[str, DispatchKey], Decision]
     messages: Callable[[], str]
     fused_ring: Callable[[KernelQuery], Availability]
 
@@ -193,7 +205,10 @@ def _explain(
     op: str, shapes: Sequence[Sequence[int]], dim: int | None, dtype: torch.dtype, place: _Place
 ) -> Explanation:
     keys = dispatch_keys(op, shapes, dtype, dim, place.size)
-    forward, backward = (None if key is None else place.ask(key) for key in keys)
+    name = explained_ops()[op][0].name
+    forward, backward = (
+        None if key is None else place.ask(of, key) for of, key in zip((name, f"{name}_backward"), keys, strict=True)
+    )
     device, provider = torch.device(place.device_type), None
     if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes

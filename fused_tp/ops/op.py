@@ -34,6 +34,7 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
 from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
 from fused_tp.runtime.tracing import op_span, recording
+from fused_tp.schedules.autotune import tuned_schedule
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.registry import select_schedule
 
@@ -321,7 +322,13 @@ class Op(Generic[A]):
     def select(self, args: A) -> Schedule | None:
         """The schedule for a call; None where nothing moves."""
         key = None if self.key is None else self.key(args)
-        return None if key is None else select_schedule(key, group_by_name(args[-1]))
+        if key is None:
+            return None
+        group = group_by_name(args[-1])
+        selected = select_schedule(key, group)
+        if group.size > 1 and settings.autotune() is not None and settings.forced_schedule() is None:
+            return tuned_schedule(self.name, key, group, lambda one: self.forward(one, args)) or selected
+        return selected
 
     def _dispatched(self, *values: Any) -> Any:
         """The op as torch's dispatcher calls it."""

@@ -152,6 +152,15 @@ narrow_gradients = Setting(
 table_path = _text(
     "FUSED_TP_TABLE", "the shipped one", "a dispatch table, as fused-tp bench --tune writes; a process reads it once"
 )
+autotune = Setting(
+    "FUSED_TP_AUTOTUNE",
+    "0",
+    "1: the first call of an op with new sizes checks and measures all schedules that its group can have, and choices "
+    "are kept in ~/.cache/fused_tp; a folder: the same, kept there; read when an op sees sizes for the first time",
+    None,
+    lambda text: None if _WORDS.get(text.strip().lower()) is False else "1" if text.strip().lower() in _WORDS else text,
+    equal=True,
+)
 sm_margin = Setting(
     "FUSED_TP_SM_MARGIN",
     "0",

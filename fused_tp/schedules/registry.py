@@ -136,6 +136,15 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
     if name is None or not _forced_serves(name, key, group):
         choice = _choose(key, group)
         name, chunks = choice.schedule, choice.chunks
+    return schedule_named(name, group, device, chunks)
+
+
+def schedule_named(name: str, group: Group, device: torch.device, chunks: int | None = None) -> Schedule:
+    """That schedule of the group, made at the first call, which all ranks make together.
+
+    Raises:
+        ValueError: it cannot serve this group.
+    """
     made, what = _MADE[group], (name, device, chunks)
     schedule = made.get(what)
     # FUSED_TP_SHM may have been turned off since the schedule was made.

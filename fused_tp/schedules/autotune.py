@@ -1,0 +1,322 @@
+"""Choices that are measured where they are used: `FUSED_TP_AUTOTUNE`.
+
+The first call of an op with sizes that were not seen before runs on every schedule that its group can have, with the
+call's own tensors, and on all ranks together:
+
+    1. check      a result must be that of the plain schedule but for roundings; the same bits again, and on every rank
+                  where all get the same, if the plain one's are. A schedule that fails is not chosen for that op and
+                  dtype again, by this group or, as the file says, by another on this machine
+    2. measure    the schedules in turn, in rounds; of a round counts the slowest rank
+    3. choose     the one that beats the plain schedule by a clear margin in three quarters of the rounds, and else that
+
+Ranks exchange what they have found and then choose alike. Rank 0 keeps choices in a file, by device, versions and
+ranks; a program that starts later on the same machine takes them from there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fused_tp.runtime import settings
+from fused_tp.runtime.dispatch import DispatchKey
+from fused_tp.runtime.errors import FusedTPError
+from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.schedules.base import Schedule
+from fused_tp.schedules.registry import SCHEDULES, schedule_named
+from fused_tp.transport.store import exchange
+from fused_tp.transport.symm_mem import is_capturing
+from fused_tp.transport.two_level import own_host
+
+ROUNDS = 9
+ROUND_SECONDS = 2e-3  # of one schedule, at least: a call of microseconds is made several times
+MOST_CALLS = 50  # in a round
+MARGIN = 0.95  # of plain's time, to be undercut by the third quartile of the rounds
+HOPELESS = 3.0  # times as long as the fastest, in a first look
+EVERYWHERE = frozenset(  # ops of which all ranks get the same
+    {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
+)
+
+_PLAIN = "plain"
+_ABOUT = (
+    "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, and "
+    "those whose results were wrong. Delete the file to measure again."
+)
+_LOG = logging.getLogger("fused_tp")
+_KEPT: GroupSlot[dict[str, Any]] = GroupSlot()
+
+Run = Callable[[Schedule], Any]
+
+
+def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Schedule | None:
+    """The schedule that was, or now is, found to be the fastest for a call of op `name`; None where nothing can be
+    measured, during the capture of a CUDA graph.
+
+    Args:
+        run: makes the call on a schedule; the same call on all ranks, and as often as one likes.
+
+    Raises:
+        FusedTPError: a schedule has failed in a way that leaves the group unusable; names it.
+    """
+    kept = _KEPT.get(group)
+    if kept is None:
+        kept = _KEPT[group] = _load(group, key.device)
+    words = _words(name, key)
+    choice = kept["choices"].get(words)
+    if choice is None:
+        if is_capturing(key.device):
+            return None
+        with torch.no_grad():
+            choice = _measured(name, key, group, run, kept["wrong"])
+        kept["choices"][words] = choice
+        if group.rank == 0:
+            _keep(kept)
+            _LOG.info("autotune: %s: %s", words, _told(choice))
+    return schedule_named(choice["schedule"], group, key.device)
+
+
+def kept_choice(name: str, key: DispatchKey, group: Group) -> str | None:
+    """The schedule that this group has chosen for such a call; None where it has measured none."""
+    choice = _KEPT.get(group, {"choices": {}})["choices"].get(_words(name, key))
+    return None if choice is None else str(choice["schedule"])
+
+
+def told_choice(name: str, key: DispatchKey, group: Group) -> str:
+    """The same in words, where there is one."""
+    return _told(_KEPT[group]["choices"][_words(name, key)])
+
+
+def kept_files() -> list[tuple[Path, dict[str, Any]]]:
+    """The files of choices where this process would keep its own, with what they hold."""
+    found = ((path, _read(path)) for path in sorted(_folder().glob("autotune-*.json")))
+    return [(path, content) for path, content in found if content is not None]
+
+
+def _measured(name: str, key: DispatchKey, group: Group, run: Run, wrong: dict[str, str]) -> dict[str, Any]:
+    """The choice for a call; schedules whose results are wrong are put into `wrong`."""
+    of = f"{name} in {str(key.dtype).removeprefix('torch.')}"
+    names = [
+        spec.name
+        for spec in SCHEDULES.values()
+        if spec.name == _PLAIN
+        or (
+            f"{spec.name}: {of}" not in wrong and spec.supports(key.op, key.dtype) and spec.available(group, key.device)
+        )
+    ]
+    schedules = {one: schedule_named(one, group, key.device) for one in names}
+    reference = _leaves(run(schedules[_PLAIN]))
+    looks = exchange(
+        group,
+        f"autotuning of {of}: first look",
+        {one: _look(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
+    )
+    for one in names:
+        problem = _problem([look[one] for look in looks], [look[_PLAIN] for look in looks], name in EVERYWHERE)
+        if problem and one != _PLAIN:
+            wrong[f"{one}: {of}"] = problem
+            del schedules[one]
+    slowest = {one: max(look[one]["seconds"] for look in looks) for one in schedules}
+    fastest = min(slowest.values())
+    rivals = [one for one in schedules if one == _PLAIN or slowest[one] < HOPELESS * fastest]
+    calls = min(MOST_CALLS, 1 + int(ROUND_SECONDS / max(fastest, 1e-9)))
+    rounds = [[_seconds(schedules[one], run, calls, key.device) for one in rivals] for _ in range(ROUNDS)]
+    everyone = exchange(group, f"autotuning of {of}: times", rounds)
+    times = {
+        one: [max(theirs[number][at] for theirs in everyone) for number in range(ROUNDS)]
+        for at, one in enumerate(rivals)
+    }
+    chosen = _fastest(times)
+    medians = {one: statistics.median(found) for one, found in times.items()}
+    return {"schedule": chosen, "seconds": medians, "slower": sorted(set(schedules) - set(rivals))}
+
+
+def _look(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], device: torch.device) -> dict[str, Any]:
+    """What one rank sees of a schedule's results, and how long a second call takes."""
+    try:
+        first = _leaves(run(schedule))
+        seconds = _seconds(schedule, run, 1, device)
+        again = _leaves(run(schedule))
+    except FusedTPError as error:
+        raise error.copy(" FUSED_TP_AUTOTUNE had this call tried on schedule {tried!r}.", tried=name) from error
+    except Exception as error:
+        return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
+    return {
+        "problem": _difference(first, reference),
+        "seconds": seconds,
+        "bits": [_checksum(t) for t in first],
+        "again": [_checksum(t) for t in again],
+    }
+
+
+def _problem(looks: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], everywhere: bool) -> str:
+    """What is wrong with a schedule, from the ranks' looks at it and at the plain one; empty: nothing."""
+    for rank, look in enumerate(looks):
+        if look["problem"]:
+            return f"on rank {rank} {look['problem']}"
+    for rank, (look, reference) in enumerate(zip(looks, plain, strict=True)):
+        if look["bits"] != look["again"] and reference["bits"] == reference["again"]:
+            return f"on rank {rank} a second call gave other bits"
+    differ = [len({tuple(look["bits"]) for look in one}) > 1 for one in (looks, plain)]
+    return "ranks hold different bits" if everywhere and differ == [True, False] else ""
+
+
+def _difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
+    """How results differ by more than roundings do; empty: they do not.
+
+    Element by element: a tile that is wrong may be a thousandth of a result.
+    """
+    if [t.shape for t in found] != [t.shape for t in wanted]:
+        return f"the result has shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in wanted]}"
+    for mine, reference in zip(found, wanted, strict=True):
+        if not reference.numel():
+            continue
+        if not reference.is_floating_point():
+            if not torch.equal(mine, reference):
+                return "the result differs"
+            continue
+        # Terms are rounded before they are summed, float32 may be multiplied as tf32.
+        eps = torch.finfo(reference.dtype).eps
+        tolerance = 8 * (eps if reference.dtype == torch.float64 else max(eps, 2.0**-11))
+        wide = torch.float64 if reference.dtype == torch.float64 else torch.float32
+        known = reference.isfinite()
+        size = torch.where(known, reference, 0).to(wide).square().mean().sqrt()
+        error = (mine.to(wide) - reference.to(wide)).abs()
+        allowed = tolerance * (reference.to(wide).abs() + size)
+        bad = known & ~(error <= allowed)
+        if bad.any():
+            part = bad.sum().item() / reference.numel()
+            return f"{part:.2%} of the result are wrong, by up to {float((error / size)[bad].max()):.2g} of its size"
+    return ""
+
+
+def _fastest(times: Mapping[str, Sequence[float]]) -> str:
+    """The schedule with the least median among those that clearly beat the plain one; that one where none does.
+
+    >>> _fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
+    'pipelined'
+    """
+    ratios = {
+        name: sorted(mine / plain for mine, plain in zip(found, times[_PLAIN], strict=True))
+        for name, found in times.items()
+    }
+    clear = [name for name, of in ratios.items() if of[(3 * len(of) - 1) // 4] < MARGIN]
+    return min(clear, key=lambda name: statistics.median(ratios[name]), default=_PLAIN)
+
+
+def _seconds(schedule: Schedule, run: Run, calls: int, device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        run(schedule)
+    _synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _leaves(results: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+
+
+def _checksum(t: Tensor) -> int:
+    return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+
+
+def _words(name: str, key: DispatchKey) -> str:
+    dims = ("up to m", _rounded_up(key.m)), ("k", key.k), ("n", key.n)
+    sizes = ", ".join(f"{dim}={size}" for dim, size in dims if size is not None)
+    return f"{name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
+
+
+def _rounded_up(rows: int) -> int:
+    """To a power of two, or one and a half: batches whose lengths vary would be measured for ever.
+
+    >>> [_rounded_up(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
+    [0, 1, 3, 6, 6, 8, 128, 1536]
+    """
+    power = 1 << max(0, rows - 1).bit_length()
+    return 0 if rows == 0 else 3 * power // 4 if rows <= 3 * power // 4 else power
+
+
+def _told(choice: Mapping[str, Any]) -> str:
+    times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in choice["seconds"].items())
+    return f"{choice['schedule']} ({times})"
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    named = settings.autotune()
+    if named in (None, "1"):
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
+    return Path(str(named))
+
+
+def _machine(group: Group, device: torch.device) -> dict[str, Any]:
+    """What choices hold for. A collective call."""
+    hosts = exchange(group, "autotuning: hosts", own_host())
+    ranks = [hosts.count(one) for one in dict.fromkeys(hosts)]
+    if device.type == "cuda":
+        name, driver = torch.cuda.get_device_name(device), getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009
+    else:
+        name, driver = f"{platform.machine()}, {os.cpu_count()} processors", f"{torch.get_num_threads()} threads a rank"
+    versions = {"fused_tp": version("fused-tp"), "torch": torch.__version__}
+    return {**versions, "ranks of each host": ranks, "device": name, "driver": driver}
+
+
+def _load(group: Group, device: torch.device) -> dict[str, Any]:
+    """What rank 0 has kept of earlier runs, on all ranks."""
+    machine = _machine(group, device)
+    path = _folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
+    mine = _read(path) if group.rank == 0 else None
+    theirs = exchange(group, "autotuning: choices kept", mine)[0] or {}
+    kept = {"choices": theirs.get("choices", {}), "wrong": theirs.get("wrong", {})}
+    return {"about": _ABOUT, "machine": machine, **kept, "path": str(path)}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text())
+        if all(isinstance(content[part], dict) for part in ("machine", "choices", "wrong")):
+            return dict(content)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _LOG.warning("%s is not a file of measured choices (%s); it is written anew.", path, error)
+    return None
+
+
+def _keep(kept: Mapping[str, Any]) -> None:
+    """Whole or not at all: several groups, and programs, may write."""
+    path = Path(kept["path"])
+    before = _read(path) or {"choices": {}, "wrong": {}}
+    content = {
+        "about": kept["about"],
+        "machine": kept["machine"],
+        **{part: {**before[part], **kept[part]} for part in ("choices", "wrong")},
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+        os.replace(file.name, path)
+    except OSError as error:
+        _LOG.warning("Choices of schedules could not be kept in %s (%s); the next run measures again.", path, error)
