@@ -77,7 +77,8 @@ def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Sched
         kept = _KEPT[group] = _load(group, key.device)
     words = _words(name, key)
     choice = kept["choices"].get(words)
-    if choice is None:
+    # What was fast may be turned off today, or have been found wrong at other sizes.
+    if choice is None or choice["schedule"] not in _candidates(name, key, group, kept["wrong"]):
         if is_capturing(key.device):
             return None
         with torch.no_grad():
@@ -106,35 +107,45 @@ def kept_files() -> list[tuple[Path, dict[str, Any]]]:
     return [(path, content) for path, content in found if content is not None]
 
 
-def _measured(name: str, key: DispatchKey, group: Group, run: Run, wrong: dict[str, str]) -> dict[str, Any]:
-    """The choice for a call; schedules whose results are wrong are put into `wrong`."""
-    of = f"{name} in {str(key.dtype).removeprefix('torch.')}"
-    names = [
+def _candidates(name: str, key: DispatchKey, group: Group, wrong: Mapping[str, str]) -> list[str]:
+    """The schedules that can serve a call; the plain one is always among them."""
+    return [
         spec.name
         for spec in SCHEDULES.values()
         if spec.name == _PLAIN
         or (
-            f"{spec.name}: {of}" not in wrong and spec.supports(key.op, key.dtype) and spec.available(group, key.device)
+            _what(spec.name, name, key) not in wrong
+            and spec.supports(key.op, key.dtype)
+            and spec.available(group, key.device)
         )
     ]
+
+
+def _what(schedule: str, name: str, key: DispatchKey) -> str:
+    return f"{schedule}: {name} in {str(key.dtype).removeprefix('torch.')}"
+
+
+def _measured(name: str, key: DispatchKey, group: Group, run: Run, wrong: dict[str, str]) -> dict[str, Any]:
+    """The choice for a call; schedules whose results are wrong are put into `wrong`."""
+    names = _candidates(name, key, group, wrong)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
     reference = _leaves(run(schedules[_PLAIN]))
     looks = exchange(
         group,
-        f"autotuning of {of}: first look",
+        f"autotuning of {name}: first look",
         {one: _look(one, schedule, run, reference, key.device) for one, schedule in schedules.items()},
     )
     for one in names:
         problem = _problem([look[one] for look in looks], [look[_PLAIN] for look in looks], name in EVERYWHERE)
         if problem and one != _PLAIN:
-            wrong[f"{one}: {of}"] = problem
+            wrong[_what(one, name, key)] = problem
             del schedules[one]
     slowest = {one: max(look[one]["seconds"] for look in looks) for one in schedules}
     fastest = min(slowest.values())
     rivals = [one for one in schedules if one == _PLAIN or slowest[one] < HOPELESS * fastest]
     calls = min(MOST_CALLS, 1 + int(ROUND_SECONDS / max(fastest, 1e-9)))
     rounds = [[_seconds(schedules[one], run, calls, key.device) for one in rivals] for _ in range(ROUNDS)]
-    everyone = exchange(group, f"autotuning of {of}: times", rounds)
+    everyone = exchange(group, f"autotuning of {name}: times", rounds)
     times = {
         one: [max(theirs[number][at] for theirs in everyone) for number in range(ROUNDS)]
         for at, one in enumerate(rivals)
