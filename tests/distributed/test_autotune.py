@@ -117,7 +117,7 @@ def choose(group: Any, folder: str) -> tuple[dict[str, str], dict[str, str], int
         return chosen(group), autotune._KEPT[resolve_group(group)]["wrong"], measured.call_count
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_what_is_slow_or_wrong_is_not_chosen(world_size: int, tmp_path: Path) -> None:
     first, *others = [outcome.unwrap() for outcome in fresh_ranks(world_size, choose, str(tmp_path))]
     choices, wrong, measured = first

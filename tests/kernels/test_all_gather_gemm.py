@@ -113,7 +113,7 @@ def both_ways(group, launch, m, ns, k, dtype, how):
         (2, TMA, 67, (41, 40), 24, torch.bfloat16, {"with_bias": True}),
         (2, POINTERS, 1, (16,), 7, torch.float16, {"gathered": True}),  # rank 1 has no rows
         (3, TMA, 50, (37, 64, 33), 40, torch.float16, {"gathered": True}),
-        (3, POINTERS, 50, (37,), 33, torch.float32, {"with_bias": True}),
+        pytest.param(3, POINTERS, 50, (37,), 33, torch.float32, {"with_bias": True}, marks=pytest.mark.full),
         (3, TMA, 96, (32, 16, 16, 16, 8), 16, torch.bfloat16, {"gathered": True}),  # two launches
         (4, POINTERS, 70, (35, 3), 17, torch.float32, {"gathered": True}),
         (4, POINTERS, 5, (33,), 32, torch.bfloat16, {}),  # rows 2, 2, 1, none
@@ -182,7 +182,9 @@ def late(group, late_rank):
                 )
 
 
-@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 0), (3, 2), pytest.param(4, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("world_size", "late_rank"), [(2, 0), *(pytest.param(*one, marks=pytest.mark.full) for one in ((3, 2), (4, 1)))]
+)
 def test_calls_with_a_late_rank(world_size, late_rank):
     interpreted_ranks(world_size, late, late_rank)
 

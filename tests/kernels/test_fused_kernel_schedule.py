@@ -40,7 +40,7 @@ def forced(group: Any, name: str, *args: Any) -> Any:
         return getattr(cases, name)(group, *args)
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "bfloat16"), (3, "float32")])
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "bfloat16"), pytest.param(3, "float32", marks=pytest.mark.full)])
 def test_forward_and_gradients(world_size: int, dtype: str) -> None:
     interpreted_ranks(world_size, forced, "all_cases", dtype, world_size == 2, timeout=120)
 

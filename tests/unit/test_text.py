@@ -47,6 +47,7 @@ def test_forms_of_text(tmp_path: Path) -> None:
     assert len(load_text(None, Bytes(), 1000)) > 300
 
 
+@pytest.mark.full
 def test_datasets_folders(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed; pip install datasets")
     datasets.Dataset.from_dict({"text": ["abc", "de"]}).save_to_disk(tmp_path / "text")
