@@ -170,7 +170,7 @@ class FusedKernel(KernelSchedule):
         return [cut.placed(y) for y in outputs], None if gathered is None else cut.placed(gathered)
 
     def _gather_launch(self, asked: GatherMatmul, cut: Cut) -> Any:
-        # Tiles may differ between ranks here; weights may differ in width.
+        # Tiles may differ between ranks here; weights may differ in width. An SM is left, see _matmul_scatter.
         widest = max(w.shape[0] for w in asked.weights)
         return self._launch(asked.x_shard.dtype, sum(cut.counts), widest, least_margin=1)
 
@@ -178,7 +178,8 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
 
         x, counts, n = products[0][0], cut.counts, cut.shape[-1]
-        # A gather may run at the same time (x for the weight's gradient), whose small kernels need an SM.
+        # A gather may run at the same time (x for the weight's gradient). Copies on one GPU, of its stage or between
+        # ranks that share it, may be kernels, for which peers wait.
         launch = self._launch(x.dtype, sum(counts), n, least_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
         nbytes = module.workspace_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
