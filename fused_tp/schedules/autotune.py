@@ -72,9 +72,7 @@ def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Sched
     Raises:
         FusedTPError: a schedule has failed in a way that leaves the group unusable; names it.
     """
-    kept = _KEPT.get(group)
-    if kept is None:
-        kept = _KEPT[group] = _load(group, key.device)
+    kept = _kept(group, key.device)
     words = _words(name, key)
     choice = kept["choices"].get(words)
     # What was fast may be turned off today, or have been found wrong at other sizes.
@@ -96,6 +94,11 @@ def kept_choice(name: str, key: DispatchKey, group: Group) -> str | None:
     return None if choice is None else str(choice["schedule"])
 
 
+def told_choices(group: Group) -> dict[str, str]:
+    """All choices of this group in words, by the call in words."""
+    return {words: _told(choice) for words, choice in _KEPT.get(group, {"choices": {}})["choices"].items()}
+
+
 def told_choice(name: str, key: DispatchKey, group: Group) -> str:
     """The same in words, where there is one."""
     return _told(_KEPT[group]["choices"][_words(name, key)])
@@ -107,22 +110,33 @@ def kept_files() -> list[tuple[Path, dict[str, Any]]]:
     return [(path, content) for path, content in found if content is not None]
 
 
+def usable(op: str, dtype: torch.dtype, device: torch.device, group: Group) -> list[str]:
+    """The schedules that this group can have for an op, the plain one first. All ranks ask together."""
+    rest = (spec for spec in SCHEDULES.values() if spec.name != _PLAIN)
+    return [_PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
+
+
 def _candidates(name: str, key: DispatchKey, group: Group, wrong: Mapping[str, str]) -> list[str]:
-    """The schedules that can serve a call; the plain one is always among them."""
-    return [
-        spec.name
-        for spec in SCHEDULES.values()
-        if spec.name == _PLAIN
-        or (
-            _what(spec.name, name, key) not in wrong
-            and spec.supports(key.op, key.dtype)
-            and spec.available(group, key.device)
-        )
-    ]
+    """The schedules that can serve a call and were not found wrong; the plain one is always among them."""
+    found = usable(key.op, key.dtype, key.device, group)
+    return [one for one in found if one == _PLAIN or not wrong.get(_what(one, name, key.dtype))]
 
 
-def _what(schedule: str, name: str, key: DispatchKey) -> str:
-    return f"{schedule}: {name} in {str(key.dtype).removeprefix('torch.')}"
+def _what(schedule: str, name: str, dtype: torch.dtype) -> str:
+    return f"{schedule}: {name} in {str(dtype).removeprefix('torch.')}"
+
+
+def known_problem(group: Group, device: torch.device, schedule: str, name: str, dtype: torch.dtype) -> str:
+    """What was found wrong of an op on a schedule, empty where nothing was. All ranks ask together."""
+    return str(_kept(group, device)["wrong"].get(_what(schedule, name, dtype), ""))
+
+
+def set_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
+    """Keeps problems by schedule, op and dtype, empty where it is right. All ranks call together."""
+    kept = _kept(group, device)
+    kept["wrong"].update({_what(*what): problem for what, problem in found.items()})
+    if group.rank == 0:
+        _keep(kept)
 
 
 def _measured(name: str, key: DispatchKey, group: Group, run: Run, wrong: dict[str, str]) -> dict[str, Any]:
@@ -138,7 +152,7 @@ def _measured(name: str, key: DispatchKey, group: Group, run: Run, wrong: dict[s
     for one in names:
         problem = _problem([look[one] for look in looks], [look[_PLAIN] for look in looks], name in EVERYWHERE)
         if problem and one != _PLAIN:
-            wrong[_what(one, name, key)] = problem
+            wrong[_what(one, name, key.dtype)] = problem
             del schedules[one]
     slowest = {one: max(look[one]["seconds"] for look in looks) for one in schedules}
     fastest = min(slowest.values())
@@ -166,10 +180,10 @@ def _look(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], 
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
     return {
-        "problem": _difference(first, reference),
+        "problem": difference(first, reference),
         "seconds": seconds,
-        "bits": [_checksum(t) for t in first],
-        "again": [_checksum(t) for t in again],
+        "bits": [checksum(t) for t in first],
+        "again": [checksum(t) for t in again],
     }
 
 
@@ -185,7 +199,7 @@ def _problem(looks: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, An
     return "ranks hold different bits" if everywhere and differ == [True, False] else ""
 
 
-def _difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
+def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
     """How results differ by more than roundings do; empty: they do not.
 
     Element by element: a tile that is wrong may be a thousandth of a result.
@@ -246,7 +260,7 @@ def _leaves(results: Any) -> list[Tensor]:
     return [t for t in tree_leaves(results) if isinstance(t, Tensor)]
 
 
-def _checksum(t: Tensor) -> int:
+def checksum(t: Tensor) -> int:
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
@@ -293,6 +307,13 @@ def _machine(group: Group, device: torch.device) -> dict[str, Any]:
     return {**versions, "ranks of each host": ranks, "device": name, "driver": driver}
 
 
+def _kept(group: Group, device: torch.device) -> dict[str, Any]:
+    kept = _KEPT.get(group)
+    if kept is None:
+        kept = _KEPT[group] = _load(group, device)
+    return kept
+
+
 def _load(group: Group, device: torch.device) -> dict[str, Any]:
     """What rank 0 has kept of earlier runs, on all ranks."""
     machine = _machine(group, device)
@@ -322,7 +343,7 @@ def _keep(kept: Mapping[str, Any]) -> None:
     content = {
         "about": kept["about"],
         "machine": kept["machine"],
-        **{part: {**before[part], **kept[part]} for part in ("choices", "wrong")},
+        **{part: {k: v for k, v in (before[part] | kept[part]).items() if v} for part in ("choices", "wrong")},
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

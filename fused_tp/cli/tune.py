@@ -1,0 +1,173 @@
+"""`fused-tp tune`: checks every schedule on this machine, then measures, and keeps what `FUSED_TP_AUTOTUNE` uses.
+
+Example:
+    $ fused-tp tune --ranks 8 --model llama-3-8b --tokens 64 8192
+    $ torchrun --nnodes 2 --nproc-per-node 8 --no-python fused-tp tune --model llama-3-70b
+    $ fused-tp tune --check-only --dtypes bf16 fp32 --json out/check.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fused_tp.cli import at_least, make_place
+from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
+
+if TYPE_CHECKING:
+    import torch
+
+    from fused_tp.planning.model_shape import ModelShape
+
+_ONE = at_least(1)
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# (m, k, n) of a check: few rows, rows that no number of ranks divides, and much: kernels choose their ways by size.
+CHECKED = ((16, 256, 192), (83, 72, 56), (640, 256, 384))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fused-tp tune`."""
+    parser.epilog = (
+        "Exit status: 0 where every schedule is right, 1 where one is not, which is then never chosen, 2 where the "
+        "arguments do not fit. The machine should be idle."
+    )
+    parser.add_argument("--ranks", type=at_least(2), metavar="W", help="on this machine (all its GPUs, or 2)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"], help="(bf16)")
+    parser.add_argument("--calls", type=_ONE, default=100, metavar="N", help="of each op in a check (100)")
+    parser.add_argument("--check-only", action="store_true", help="measure nothing")
+    parser.add_argument("--model", default="llama-3-8b", help="whose matmuls are measured: a name or a config.json")
+    parser.add_argument("--tokens", nargs="+", type=_ONE, default=[16, 256, 4096], metavar="M", help="(16 256 4096)")
+    parser.add_argument("--folder", type=Path, help="for what is kept (FUSED_TP_AUTOTUNE, or ~/.cache/fused_tp)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found here, too")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print what was found: 0 when every schedule is right, 1 when one is not, 2 when the arguments do not fit."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else arguments.ranks
+        ranks = ranks or max(2, torch.cuda.device_count())
+        if ranks < 2:
+            raise ValueError("one rank has nothing to send; start two at least.")
+        if device == "cuda" and not under_torchrun() and ranks > torch.cuda.device_count():
+            raise ValueError(f"--ranks is {ranks}; torch sees {torch.cuda.device_count()} GPUs.")
+        if not arguments.check_only:
+            matmuls_of(_shape(arguments.model), ranks)
+        for option in ("folder", "json"):
+            if (path := getattr(arguments, option)) is not None:
+                make_place(f"--{option}", path / "file" if option == "folder" else path)
+        how = None if under_torchrun() else start_method(device)
+        if how == "forkserver":
+            preload(["fused_tp.ops.verify"])
+        found = launch(Job(tune, arguments, ranks, device), how)
+    except ValueError as error:
+        print(f"fused-tp tune: {error}", file=sys.stderr)
+        return 2
+    except ChildProcessError as error:
+        print(f"fused-tp tune: {error} What was being checked is kept as wrong.", file=sys.stderr)
+        return 1
+    if arguments.json is not None and os.environ.get("RANK", "0") == "0":
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["wrong"] else 0
+
+
+def tune(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What every rank does; rank 0 says what it finds, as it finds it."""
+    import torch
+    import torch.distributed as dist
+
+    from fused_tp.ops.verify import verify
+    from fused_tp.runtime.settings import autotune, environment
+
+    say: Callable[[str], None] = print_now if dist.get_rank() == 0 else lambda line: None
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    folder = autotune() or "1" if arguments.folder is None else str(arguments.folder.resolve())
+    found: dict[str, Any] = {"ranks": dist.get_world_size(), "right": [], "wrong": {}, "choices": {}}
+    with environment({"FUSED_TP_AUTOTUNE": folder}):
+        for name in arguments.dtypes:
+            dtype = getattr(torch, DTYPES[name])
+            verdicts = verify(dist.group.WORLD, device, dtype, CHECKED, calls=arguments.calls)
+            for op, of_op in groupby(verdicts, lambda verdict: verdict.op):
+                right = []
+                for verdict in of_op:
+                    what = f"{op} in {name} on {verdict.schedule}"
+                    if verdict.problem:
+                        say(f"WRONG: {what}: {verdict.problem}")
+                        found["wrong"][what] = verdict.problem
+                    else:
+                        right.append(verdict.schedule)
+                        found["right"].append(what)
+                say(f"{op} in {name} is right on {', '.join(right) or 'none'}")
+            if not arguments.check_only:
+                for words, told in measured(arguments.model, arguments.tokens, dtype, device):
+                    say(f"{words}: {told}")
+                    found["choices"][words] = told
+    say(f"{len(found['right'])} right, {len(found['wrong'])} wrong. To use what was found: FUSED_TP_AUTOTUNE={folder}")
+    return found
+
+
+def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str]]:
+    """(call in words, schedule with times) of the matmuls of a layer, forward and backward."""
+    import torch
+    import torch.distributed as dist
+
+    from fused_tp.ops.all_gather_matmul import all_gather_matmul
+    from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+    from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from fused_tp.runtime.group import resolve_group
+    from fused_tp.schedules.autotune import told_choices
+
+    group = dist.group.WORLD
+    rank, world = dist.get_rank(), dist.get_world_size()
+    columns, rows = matmuls_of(_shape(model), world)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype).requires_grad_()
+
+    told = set(told_choices(resolve_group(group)))
+    for m in tokens:
+        share = -(-m // world)
+        mine = min(share, max(0, m - rank * share))
+        for k, n in columns:
+            # Backward, too, has ops that are measured.
+            all_gather_matmul(made(mine, k), made(n, k), group=group, gather_size=m).sum().backward()
+        for k, n in rows:
+            matmul_reduce_scatter(made(m, k), made(n, k), group=group).sum().backward()
+            matmul_all_reduce(made(m, k), made(n, k), group=group)
+        now = told_choices(resolve_group(group))
+        yield from ((words, now[words]) for words in now if words not in told)
+        told |= set(now)
+
+
+def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(k, n) on one rank of a layer's matmuls whose columns are cut over the ranks, and of those whose rows are.
+
+    Raises:
+        ValueError: the ranks do not divide them.
+    """
+    heads, width = shape.heads * shape.head_dim, shape.dense_width
+    qkv = heads + 2 * shape.kv_heads * shape.head_dim
+    for what, size in {"heads": shape.heads, "features of the MLP": width}.items():
+        if size % world:
+            raise ValueError(f"{world} ranks do not divide the {size} {what} of {shape.name}; name another model.")
+    up = (1 + shape.gated) * width
+    columns = [(shape.hidden, qkv // world), (shape.hidden, up // world)]
+    return columns, [(heads // world, shape.hidden), (width // world, shape.hidden)]
+
+
+def _shape(model: str) -> ModelShape:
+    from fused_tp.planning.model_shape import find_shape
+
+    return find_shape(model)
+
+
+def print_now(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,230 @@
+"""`fused_tp.ops.verify` and `fused-tp tune`: what is wrong on a schedule is found, named, kept and never chosen."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fused_tp
+from fused_tp.cli.main import main
+from fused_tp.ops import verify
+from fused_tp.runtime.errors import FusedTPError
+from fused_tp.runtime.group import resolve_group
+from fused_tp.schedules import autotune
+from fused_tp.schedules.gemm import Product
+from fused_tp.schedules.plain import Plain
+from tests.distributed.test_autotune import OtherBits, Quick, Uneven, Wrong, only
+from tests.reference import seeded
+from tests.workers import fresh_ranks
+
+SIZE = (10, 64, 96)
+LATE_SECONDS = 0.4  # more than a call takes on a machine that does other things
+
+
+class Stale(Plain):
+    """Now and then what a call before has left."""
+
+    calls = 0
+    before: Tensor | None = None
+
+    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+        self.calls += 1
+        found = super()._matmul_sum(products, *rest)
+        before, self.before = self.before, found
+        return before if before is not None and self.calls % 9 == 0 else found
+
+
+class Hurried(Plain):
+    """Wrong where a peer is late."""
+
+    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+        begun = time.perf_counter()
+        found = super()._matmul_sum(products, *rest)
+        return torch.zeros_like(found) if time.perf_counter() - begun > LATE_SECONDS / 2 else found
+
+
+class Backward(Plain):
+    """Right but for gradients: the sum in the backward of a gather."""
+
+    def _matmul_scatter(self, *given: Any) -> Tensor:
+        return super()._matmul_scatter(*given) * 1.05
+
+
+class GivesUp(Plain):
+    """Rank 1 raises; its peers wait."""
+
+    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+        if self.rank == 1:
+            raise FusedTPError("out of slots")
+        return super()._matmul_sum(products, *rest)
+
+
+class Ends(Plain):
+    """A call ends the program: as a crash does, or as a user does."""
+
+    how: type[BaseException] = SystemExit
+
+    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+        raise self.how
+
+
+@contextmanager
+def shorter(op: str, **environment: str) -> Iterator[None]:
+    """Only this op is checked."""
+    made = verify.examples_of
+
+    def one(*given: int) -> list[verify.Example]:
+        return [example for example in made(*given) if example.op == op]
+
+    with mock.patch.object(verify, "examples_of", one), mock.patch.dict(os.environ, environment):
+        yield
+
+
+def found(group: Any, folder: str, op: str, kinds: dict[str, type[Plain]], seconds: str) -> dict[str, str]:
+    """Problems by schedule."""
+    with shorter(op, FUSED_TP_AUTOTUNE=folder, FUSED_TP_TIMEOUT=seconds), only(**kinds):
+        verdicts = verify.verify(group, torch.device("cpu"), torch.float32, [SIZE], calls=20)
+        return {verdict.schedule: verdict.problem for verdict in verdicts}
+
+
+KINDS = {
+    "plain": Plain,
+    "right": Quick,
+    "wrong": Wrong,
+    "other": OtherBits,
+    "uneven": Uneven,
+    "stale": Stale,
+}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_what_is_wrong_is_found_and_kept(world_size: int, tmp_path: Path) -> None:
+    outcomes = fresh_ranks(world_size, found, str(tmp_path), "matmul_all_reduce", KINDS, "60")
+    first, *others = [outcome.unwrap() for outcome in outcomes]
+    assert all(other == first for other in others)
+    assert first["plain"] == first["right"] == ""
+    assert "of the result are wrong" in first["wrong"]
+    assert first["other"] == "ranks hold different bits"
+    assert first["uneven"] == "on rank 0 other bits in a later call"
+    assert first["stale"].startswith("on rank 0 ") and first["stale"].endswith(" in a later call")
+    (file,) = tmp_path.iterdir()
+    wrong = json.loads(file.read_text())["wrong"]
+    assert wrong["stale: matmul_all_reduce in float32"] == first["stale"]
+    assert not [what for what in wrong if what.startswith(("plain", "right"))]  # what is right leaves no line
+
+
+def test_gradients_are_checked(tmp_path: Path) -> None:
+    kinds = {"plain": Plain, "backward": Backward}
+    for outcome in fresh_ranks(2, found, str(tmp_path), "all_gather_matmul", kinds, "60"):
+        problems = outcome.unwrap()
+        assert problems["plain"] == "" and "of the result are wrong" in problems["backward"]
+
+
+def test_a_group_that_has_failed_is_made_anew(tmp_path: Path) -> None:
+    kinds = {"plain": Plain, "gives_up": GivesUp, "right": Quick}
+    for outcome in fresh_ranks(2, found, str(tmp_path), "matmul_all_reduce", kinds, "3"):
+        problems = outcome.unwrap()
+        assert "out of slots" in problems["gives_up"] or "rank 1" in problems["gives_up"]
+        assert problems["plain"] == problems["right"] == ""
+
+
+def ends(group: Any, folder: str, how: type[BaseException]) -> None:
+    with mock.patch.object(Ends, "how", how), pytest.raises(how):
+        found(group, folder, "matmul_all_reduce", {"plain": Plain, "ends": Ends}, "60")
+
+
+@pytest.mark.parametrize(("how", "kept"), [(SystemExit, 1), (KeyboardInterrupt, 0)])
+def test_what_ended_the_program_is_not_tried_again(how: type[BaseException], kept: int, tmp_path: Path) -> None:
+    for outcome in fresh_ranks(2, ends, str(tmp_path), how):
+        outcome.unwrap()
+    (file,) = tmp_path.iterdir()
+    assert len(json.loads(file.read_text())["wrong"]) == kept
+    if kept:
+        kinds = {"plain": Plain, "ends": Ends, "right": Quick}
+        for outcome in fresh_ranks(2, found, str(tmp_path), "matmul_all_reduce", kinds, "60"):
+            problems = outcome.unwrap()
+            assert "did not come back" in problems["ends"] and problems["right"] == ""
+
+
+def chosen(group: Any, folder: str) -> str:
+    """What FUSED_TP_AUTOTUNE takes, where a schedule has been found wrong that is the fastest."""
+    with mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder), only(plain=Plain, hurried=Hurried):
+        what = ("hurried", "matmul_all_reduce", torch.float32)
+        assert "late" in autotune.known_problem(resolve_group(group), torch.device("cpu"), *what)
+        fused_tp.matmul_all_reduce(seeded(8, 16), seeded(8, 16, seed=1), group=group)
+        (choice,) = autotune._KEPT[resolve_group(group)]["choices"].values()
+        return str(choice["seconds"].keys())
+
+
+def hurried(group: Any, folder: str) -> dict[str, str]:
+    with mock.patch.object(verify, "LATE_SECONDS", LATE_SECONDS):
+        return found(group, folder, "matmul_all_reduce", {"plain": Plain, "hurried": Hurried}, "60")
+
+
+def test_the_autotuner_leaves_out_what_a_check_has_found(tmp_path: Path) -> None:
+    for outcome in fresh_ranks(2, hurried, str(tmp_path)):
+        problems = outcome.unwrap()
+        assert problems["plain"] == "" and problems["hurried"].endswith(" where a rank was late")
+    for outcome in fresh_ranks(2, chosen, str(tmp_path)):
+        assert "hurried" not in outcome.unwrap()
+
+
+def test_other_bits_are_right_where_those_of_the_plain_schedule_differ_too(tmp_path: Path) -> None:
+    kinds = {"plain": Uneven, "one_sided": Uneven}
+    for outcome in fresh_ranks(2, found, str(tmp_path), "matmul_all_reduce", kinds, "60"):
+        assert outcome.unwrap() == {"plain": "", "one_sided": ""}
+
+
+def test_one_rank_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="one rank"):
+            next(verify.verify(dist.group.WORLD, torch.device("cpu"), torch.float32, [SIZE]))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.full
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    place = ["--folder", str(tmp_path / "kept"), "--json", str(tmp_path / "found.json")]
+    sizes = ["--calls", "3", "--dtypes", "fp32", "--tokens", "8"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 256,
+            }
+        )
+    )
+    assert main(["tune", *place, *sizes, "--model", str(tmp_path / "config.json")]) == 0
+    said = json.loads((tmp_path / "found.json").read_text())
+    assert said["wrong"] == {} and "all_gather_matmul in fp32 on pipelined" in said["right"]
+    assert {words.split(",")[0] for words in said["choices"]} == {
+        "all_gather_matmul",
+        "all_gather_matmul_backward",
+        "matmul_reduce_scatter",
+        "matmul_reduce_scatter_backward",
+        "matmul_all_reduce",
+    }
+    assert "ring_attention in fp32 is right on plain, pipelined, one_sided" in capfd.readouterr().out
+
+
+def test_arguments_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--ranks", "3"]) == 2
+    assert "3 ranks do not divide the 32 heads of llama-3-8b" in capsys.readouterr().err
