@@ -278,8 +278,8 @@ def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype
         for one, of_rank in enumerate(results)
     ]
     counted = range(1) if example.one_result else range(world)  # what all ranks hold is one result
-    loss = sum((t * g.double()).sum() for one in counted for t, g in zip(results[one], grads[one], strict=True))
-    wanted = [*(t.detach() for t in results[rank]), *torch.autograd.grad(loss, wide[rank])]
+    terms = [(t * g.double()).sum() for one in counted for t, g in zip(results[one], grads[one], strict=True)]
+    wanted = [*(t.detach() for t in results[rank]), *torch.autograd.grad(torch.stack(terms).sum(), wide[rank])]
     return _Set(inputs[rank], grads[rank], [t.to(dtype) for t in wanted])
 
 

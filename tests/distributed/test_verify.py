@@ -21,10 +21,13 @@ from fused_tp.cli.main import main
 from fused_tp.ops import verify
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import autotune
+from fused_tp.schedules import autotune, fused_kernel
 from fused_tp.schedules.gemm import Product
 from fused_tp.schedules.plain import Plain
+from fused_tp.transport.symm_mem import GroupMemory
+from tests.distributed.schedule_cases import multicast
 from tests.distributed.test_autotune import OtherBits, Quick, Uneven, Wrong, only
+from tests.native.doubles.libraries import doubles
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 
@@ -184,6 +187,42 @@ def test_other_bits_are_right_where_those_of_the_plain_schedule_differ_too(tmp_p
     kinds = {"plain": Uneven, "one_sided": Uneven}
     for outcome in fresh_ranks(2, found, str(tmp_path), "matmul_all_reduce", kinds, "60"):
         assert outcome.unwrap() == {"plain": "", "one_sided": ""}
+
+
+def on_doubles(group: Any, folder: str, double: str) -> dict[str, set[str]]:
+    """Problems by schedule, of all ops."""
+    problems: dict[str, set[str]] = {}
+    with (
+        doubles(double),
+        multicast(),
+        mock.patch.object(GroupMemory, "multicast", property(lambda memory: True, lambda *_: None), create=True),
+        mock.patch.object(fused_kernel, "DIRECT_BYTES", -1),
+        mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder),
+    ):
+        for verdict in verify.verify(group, torch.device("cpu"), torch.float32, [(18, 64, 40)], calls=4):
+            problems.setdefault(verdict.schedule, set()).add(verdict.problem)
+    return problems
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("double", "schedules", "environment"),
+    [
+        ("copy_engine", {"copy_engine"}, {}),
+        ("two_shot", {"one_shot", "two_shot", "multimem"}, {}),
+        ("nccl_pipeline", {"nccl_pipeline"}, {}),
+        ("copy_engine", {"copy_engine", "fused_kernel"}, {"TRITON_INTERPRET": "1"}),
+    ],
+)
+def test_schedules_of_gpus(double: str, schedules: set[str], environment: dict[str, str], tmp_path: Path) -> None:
+    """On doubles of the driver and of NCCL, the CPU build of the kernels, and Triton's interpreter."""
+    if environment:
+        pytest.importorskip("triton", reason="needs Triton")
+    outcomes = fresh_ranks(2, on_doubles, str(tmp_path), double, env=environment, timeout=200)
+    for outcome in outcomes:
+        problems = outcome.unwrap()
+        assert problems.keys() == {"plain", "pipelined", "one_sided"} | schedules
+        assert set().union(*problems.values()) == {""}, problems
 
 
 def test_one_rank_is_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fused_tp.cli.tune import CHECKED
+from fused_tp.ops.verify import verify
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.registry import SCHEDULES
 from tests.distributed import test_copy_engine_schedule as engine_checks
@@ -121,3 +124,21 @@ def public_ops(group: Any, kind: str, name: str, dtype_name: str) -> str:
 def test_forward_and_gradients_of_the_public_ops(name: str, world_size: int) -> None:
     env = environment(world_size)
     unwrapped(fresh_ranks(world_size, public_ops, "cuda", name, "bfloat16", timeout=400, env=env))
+
+
+def verified(group: Any, folder: str, dtype: torch.dtype) -> Any:
+    """What `fused-tp tune` finds wrong, by schedule and op; or why these ranks cannot say."""
+    device = device_of(dist.get_rank(group), "cuda")
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    with mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder):
+        found = [*verify(group, device, dtype, CHECKED, calls=20)]
+    return {f"{verdict.op} on {verdict.schedule}": verdict.problem for verdict in found if verdict.problem}
+
+
+@BETWEEN_RANKS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_tune_checks(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    how = {"timeout": 600, "env": environment(world_size)}
+    for problems in unwrapped(fresh_ranks(world_size, verified, str(tmp_path), dtype, **how)):
+        assert problems == {}
