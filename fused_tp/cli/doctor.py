@@ -423,7 +423,8 @@ def _measured_schedules() -> Iterator[Finding]:
         yield Finding(str(device), f"{len(kept['choices'])} choices for ranks {ranks} in {path}")
         for what, why in kept["wrong"].items():
             advice = (
-                f"It is not chosen here. Please report this line, with {path.name} and what doctor says of the GPUs."
+                f"It is not chosen here. Please report this line, with {path.name} and what `fused-tp tune "
+                "--check-only` and doctor say."
             )
             yield Finding(what, why, PROBLEM, advice)
 

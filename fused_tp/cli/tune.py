@@ -91,7 +91,7 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     folder = autotune() or "1" if arguments.folder is None else str(arguments.folder.resolve())
     found: dict[str, Any] = {"ranks": dist.get_world_size(), "right": [], "wrong": {}, "choices": {}}
-    with environment({"FUSED_TP_AUTOTUNE": folder}):
+    with environment({"FUSED_TP_AUTOTUNE": folder, "FUSED_TP_SCHEDULE": ""}):
         for name in arguments.dtypes:
             dtype = getattr(torch, DTYPES[name])
             verdicts = verify(dist.group.WORLD, device, dtype, CHECKED, calls=arguments.calls)
