@@ -74,12 +74,12 @@ pytestmark = [
 
 
 def on(*transports: str) -> pytest.MarkDecorator:
-    """Cases of those transports; those of GPUs, over doubles, are `full`."""
+    """Cases of those transports; those of GPUs, over doubles, are `full`, and that which is made of two others."""
     return pytest.mark.parametrize("transport", [with_marks(one, one) for one in transports or TRANSPORTS])
 
 
 def with_marks(value: object, transport: str) -> Any:
-    return pytest.param(value, marks=[pytest.mark.full] if transport in DOUBLES else [])
+    return pytest.param(value, marks=[pytest.mark.full] if transport in (*DOUBLES, "hierarchical") else [])
 
 
 # ---- late ------------------------------------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ def test_gradients_are_checked(tmp_path: Path) -> None:
         assert problems["plain"] == "" and "of the result are wrong" in problems["backward"]
 
 
+@pytest.mark.full
 def test_a_group_that_has_failed_is_made_anew(tmp_path: Path) -> None:
     kinds = {"plain": Plain, "gives_up": GivesUp, "right": Quick}
     for outcome in fresh_ranks(2, found, str(tmp_path), "matmul_all_reduce", kinds, "3"):

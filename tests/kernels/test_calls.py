@@ -103,7 +103,10 @@ SHAPES: list[tuple[tuple[int, int, int], torch.dtype, int]] = [
 TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate([*OPS * 2, *SUMS * 2, *DIRECT * 3])]
 
 
-@pytest.mark.parametrize(("world_size", "late_rank"), [(2, 1), (3, 0), pytest.param(4, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("world_size", "late_rank"),
+    [pytest.param(2, 1, marks=pytest.mark.full), (3, 0), pytest.param(4, 2, marks=pytest.mark.long)],
+)
 def test_every_op_at_every_size(world_size: int, late_rank: int) -> None:
     asked = [(op, *one) for one in (SHAPES if world_size < 4 else SHAPES[1:3]) for op in OPS]
     interpreted_ranks(world_size, in_a_row, asked, -1, timeout=200)
