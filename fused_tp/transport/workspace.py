@@ -300,13 +300,11 @@ class Workspaces(GroupKernels[_Slot]):
         return next(filter(None, (slot.workspace.expired() for slot in self._all())), None)
 
     def _leave(self, slot: _Slot, why: str) -> None:
-        # Of a loss all ranks know by themselves, and the memory of the lost one may be gone. Of an error of this rank's
-        # they do not, also where a third rank is lost: they may wait for this one alone.
-        if isinstance(self.broken, PeerLostError) and self._lost:
-            return
+        # Also of a loss, of which all ranks know by themselves: the lost rank may have done its part of a call in which a
+        # peer waits for this one.
         try:
             with UseOnGpu(self, slot, exclusive=False) if slot.on_gpu else nullcontext():
-                slot.workspace.leave()
+                slot.workspace.leave(self._lost)
         except Exception as error:  # of a device that has failed; why this rank gives up is being raised already
             _LOG.warning("Rank %d could not tell its peers: they wait until their deadline (%s).", self.rank, error)
 

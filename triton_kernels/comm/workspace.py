@@ -162,12 +162,18 @@ class Workspace:
             offset += aligned(count * nbytes)
         return offsets
 
-    def leave(self) -> None:
+    def leave(self, ended: Sequence[int] = ()) -> None:
         """Ends this rank's part, for a host that will launch nothing more: all waits of peers for it, now and later.
 
-        It is one more call, behind those that have been launched, in which this rank gives up at once.
+        It is one more call, behind those that have been launched, in which this rank gives up at once. The memory of
+        ranks that have `ended`, which may be gone, is left alone.
         """
         self._expire(protocol.LEFT)
+        if ended:
+            addresses = self.addresses.clone()  # copies, no kernels, which would have to be loaded
+            for rank in ended:
+                addresses[rank : rank + 1].copy_(self.addresses[self.rank : self.rank + 1])
+            self.addresses = addresses  # the calls before it have the table that they were given
         self._begin()
 
     def _expire(self, value: int) -> None:
