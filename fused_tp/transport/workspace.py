@@ -300,8 +300,8 @@ class Workspaces(GroupKernels[_Slot]):
         return next(filter(None, (slot.workspace.expired() for slot in self._all())), None)
 
     def _leave(self, slot: _Slot, why: str) -> None:
-        # Also of a loss, of which all ranks know by themselves: the lost rank may have done its part of a call in which a
-        # peer waits for this one.
+        # Also of a loss, of which all ranks know by themselves: the lost rank may have done its part of a call in which
+        # a peer waits for this one.
         try:
             with UseOnGpu(self, slot, exclusive=False) if slot.on_gpu else nullcontext():
                 slot.workspace.leave(self._lost)
