@@ -169,11 +169,8 @@ class Workspace:
         ranks that have `ended`, which may be gone, is left alone.
         """
         self._expire(protocol.LEFT)
-        if ended:
-            addresses = self.addresses.clone()  # copies, no kernels, which would have to be loaded
-            for rank in ended:
-                addresses[rank : rank + 1].copy_(self.addresses[self.rank : self.rank + 1])
-            self.addresses = addresses  # the calls before it have the table that they were given
+        for rank in ended:  # in place, behind all calls: native kernels, and graphs, have the address of the table
+            self.addresses[rank : rank + 1].copy_(self.addresses[self.rank : self.rank + 1])
         self._begin()
 
     def _expire(self, value: int) -> None:
