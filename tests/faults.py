@@ -191,6 +191,26 @@ def late(_: Any, transport: str, ops: Sequence[str]) -> list[Failure]:
     return found
 
 
+def lost_behind_its_part(_: Any, transport: str, ops: Sequence[str]) -> Failure:
+    """The last rank ends in a call for which rank 0 is late, which then knows of the loss and makes none; the others
+    may have all that they need of the lost one by then."""
+    with group_on(transport) as group:
+        run = calls_of(group, ops)
+        run()
+        if group.rank() == group.size() - 1:
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if group.rank() == 0:
+            time.sleep(2.0)
+        return failure_of(run)
+
+
+def check_lost(outcomes: Sequence[Outcome]) -> None:
+    """Of `lost_behind_its_part`."""
+    *others, victim = outcomes
+    assert victim.exit_code == -signal.SIGKILL
+    check_failures([one.unwrap() for one in others], victim.rank, "PeerLostError")
+
+
 def check_late(found: Sequence[Sequence[Failure]]) -> None:
     *others, victim = found
     for number, failure in enumerate(victim):

@@ -48,6 +48,7 @@ from tests.faults import (
     Op,
     calls_of,
     check_late,
+    check_lost,
     check_stopped_then_killed,
     failure_of,
     fresh_stopped_then_killed,
@@ -55,6 +56,7 @@ from tests.faults import (
     late,
     leaf,
     left_in_dev_shm,
+    lost_behind_its_part,
     weight,
 )
 from tests.late import give_up, wait_for_those_who_gave_up
@@ -94,6 +96,14 @@ def test_late_rank_is_a_timeout_that_names_it(transport: str) -> None:
         for failure in failures:
             assert f"ank {rank}" in failure.message and "group" in failure.again, failure
             assert re.search("FUSED_TP_TIMEOUT|gave up|waited past its deadline", failure.message), failure
+
+
+@pytest.mark.full
+@on()
+def test_who_waits_for_a_rank_that_knows_of_a_loss_is_told(transport: str) -> None:
+    build_doubles(transport)
+    size = 4 if transport == "hierarchical" else 3
+    check_lost(fresh_ranks(size, lost_behind_its_part, transport, ("matmul_all_reduce",), expect_deaths=True))
 
 
 def another_op(_: Any, transport: str) -> str:

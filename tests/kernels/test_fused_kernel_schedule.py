@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,22 +185,9 @@ def test_stopped_or_killed_rank_is_noticed() -> None:
     )
 
 
-def lost_behind_its_part(group: Any) -> faults.Failure:
-    """Rank 2 ends in a call for which rank 0 is late, and rank 1 has all that it needs of rank 2."""
-    with mock.patch.dict(os.environ, FORCED):
-        run = faults.calls_of(group, ("matmul_all_reduce",))
-        run()
-        if group.rank() == 2:
-            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        if group.rank() == 0:
-            time.sleep(2.5)  # by then it knows of the loss, and makes no call
-        return faults.failure_of(run)
-
-
 def test_who_waits_for_a_rank_that_knows_of_a_loss_is_told() -> None:
-    *others, victim = fresh_ranks(3, lost_behind_its_part, env=INTERPRETED, expect_deaths=True, timeout=120)
-    assert victim.exit_code == -signal.SIGKILL
-    faults.check_failures([one.unwrap() for one in others], 2, "PeerLostError")
+    how = {"env": INTERPRETED, "expect_deaths": True, "timeout": 120}
+    faults.check_lost(fresh_ranks(3, faults.lost_behind_its_part, "fused_kernel", ("matmul_all_reduce",), **how))
 
 
 def from_table(group: Any) -> tuple[str, str]:
