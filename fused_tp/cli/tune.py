@@ -41,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"], help="(bf16)")
     parser.add_argument("--calls", type=_ONE, default=100, metavar="N", help="of each op in a check (100)")
     parser.add_argument("--check-only", action="store_true", help="measure nothing")
-    parser.add_argument("--model", default="llama-3-8b", help="whose matmuls are measured: a name or a config.json")
-    parser.add_argument("--tokens", nargs="+", type=_ONE, default=[16, 256, 4096], metavar="M", help="(16 256 4096)")
+    group = parser.add_argument_group("what is measured, without --check-only")
+    group.add_argument("--model", default="llama-3-8b", help="whose matmuls are measured: a name or a config.json")
+    group.add_argument("--tokens", nargs="+", type=_ONE, default=[16, 256, 4096], metavar="M", help="(16 256 4096)")
     parser.add_argument("--folder", type=Path, help="for what is kept (FUSED_TP_AUTOTUNE, or ~/.cache/fused_tp)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found here, too")
 
@@ -53,8 +54,11 @@ def main(arguments: argparse.Namespace) -> int:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        ranks = int(os.environ["WORLD_SIZE"]) if under_torchrun() else arguments.ranks
-        ranks = ranks or max(2, torch.cuda.device_count())
+        ranks = arguments.ranks or max(2, torch.cuda.device_count())
+        if under_torchrun():
+            ranks = int(os.environ["WORLD_SIZE"])
+            if arguments.ranks not in (None, ranks):
+                raise ValueError(f"--ranks is {arguments.ranks}; torchrun has started {ranks}. Leave it out.")
         if ranks < 2:
             raise ValueError("one rank has nothing to send; start two at least.")
         if device == "cuda" and not under_torchrun() and ranks > torch.cuda.device_count():
@@ -72,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp tune: {error}", file=sys.stderr)
         return 2
     except ChildProcessError as error:
-        print(f"fused-tp tune: {error} What was being checked is kept as wrong.", file=sys.stderr)
+        print(f"fused-tp tune: {error} A check that was under way is kept as wrong.", file=sys.stderr)
         return 1
     if arguments.json is not None and os.environ.get("RANK", "0") == "0":
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -106,10 +110,11 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
                         right.append(verdict.schedule)
                         found["right"].append(what)
                 say(f"{op} in {name} is right on {', '.join(right) or 'none'}")
-            if not arguments.check_only:
-                for words, told in measured(arguments.model, arguments.tokens, dtype, device):
-                    say(f"{words}: {told}")
-                    found["choices"][words] = told
+        # Behind all checks: what they find wrong is not measured.
+        for name in [] if arguments.check_only else arguments.dtypes:
+            for words, told in measured(arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device):
+                say(f"{words}: {told}")
+                found["choices"][words] = told
     say(f"{len(found['right'])} right, {len(found['wrong'])} wrong. To use what was found: FUSED_TP_AUTOTUNE={folder}")
     return found
 

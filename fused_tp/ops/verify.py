@@ -83,8 +83,8 @@ def verify(
 ) -> Iterator[Verdict]:
     """What is found of each op on each schedule that the group can have, the plain ones first. A collective call.
 
-    What is wrong is kept in the file of `FUSED_TP_AUTOTUNE`, which has to be set, and not chosen by it again. A check
-    that ends the program counts as one that failed.
+    What is wrong is kept in the file of `FUSED_TP_AUTOTUNE`, which has to be set, and neither chosen by it nor checked
+    again until its line is deleted. A check that ends the program counts as one that failed.
 
     Args:
         sizes: (m, k, n) of matmuls: rows over all ranks, features of x and columns of y on one.
@@ -97,41 +97,41 @@ def verify(
         for verdict in verify(dist.group.WORLD, torch.device("cuda"), torch.bfloat16, [(4096, 4096, 1024)]):
             print(verdict)
     """
-    ranks = list(resolve_group(group).ranks)
+    described = resolve_group(group)
+    ranks = list(described.ranks)
     if len(ranks) == 1:
         raise ValueError("The group has one rank, which has nothing to send: there is nothing to check.")
-    control = dist.new_group(ranks)  # stays usable when a check has made the other one unusable
-    current = dist.new_group(ranks)
+    # Checks have groups of their own, which they may leave unusable: ops one, and what moves beside them another.
+    current, beside = dist.new_group(ranks), dist.new_group(ranks)
     examples: dict[str, list[Example]] = {}
     for one in (made for size in sizes for made in examples_of(len(ranks), *size)):
         examples.setdefault(one.op, []).append(one)
     for op, of_op in examples.items():
         uneven = False
-        rank = dist.get_rank(current)
-        sets = [[_inputs(one, rank, len(ranks), device, dtype, seed) for seed in (1, 2)] for one in of_op]
+        sets = [[_inputs(one, described.rank, described.size, device, dtype, seed) for seed in (1, 2)] for one in of_op]
         for schedule in usable(op, dtype, device, resolve_group(current)):
             what, problem = (schedule, op, dtype), ""
-            if known_problem(resolve_group(control), device, *what) == _BEGUN:
-                yield Verdict(schedule, op, dtype, _BEGUN)
+            if known := known_problem(described, device, *what):
+                yield Verdict(schedule, op, dtype, known)
                 continue
-            set_wrong(resolve_group(control), device, {what: _BEGUN})
+            set_wrong(described, device, {what: _BEGUN})
             for example, inputs in zip(of_op, sets, strict=True):
                 try:
-                    mine = _examined(schedule, example, inputs, current, control, device, calls)
+                    mine = _examined(schedule, example, inputs, current, beside, device, calls)
                 except KeyboardInterrupt:  # the user's doing
-                    set_wrong(resolve_group(control), device, {what: ""})
+                    set_wrong(described, device, {what: ""})
                     raise
                 # Ranks that wait for one that has failed come here later than it does, by the deadline.
                 patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
                 with settings.environment(patience):
-                    looks = exchange(resolve_group(control), f"check of {op} on {schedule}", mine)
+                    looks = exchange(described, f"check of {op} on {schedule}", mine)
                 uneven |= schedule == "plain" and any(look["uneven"] for look in looks)
                 problem = problem or _problem(looks, op in EVERYWHERE, uneven)
                 if any(look["unusable"] for look in looks):
-                    current = dist.new_group(ranks)
+                    current, beside = dist.new_group(ranks), dist.new_group(ranks)
                     break
-            found = {(schedule, name, dtype): problem for name in (op, f"{op}_backward")}
-            set_wrong(resolve_group(control), device, found)
+            backward = {(schedule, f"{op}_backward", dtype): problem} if problem else {}
+            set_wrong(described, device, {what: problem, **backward})
             yield Verdict(schedule, op, dtype, problem)
 
 
@@ -156,7 +156,7 @@ def _examined(
     example: Example,
     sets: Sequence[_Set],
     group: dist.ProcessGroup,
-    control: dist.ProcessGroup,
+    beside: dist.ProcessGroup,
     device: torch.device,
     calls: int,
 ) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _examined(
                 look["wrong"] = look["wrong"] or difference(found, one.wanted)
             results = len(sets[0].grads)
             look["bits"] = [checksum(t) for found in first for t in found[:results]]
-            for when, again in _situations(example, sets, group, control, device, calls):
+            for when, again in _situations(example, sets, group, beside, device, calls):
                 for number, found in again:
                     if not all(map(torch.equal, found, first[number])):
                         wrong = difference(found, first[number])
@@ -189,7 +189,7 @@ def _situations(
     example: Example,
     sets: Sequence[_Set],
     group: dist.ProcessGroup,
-    control: dist.ProcessGroup,
+    beside: dist.ProcessGroup,
     device: torch.device,
     calls: int,
 ) -> Iterator[tuple[str, Again]]:
@@ -202,15 +202,15 @@ def _situations(
     def late() -> Again:
         for call, rank in enumerate(range(group.size())):
             if rank == group.rank():
-                time.sleep(LATE_SECONDS)
+                time.sleep(LATE_SECONDS)  # the host is late, and then the device
                 if device.type == "cuda":
                     torch.cuda._sleep(LATE_CYCLES)
             yield call % 2, _outcome(example, sets[call % 2], group)
 
-    def beside() -> Again:
+    def moving() -> Again:
         moved = torch.ones(BESIDE_ELEMENTS, device=device)
         for call in range(4):
-            work = dist.all_reduce(moved, group=control, async_op=True)
+            work = dist.all_reduce(moved, group=beside, async_op=True)
             found = _outcome(example, sets[call % 2], group)
             assert work is not None
             work.wait()
@@ -233,7 +233,7 @@ def _situations(
 
     yield "in a later call", again()
     yield "where a rank was late", late()
-    yield "beside a collective of torch.distributed", beside()
+    yield "beside a collective of torch.distributed", moving()
     if device.type == "cuda":
         yield "in a CUDA graph", replayed()
 
@@ -304,9 +304,9 @@ def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
     def attended(ranks: ByRank) -> ByRank:
         q, keys, values = (torch.cat(parts, 1).transpose(1, 2) for parts in zip(*ranks, strict=True))
         out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2)
-        return [[part] for part in out.split([rows(rank) for rank in range(world)], 1)]
+        return [[part] for part in out.split(share, 1)]
 
-    found = [
+    return [
         Example(
             "all_gather_matmul",
             lambda x, group: all_gather_matmul(x[0], x[1], group=group, gather_size=m),
@@ -353,15 +353,10 @@ def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
             lambda rank: [(m, n)],
             one_result=True,
         ),
+        Example(  # of as many tokens on all ranks: of those that are cut unevenly a layout says more
+            "ring_attention",
+            lambda x, group: ring_attention(x[0], x[1], x[2], group=group, causal=True, layout="contiguous"),
+            attended,
+            lambda rank: [(1, share, max(1, n // HEAD_DIM), HEAD_DIM)] * 3,
+        ),
     ]
-    if m % world == 0:
-        heads = max(1, n // HEAD_DIM)
-        found.append(
-            Example(
-                "ring_attention",
-                lambda x, group: ring_attention(x[0], x[1], x[2], group=group, causal=True, layout="contiguous"),
-                attended,
-                lambda rank: [(1, rows(rank), heads, HEAD_DIM)] * 3,
-            )
-        )
-    return found

@@ -261,6 +261,7 @@ def _leaves(results: Any) -> list[Tensor]:
 
 
 def checksum(t: Tensor) -> int:
+    """Of a tensor's bits."""
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 

@@ -57,6 +57,21 @@ class Hurried(Plain):
         return torch.zeros_like(found) if time.perf_counter() - begun > LATE_SECONDS / 2 else found
 
 
+class Disturbed(Plain):
+    """Wrong where torch.distributed moves something at the same time."""
+
+    moving = False
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        Disturbed.moving = False  # of checks of other schedules
+
+    def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
+        found = super()._matmul_sum(products, *rest)
+        moving, Disturbed.moving = Disturbed.moving, False
+        return 2 * found if moving else found
+
+
 class Backward(Plain):
     """Right but for gradients: the sum in the backward of a gather."""
 
@@ -94,9 +109,21 @@ def shorter(op: str, **environment: str) -> Iterator[None]:
         yield
 
 
+def told(move: Any) -> Any:
+    def all_reduce(x: Tensor, **how: Any) -> Any:
+        Disturbed.moving = x.numel() == verify.BESIDE_ELEMENTS
+        return move(x, **how)
+
+    return all_reduce
+
+
 def found(group: Any, folder: str, op: str, kinds: dict[str, type[Plain]], seconds: str) -> dict[str, str]:
     """Problems by schedule."""
-    with shorter(op, FUSED_TP_AUTOTUNE=folder, FUSED_TP_TIMEOUT=seconds), only(**kinds):
+    with (
+        shorter(op, FUSED_TP_AUTOTUNE=folder, FUSED_TP_TIMEOUT=seconds),
+        only(**kinds),
+        mock.patch.object(dist, "all_reduce", told(dist.all_reduce)),
+    ):
         verdicts = verify.verify(group, torch.device("cpu"), torch.float32, [SIZE], calls=20)
         return {verdict.schedule: verdict.problem for verdict in verdicts}
 
@@ -108,6 +135,7 @@ KINDS = {
     "other": OtherBits,
     "uneven": Uneven,
     "stale": Stale,
+    "disturbed": Disturbed,
 }
 
 
@@ -121,6 +149,7 @@ def test_what_is_wrong_is_found_and_kept(world_size: int, tmp_path: Path) -> Non
     assert first["other"] == "ranks hold different bits"
     assert first["uneven"] == "on rank 0 other bits in a later call"
     assert first["stale"].startswith("on rank 0 ") and first["stale"].endswith(" in a later call")
+    assert first["disturbed"].endswith(" beside a collective of torch.distributed")
     (file,) = tmp_path.iterdir()
     wrong = json.loads(file.read_text())["wrong"]
     assert wrong["stale: matmul_all_reduce in float32"] == first["stale"]
@@ -265,6 +294,10 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "ring_attention in fp32 is right on plain, pipelined, one_sided" in capfd.readouterr().out
 
 
-def test_arguments_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_do_not_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["tune", "--ranks", "3"]) == 2
     assert "3 ranks do not divide the 32 heads of llama-3-8b" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["tune", "--ranks", "3"]) == 2
+    assert "--ranks is 3; torchrun has started 2. Leave it out." in capsys.readouterr().err
