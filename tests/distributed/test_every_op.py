@@ -181,8 +181,10 @@ LOCAL_BACKWARD = {
     [
         ("pipelined", False),
         ("one_sided", False),
-        ("one_sided", True),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in (("plain", False), ("pipelined", True))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("one_sided", True), ("plain", False), ("pipelined", True))
+        ),
     ],
 )
 def test_every_op_is_named_with_its_shapes_and_schedule(schedule: str, compiled: bool) -> None:

@@ -157,7 +157,7 @@ PASSES: list[tuple[int, Any, list[str]]] = [
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("plain", (1, 4)),
+        pytest.param("plain", (1, 4), marks=pytest.mark.full),
         pytest.param("plain", (1, 2, 3, 4), marks=pytest.mark.full),
         pytest.param("transformers", (1, 2, 4), marks=pytest.mark.full),
     ],

@@ -185,6 +185,7 @@ def test_stopped_or_killed_rank_is_noticed() -> None:
     )
 
 
+@pytest.mark.full
 def test_who_waits_for_a_rank_that_knows_of_a_loss_is_told() -> None:
     how = {"env": INTERPRETED, "expect_deaths": True, "timeout": 120}
     faults.check_lost(fresh_ranks(3, faults.lost_behind_its_part, "fused_kernel", ("matmul_all_reduce",), **how))
