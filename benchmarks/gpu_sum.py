@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fused_tp.triton_kernels.cache_keys import fix_cache_keys
+
 
 @triton.jit
 def sum_kernel(  # type: ignore[no-untyped-def]  # Triton types the arguments, at the launch
@@ -18,3 +20,6 @@ def sum_kernel(  # type: ignore[no-untyped-def]  # Triton types the arguments, a
         for term in tl.static_range(WORLD):
             total += tl.load(terms_ptr + term * term_stride + places, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+fix_cache_keys(__name__)

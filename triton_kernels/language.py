@@ -5,6 +5,8 @@ import re
 import triton
 import triton.language as tl
 
+from .cache_keys import fix_cache_keys
+
 
 def interpreter_obstacle() -> str | None:
     """Why kernels cannot be interpreted with the numpy that is installed, or None. Compiled ones need nothing of it."""
@@ -50,8 +52,10 @@ def rounded(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def dot(x, w, total, PRECISION: tl.constexpr):
-    """total + x @ w in fp32.
+def dot(x, w, total, C: tl.constexpr):
+    """total + x @ w in fp32, in the precision that the constants of a kernel name (C.PRECISION).
+
+    It takes all of C, not the string in it: Triton 3.6 passes no string from one function to another.
 
     The interpreter keeps bf16 as the integers of its bits and its dot multiplies those (Triton 3.6, 3.7), so there the
     operands go to fp32 first: exact, and products of 8 and 11 bit mantissas are exact in fp32 on the GPU too.
@@ -59,7 +63,7 @@ def dot(x, w, total, PRECISION: tl.constexpr):
     if INTERPRETED:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
-    return tl.dot(x, w, total, input_precision=PRECISION)
+    return tl.dot(x, w, total, input_precision=C.PRECISION)
 
 
 @triton.jit
@@ -73,3 +77,6 @@ def halves(values):
 def or_nan(values, good):
     """`values`, or NaN where something they are made of did not arrive: no result is silently wrong."""
     return tl.where(good, values, float("nan"))
+
+
+fix_cache_keys(__name__)

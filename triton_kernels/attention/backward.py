@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..language import dot, rounded, zeros
 from .blocks import (
     LOG2_E,
@@ -121,7 +122,7 @@ def add_keys(
 ):  # fmt: skip
     """dq / scale, and the sums of ds * distance, with the keys of one block in them; `own`: `Queries`."""
     queries, grads, lse, sums, seen, score = own
-    products = dot(queries, keys.T, None, C.PRECISION)
+    products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)[None, :]
     index = columns
     distance = products
@@ -136,13 +137,13 @@ def add_keys(
     if MASKED:
         visible = (columns >= seen.first[:, None]) & (columns < seen.last[:, None])
     p, slant = probabilities(products, lse[:, None], visible, distance, score, MASKED, C)
-    gradient = dropped(dot(grads, values.T, None, C.PRECISION), keep, score, C.DROPOUT)
+    gradient = dropped(dot(grads, values.T, None, C), keep, score, C.DROPOUT)
     ds = gradient_of_scores(p, gradient, sums[:, None], visible, MASKED)
     if C.ALIBI:
         slanted += tl.sum(ds * distance, 1)
     if C.CAPPED:
         ds *= slant
-    return dot(rounded(ds, keys.dtype), keys, total, C.PRECISION), slanted
+    return dot(rounded(ds, keys.dtype), keys, total, C), slanted
 
 
 @triton.jit(do_not_specialize=ODD)
@@ -212,7 +213,7 @@ def add_queries(
     lse, sums = vector_of(per_row[0], batch, head), vector_of(per_row[1], batch, head)
     # What is loaded where it is first needed takes no registers before.
     lse_rows = load_lse(lse, query, end, C.BLOCK) * LOG2_E
-    products = dot(keys, queries.T, None, C.PRECISION)
+    products = dot(keys, queries.T, None, C)
     columns = query + tl.arange(0, C.BLOCK)[None, :]
     distance = products
     keep = products
@@ -226,13 +227,13 @@ def add_queries(
     if MASKED:
         visible = (columns >= first_query[:, None]) & (columns < last_query[:, None])
     p, slant = probabilities(products, lse_rows[None, :], visible, distance, score, MASKED, C)
-    dv_sum = dot(rounded(dropped(p, keep, score, C.DROPOUT), grads.dtype), grads, dv_sum, C.PRECISION)
+    dv_sum = dot(rounded(dropped(p, keep, score, C.DROPOUT), grads.dtype), grads, dv_sum, C)
     sums_rows = load_vector(sums, query, end, C.BLOCK, 0.0)
-    gradient = dropped(dot(values, grads.T, None, C.PRECISION), keep, score, C.DROPOUT)
+    gradient = dropped(dot(values, grads.T, None, C), keep, score, C.DROPOUT)
     ds = gradient_of_scores(p, gradient, sums_rows[None, :], visible, MASKED)
     if C.CAPPED:
         ds *= slant
-    dk_sum = dot(rounded(ds, queries.dtype), queries, dk_sum, C.PRECISION)
+    dk_sum = dot(rounded(ds, queries.dtype), queries, dk_sum, C)
     return dk_sum, dv_sum
 
 
@@ -295,3 +296,6 @@ def flash_backward(
     own = {"dk": heads_of(dk), "dv": heads_of(dv), "mask": mask_of(on, "first", "last")}
     tma = {"q_tma": q, "grad_tma": grad_out}
     launch_tiles(keys_kernel, tiles, config, qkv, terms, precision, tma, of_keys=True, **tensors, **own)
+
+
+fix_cache_keys(__name__)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..cache_keys import fix_cache_keys
 from ..language import halves
 from .tiles import COLUMNS as TILE_COLUMNS
 
@@ -348,3 +349,6 @@ def dropped(values, keep, score, DROPOUT: tl.constexpr):
         return tl.where(keep, values * score.keep_scale, 0.0)
     else:
         return values
+
+
+fix_cache_keys(__name__)

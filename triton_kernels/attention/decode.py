@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..device import kind_of, on_device, sms_of
 from ..language import rounded
 from .blocks import Score, Seen
@@ -226,3 +227,6 @@ def flash_decode(
         if splits > 1:
             merge_kernel[(programs,)](parts=parts, found=heads_of(found), **shape, C=c, num_warps=8)
     return found
+
+
+fix_cache_keys(__name__)

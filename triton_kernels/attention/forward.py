@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..language import dot, rounded, zeros
 from .blocks import (
     LN_2,
@@ -143,7 +144,7 @@ def fold(
     n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, MASKED: tl.constexpr, C: tl.constexpr
 ):
     """(n, total, weighted) with the keys of one block in them."""
-    products = dot(queries, keys.T, None, C.PRECISION)
+    products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)
     index = columns
     distance = products
@@ -164,7 +165,7 @@ def fold(
     if C.DROPOUT:
         keep = kept(seen.index[:, None], index[None, :], score)
         p = tl.where(keep, p * score.keep_scale, 0.0)
-    values = dot(rounded(p, v_block.dtype), v_block, values * before[:, None], C.PRECISION)
+    values = dot(rounded(p, v_block.dtype), v_block, values * before[:, None], C)
     return now, sums, values
 
 
@@ -280,3 +281,6 @@ def _launch(
         "mask": mask_of(step.on(q.device), "starts", "stops"),
     }
     launch_tiles(forward_kernel, tiles, config, (q, k, v), terms, precision, tma, first=first, **own)
+
+
+fix_cache_keys(__name__)

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..comm import gather, ptx
 from ..comm.gather import LaunchOf
 from ..comm.signals import is_last, join, put_here, unbroken, wait
@@ -299,3 +300,6 @@ def _kind(value: Any, specialised: bool) -> Any:
     if hasattr(value, "block_shape"):
         return value.base.dtype, tuple(value.block_shape)
     return type(value)  # floats, and what is not there
+
+
+fix_cache_keys(__name__)

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..comm.gather import PULLED, READY, GatherWorkspace, LaunchOf, begin_stage, end_stage, run
 from ..comm.signals import flag_at, join, put, wait
 from ..comm.streams import own_streams
@@ -360,3 +361,6 @@ def runs_at_once(x: Tensor) -> bool:
 def staged_on(x: Tensor) -> torch.cuda.Event | None:
     """The end of what is in the current stream; None on a CPU."""
     return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
+
+
+fix_cache_keys(__name__)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..cache_keys import fix_cache_keys
 from .ptx import pause
 from .signals import POLLS_PER_CLOCK, look, time_at
 
@@ -84,3 +85,6 @@ def claim(come, position, taken, rank, WORLD: tl.constexpr):
     if chosen == 0:
         tl.store(come.expired.to(tl.pointer_type(tl.int64)), 1)
     return chosen
+
+
+fix_cache_keys(__name__)

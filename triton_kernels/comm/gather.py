@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..language import rounded
 from .ptx import all_reached
 from .signals import EPOCH, Call, begin, flag_at, is_last, look, poll, put, put_all, record, unbroken
@@ -216,3 +217,6 @@ def load(launch: LaunchOf) -> None:
     kernel, _, arguments = launch
     compiled = kernel.warmup(grid=(1,), **arguments)
     compiled[1, 1, 1]  # asking for a launcher loads it
+
+
+fix_cache_keys(__name__)

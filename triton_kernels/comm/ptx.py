@@ -5,6 +5,7 @@ import time
 import triton
 import triton.language as tl
 
+from ..cache_keys import fix_cache_keys
 from ..language import INTERPRETED
 
 if INTERPRETED.value:
@@ -147,3 +148,6 @@ def all_reached(flags, value, but, WORLD: tl.constexpr):
             pack=1,
         )
         return reached != 0
+
+
+fix_cache_keys(__name__)

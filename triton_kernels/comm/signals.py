@@ -60,6 +60,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..cache_keys import fix_cache_keys
 from . import protocol
 from .ptx import all_reached, now_ns, pause, store_release, store_release_all
 
@@ -292,3 +293,6 @@ def is_last(call, counter, count):
 def begin_kernel(ws, rank, WORLD: tl.constexpr):
     """Begins a call, and no more: for a rank that gives up in it."""
     begin(ws, rank, WORLD)
+
+
+fix_cache_keys(__name__)

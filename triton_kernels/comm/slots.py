@@ -10,6 +10,7 @@ p, p+P, ... on every rank; what it waits for comes from programs p of the others
 import triton
 import triton.language as tl
 
+from ..cache_keys import fix_cache_keys
 from ..language import halves, rounded, zeros
 from .ptx import store_release, thread_barrier
 from .signals import flag_at, half_at, wait_all
@@ -98,3 +99,6 @@ def put_tile(call, step, first_tile, rounds, program, programs, per_owner, WORLD
     slot = tile % per_owner * WORLD + call.rank
     thread_barrier()
     store_release(flag_at(call, tile // per_owner, WORLD + slot), call.epoch, step >= 0)
+
+
+fix_cache_keys(__name__)

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..comm import gather, ptx
 from ..comm.arrivals import Arrivals, next_shard
 from ..comm.gather import (
@@ -403,3 +404,6 @@ def _key(
     )
     rows = tuple((size == 0, size == 1, size % 16) for size in (shards.rows, shards.rows_per_rank, x_shard.shape[0]))
     return x_shard.dtype, shards.k, rows, layouts, tuple(bias is None for bias in biases), *rest
+
+
+fix_cache_keys(__name__)

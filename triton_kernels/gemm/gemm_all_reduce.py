@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..comm.signals import begin, end, is_last, put_all, wait
 from ..comm.slots import put_tile, rounds_of, slot_pointers, store_slot, sum_terms, tile_of, wait_terms
 from ..comm.workspace import OPS, Workspace, needed_bytes
@@ -218,3 +219,6 @@ def _slots(
     per_owner = -(-tiles // world_size)
     terms, sums = (per_owner, tiles) if two_shot else (tiles, 0)
     return [(world_size * terms, slot_bytes), (sums, slot_bytes)]
+
+
+fix_cache_keys(__name__)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..cache_keys import fix_cache_keys
 from ..comm.signals import begin, end
 from ..comm.slots import put_tile, rounds_of, store_slot, sum_terms, tile_of, wait_terms
 from ..comm.workspace import OPS, Workspace, needed_bytes
@@ -138,3 +139,6 @@ def workspace_bytes(
 def _slots(rows_per_rank: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch) -> list[tuple[int, int]]:
     tiles_m, tiles_n = launch.tiles(rows_per_rank, n)
     return [(world_size * tiles_m * tiles_n, launch.block_m * launch.block_n * dtype.itemsize)]
+
+
+fix_cache_keys(__name__)

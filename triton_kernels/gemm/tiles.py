@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..cache_keys import fix_cache_keys
 from ..language import dot, halves, rounded, zeros
 
 
@@ -139,7 +140,7 @@ def add_product(total, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.const
         k = step * C.BLOCK_K
         x_block = load_operand(x, tile_m, k, M, sizes.k, sizes.x, C.BLOCK_M, C.X_SWAPPED, C, first_row)
         w_block = load_operand(w, tile_n, k, N, sizes.k, sizes.w, C.BLOCK_N, C.W_SWAPPED, C)
-        total = dot(x_block, w_block.T, total, C.PRECISION)
+        total = dot(x_block, w_block.T, total, C)
     return total
 
 
@@ -151,3 +152,6 @@ def multiply_products(xs, ws, sizes, tile_m, tile_n, M, N, first_row, C: tl.cons
     for i in tl.static_range(PRODUCTS):
         total = add_product(total, xs[i], ws[i], sizes[i], tile_m, tile_n, M, N, first_row, C)
     return total
+
+
+fix_cache_keys(__name__)
