@@ -12,6 +12,11 @@ ARGS ?=
 # Not in constraints.txt: a CUDA build of torch wants exactly the version that it names itself.
 NCCL ?= nvidia-nccl-cu13==2.32.3
 
+# Kernels are compiled with these beside the Triton of the virtual environment: the oldest supported one, which comes
+# with torch 2.10 and 2.11, and the newest.
+OLDEST_TRITON = 3.6.0
+NEWEST_TRITON = 3.9.0
+
 export FUSED_TP_REQUIRE_NATIVE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -52,13 +57,20 @@ $(VENV)/installed-stacks: constraints.txt | $(VENV)/installed
 		torchtitan spmd_types torchdata torch_checkpointing tyro docstring_parser typeguard
 	touch $@
 
+# numpy: before 2.4, Triton 3.6 interprets with no other.
+build/triton/%/installed: | $(VENV)/installed
+	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(@D) "triton==$*" "numpy<2.4" || \
+		echo "There is no Triton $* for this platform; the tests that need it will be skipped."
+	mkdir -p $(@D) && touch $@
+
 demo: $(VENV)/installed $(VENV)/installed-train
 	$(BIN)/fused-tp compare --tp 2 --out out/demo $(ARGS)
 
-test: $(VENV)/installed $(VENV)/installed-test
+test: $(VENV)/installed $(VENV)/installed-test build/triton/$(OLDEST_TRITON)/installed
 	$(BIN)/python -m pytest -q $(ARGS)
 
 test-all test-long: $(VENV)/installed $(VENV)/installed-test $(VENV)/installed-stacks $(VENV)/installed-release $(VENV)/installed-nccl
+test-all test-long: build/triton/$(OLDEST_TRITON)/installed build/triton/$(NEWEST_TRITON)/installed
 test-all:
 	$(BIN)/python -m pytest -q -m "not long" $(ARGS)
 

@@ -32,10 +32,15 @@ from unittest import mock
 
 from tests.native_build import REPOSITORY, cache, native_build
 
+from .sass import spills_in_hot_loops
 from .variants import ARCHS, Variant, all_variants
 
 # What multiplies matrices on each architecture, in PTX.
 MATRIX_INSTRUCTIONS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
+INSTALLED = "installed"  # in the place of a version of Triton
+# Outside of hot loops a spill costs once for a tile. In them one load of hundreds of instructions is left, with Triton
+# 3.6 in the keys' kernel of sm_80: blocks of half the size, or loads that are not pipelined, would cost more.
+HOT_SPILLS, SPILLED_BYTES = 1, 128
 SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227}
 
 
@@ -51,6 +56,7 @@ class Resources:
     spilled_bytes: int
     warps: int = 0  # 0: a launch decides
     tensor_memory_columns: int = 0
+    hot_spills: int = 0  # instructions in hot loops that spill or load back
     instruction: str = ""  # that multiplies matrices: "" is the fused multiply-add of CUDA cores
     needs_matrix_instruction: bool = False
 
@@ -58,7 +64,9 @@ class Resources:
     def complaint(self) -> str:
         """What is wrong with it, or ""."""
         wrong, matrix = [], MATRIX_INSTRUCTIONS.get(self.arch, "")
-        if self.spilled_bytes:
+        if self.hot_spills > HOT_SPILLS:
+            wrong.append(f"spills {self.spilled_bytes} bytes a thread, by {self.hot_spills} instructions of hot loops")
+        if self.spilled_bytes > SPILLED_BYTES:
             wrong.append(f"spills {self.spilled_bytes} bytes a thread")
         if self.needs_matrix_instruction and not self.instruction.startswith(matrix):
             wrong.append(f"multiplies by {self.instruction or 'fma'}, not by {matrix}")
@@ -73,6 +81,7 @@ COLUMNS: dict[str, Callable[[Resources], object]] = {
     "shared memory, KiB": lambda one: one.shared_bytes and f"{one.shared_bytes / 1024:.1f}",
     "tensor memory, columns": lambda one: one.tensor_memory_columns,
     "spills, bytes": lambda one: one.spilled_bytes,
+    "spilling in hot loops": lambda one: one.hot_spills,
     # Shapes and types; ".sync.aligned" and the like are the same for all.
     "multiplies by": lambda one: re.sub(r"\.(sync|aligned|row|col|cta_group::1)(?=\.|$)", "", one.instruction),
 }
@@ -86,7 +95,8 @@ def table(title: str, compiler: str, found: Sequence[Resources]) -> str:
         f"Compiled, not run, by {compiler} on {datetime.datetime.now(datetime.timezone.utc).date()}: "
         "`python -m tests.compile.resources`.",
         "Registers are per thread (of 255), shared memory per program (of 163 KiB on sm_80, 227 KiB on the others).",
-        f"{sum(bool(one.spilled_bytes) for one in found)} of {len(found)} spill.",
+        f"{sum(bool(one.spilled_bytes) for one in found)} of {len(found)} spill, "
+        f"{sum(bool(one.hot_spills) for one in found)} in a hot loop.",
     ]
     columns = {name: of for name, of in COLUMNS.items() if any(of(one) for one in found)}
     for (kernel, arch), group in itertools.groupby(found, key=lambda one: (one.kernel, one.arch)):
@@ -189,7 +199,8 @@ def _measured(variant: Variant) -> Resources:
         tensor_memory_columns=getattr(kernel.metadata, "tmem_size", None) or 0,
         instruction=instruction.group(0) if instruction else "",
         needs_matrix_instruction=variant.matrix_instruction,
-        **_registers_and_spills(kernel.asm["cubin"]),
+        **(used := _registers_and_spills(kernel.asm["cubin"])),
+        hot_spills=spills_in_hot_loops(kernel.asm["cubin"]) if used["spilled_bytes"] else 0,
     )
 
 
@@ -211,6 +222,12 @@ def measure_all(archs: Sequence[int]) -> list[Resources | str]:
 
 def _measure_number(index: int, archs: Sequence[int]) -> Resources | str:
     return measure_or_say(all_variants(archs)[index])
+
+
+def complaints_of(results: Sequence[Resources | str]) -> list[str]:
+    """What does not compile, and what is wrong with the others."""
+    wrong = (one if isinstance(one, str) else one.complaint for one in results)
+    return [one for one in wrong if one]
 
 
 def measure_or_say(variant: Variant) -> Resources | str:
@@ -315,27 +332,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m tests.compile.resources", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), metavar="DIR")
-    parser.add_argument("--keep", nargs="+", type=int, metavar="ARCH", help="only compile for these, for the tests")
+    parser.add_argument("--keep", nargs="+", type=int, metavar="ARCH", help="compile for these, and say what is wrong")
     options = parser.parse_args(arguments)
     if options.keep:
-        measure_all(tuple(options.keep))
+        results = {arch: measure_all((arch,)) for arch in options.keep}
+        print(json.dumps({arch: [len(of), complaints_of(of)] for arch, of in results.items()}))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     results = measure_all(ARCHS)
     found = [one for one in results if isinstance(one, Resources)]
     text = table("the Triton kernels", f"Triton {triton.__version__}", found)
     (options.out / "kernel_resources.md").write_text(text)
-    complaints = [one if isinstance(one, str) else one.complaint for one in results]
+    complaints = complaints_of(results)
     try:
         with tempfile.TemporaryDirectory() as folder:
             measured = measure_cuda(Path(folder, "_cuda.so"))
     except native_build().NotBuiltError as error:
         complaints.append(str(error))
     else:
-        complaints += [*measured.warnings, *(one.complaint for one in measured.resources)]
+        complaints += [*measured.warnings, *complaints_of(measured.resources)]
         text = table("the device kernels of csrc/cuda", f"nvcc {measured.toolkit}", measured.resources)
         (options.out / "cuda_resources.md").write_text(text)
-    complaints = [complaint for complaint in complaints if complaint]
     print(*complaints, sep="\n", file=sys.stderr)
     print(f"{len(found)} of {len(results)} variants compiled, {len(complaints)} complaints; {options.out}")
     return int(any(complaints))

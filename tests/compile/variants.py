@@ -39,7 +39,7 @@ from fused_tp.triton_kernels.gemm.launch import Launch
 
 WORLD = 8
 ARCHS = (80, 90, 100)
-SAMPLE = 0  # in the place of an architecture: some of sm_90, which take half a minute
+SAMPLE = 0  # in the place of an architecture: some of sm_90, which take half a minute, and a few of the others
 M, N, SEQ, HEADS, KV_HEADS = 256, 256, 128, 16, 8
 
 
@@ -281,10 +281,13 @@ def _decode(arch: int) -> Iterator[Variant]:
 
 @functools.cache
 def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
-    """What all families of kernels ship, for each architecture; for SAMPLE one variant of each kernel and dtype."""
+    """What all families of kernels ship, for each architecture; for SAMPLE one variant of each kernel and dtype
+    on sm_90, and one of each kernel on the others."""
     if SAMPLE in archs:
         hopper = {(one.kernel, one.name.split(" ")[0]): one for one in reversed(all_variants((90,)))}
-        return [*hopper.values(), *(all_variants(rest) if (rest := tuple(a for a in archs if a != SAMPLE)) else ())]
+        others = {(one.kernel, one.arch): one for one in reversed(all_variants((80, 100)))}
+        rest = tuple(arch for arch in archs if arch != SAMPLE)
+        return [*hopper.values(), *others.values(), *(all_variants(rest) if rest else ())]
     families = (_gathers, _sums, _steps, _ring, _decode)
     # Two configs may load by pointers in the same way, and are one variant then.
     named = {(v.kernel, v.arch, v.name): v for family in families for arch in archs for v in family(arch)}
