@@ -3,6 +3,7 @@
 #   make test     the contract of the public API, in minutes         make test-all  that, tools, sanitizers; test-long: sweeps
 #   make lint     ruff, mypy, import-linter, clang-format            make format    rewrite to what lint wants
 #   make docs     the documentation, into out/docs                   make wheel     a wheel for other machines, into dist
+#   make gpu-kernels  what `fused-tp selftest` launches, compiled for ARCH (90), as one archive in dist
 #   make bench    measure on this machine, into out/bench            make soak      injected faults; random ops for SOAK_MINUTES
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +28,9 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: all install demo test test-all test-long lint format docs wheel bench soak clean
+ARCH ?= 90
+
+.PHONY: all install demo test test-all test-long lint format docs wheel gpu-kernels bench soak clean
 all: test
 
 install: $(VENV)/installed
@@ -97,6 +100,10 @@ wheel: $(VENV)/installed $(VENV)/installed-release
 	rm -rf build/lib* build/wheel
 	FUSED_TP_CUDA=1 $(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
+
+# Compiled Triton kernels for a GPU that need not be here, for this virtual environment's Triton and Python.
+gpu-kernels: $(VENV)/installed $(VENV)/installed-triton
+	$(BIN)/python -m fused_tp.selftest.kernel_cache --arch $(ARCH) --out dist/kernels-sm_$(ARCH).tar.xz
 
 bench: $(VENV)/installed $(VENV)/installed-bench
 	$(BIN)/fused-tp bench --out out/bench $(ARGS)

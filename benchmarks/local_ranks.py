@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 import traceback
@@ -102,6 +103,8 @@ class LocalRank(KernelMemory):
         self.device = group.device
         self.pids: Mapping[int, int] = {}
         self.arch, self.sms = 0, CPU_PROGRAMS
+        if self.device.type == "cpu" and (gpu := _assumed_gpu()):
+            self.arch, self.sms = gpu.arch, max(1, gpu.sms // self.world_size)
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
             self.arch = 10 * properties.major + properties.minor
@@ -257,6 +260,12 @@ def _device(device: torch.device | str) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("device is cuda, and this machine has no NVIDIA GPU that torch can use.")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _assumed_gpu() -> Any:
+    """The GPU that tensors of the CPU count as those of, while kernels are compiled without one; else None."""
+    device = sys.modules.get("fused_tp.triton_kernels.device")
+    return None if device is None else device.assumed_gpu()
 
 
 def _streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,54 @@ KINDS = ("bf16", "fp16", "tf32", "ieee")
 LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
 
 
+class AssumedGpu(NamedTuple):
+    """A GPU that need not be there, for what compiles for it.
+
+    Attributes:
+        arch: compute capability as in sm_90.
+        sms: multiprocessors.
+        shared_bytes: shared memory that a program may have.
+    """
+
+    arch: int
+    sms: int
+    shared_bytes: int
+
+
+# The largest of each architecture: A100, H100 and H200, B200.
+KNOWN_GPUS = {
+    80: AssumedGpu(80, 108, 163 << 10),
+    90: AssumedGpu(90, 132, 227 << 10),
+    100: AssumedGpu(100, 148, 227 << 10),
+}
+_assumed: AssumedGpu | None = None
+
+
+@contextlib.contextmanager
+def assumed(gpu: AssumedGpu) -> Iterator[None]:
+    """A context in which tensors of the CPU count as those of `gpu`. What is launched there must not run."""
+    global _assumed
+    before, _assumed = _assumed, gpu
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def assumed_gpu() -> AssumedGpu | None:
+    """The GPU that is `assumed` now, if any."""
+    return _assumed
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """True if compiled kernels can be launched on tensors of `device`: a GPU, or the CPU where one is `assumed`."""
+    return device.type == "cuda" or _assumed is not None
+
+
 def arch_of(device: torch.device) -> int:
     """The architecture whose configs are taken, 80, 90 or 100; 0 under the interpreter, and of a GPU before sm_80."""
+    if _assumed is not None:
+        return kernels_of(_assumed.arch)
     if device.type != "cuda" or INTERPRETED.value:
         return 0
     properties = _properties(device.index)
@@ -36,11 +82,15 @@ def kernels_of(capability: int) -> int:
 
 def sms_of(device: torch.device) -> int:
     """Multiprocessors of a GPU; 4 on CPU, so that interpreted launches have several programs."""
+    if _assumed is not None:
+        return _assumed.sms
     return int(_properties(device.index).multi_processor_count) if device.type == "cuda" else 4
 
 
 def shared_bytes_of(device: torch.device) -> int:
     """Shared memory that a program may have on a GPU."""
+    if _assumed is not None:
+        return _assumed.shared_bytes
     return int(getattr(_properties(device.index), "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
 
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": "train the same model in several ways, and print what each costs",
     "report": "say from traces how much communication is hidden, who is late, and what to change",
     "bench": "measure the ops against plain collectives; with --tune, write this machine's dispatch table",
+    "selftest": "prove, measure and report what the GPUs of this machine do, in minutes",
     "tune": "check every schedule on this machine, then measure, and keep what FUSED_TP_AUTOTUNE uses",
     "launch": "run a script on the ranks of this machine, of other hosts or of SLURM, over torchrun",
     "check": "run a parallel model on CPU ranks against one process, and say where it differs",

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,38 +17,33 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from benchmarks.gpu_ranks import normal, prepare, prepare_copied, set_flags
+from benchmarks.gpu_ranks import normal, set_flags
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
-from fused_tp.attention.layout import TokenLayout
-from fused_tp.attention.plan import ring_plan
-from fused_tp.attention.ring_fused import keys_layout, kv_chunks
-from fused_tp.attention.spec import AttentionMask
-from fused_tp.runtime.partition import shard_range
-from fused_tp.triton_kernels.attention.launch import Terms
-from fused_tp.triton_kernels.attention.ring_forward import ring_forward
-from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
+from fused_tp.selftest.kernel_calls import (
+    COPIED,
+    DIRECT,
+    FEW_SHAPES,
+    RINGS,
+    SHAPES,
+    SUMS,
+    Call,
+    error_of,
+    make_call,
+    matmul64,
+    prepared,
+)
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.device import arch_of
 from fused_tp.triton_kernels.gemm import all_gather_gemm as gathers
-from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
 from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
 from fused_tp.triton_kernels.gemm.configs import fused_configs
 from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
-from tests.attention_reference import dense_attention, dense_mask
-from tests.reference import assert_within_dtype_error, matmul64, rms_norm64, seeded
+from tests.reference import assert_within_dtype_error
 
 pytestmark = pytest.mark.gpu
 
 MILLISECOND = 2_000_000  # clock cycles of `torch.cuda._sleep`, about
-EPS = 1e-5
-SUMS = ["one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter", "products"]
-COPIED = ["copied"]  # by copy engines, whose failures and graphs are tested with those (test_schedules.py)
-DIRECT = ["direct"]
-RINGS = ["ring", "ring_in_groups"]
-# Odd ones, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles of each program.
-SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
-FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # each shape and dtype has kernels to compile
 
 
 @pytest.fixture(autouse=True)
@@ -58,168 +51,23 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "400")  # of a whole test: kernels are compiled in it, and have their own
 
 
-@dataclass
-class Call:
-    """One call of one rank: how to launch it in a workspace, and how to check what comes out."""
-
-    launch: Callable[[Any], list[Tensor]]
-    wanted: list[Tensor]  # fp64
-    nbytes: int
-    terms: int
-    everywhere: bool = False  # the same bits on all ranks
-    lse: bool = False  # the second result is that of attention
-
-    def check(self, results: list[Tensor], name: str) -> None:
-        for number, (result, wanted) in enumerate(zip(results, self.wanted, strict=True)):
-            if number == 1 and self.lse:
-                torch.testing.assert_close(result.double(), wanted, atol=1e-3, rtol=1e-3, msg=lambda m: f"{name}: {m}")
-            else:
-                # Terms and probabilities are rounded to dtype, with random signs; so are results, and a norm adds one.
-                assert_within_dtype_error(
-                    result, wanted, result.dtype, reduced_over=self.terms, roundings=3, name=name
-                )  # fmt: skip
+def check(call: Call, results: list[Tensor], name: str) -> None:
+    problem = error_of(call, results)
+    assert not problem, f"{name}: {problem}"
 
 
 def right_or_nan(call: Call, results: list[Tensor], name: str) -> None:
     """What did not arrive is NaN, never a number; all else is right."""
     assert any(bool(result.isnan().any()) for result in results if result.numel()), f"{name}: nothing is missing"
-    known = zip(results, call.wanted, strict=True)
-    call.check([torch.where(result.isnan(), wanted.to(result.dtype), result) for result, wanted in known], name)
-
-
-def workspace_kind(op: str) -> Any:
-    return GatherWorkspace if op in DIRECT else RingWorkspace if op in RINGS else Workspace
-
-
-def make_call(rank: LocalRank, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
-    if op in RINGS:
-        return ring_call(rank, op, (shape[0], 8, 64), dtype, seed)
-    return (gather_call if op in COPIED + DIRECT else sum_call)(rank, op, shape, dtype, seed)
-
-
-def sum_call(
-    rank: Any,
-    op: str,
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    seed: int,
-    launch: Launch | None = None,
-    uneven: int = 0,
-) -> Call:
-    """With K of odd ranks larger by `uneven`; "products": dX of q, k and v, a sum over products as well as ranks."""
-    m, n, k = shape
-    world, device = rank.world_size, rank.device
-    ks = (k, k // 2, k // 3 + 1) if op == "products" else (k,)
-    pairs = [
-        [
-            tuple(
-                normal(rows, one + r % 2 * uneven, dtype=dtype, device=device, seed=1000 * seed + 100 * i + at + r)
-                for at, rows in ((0, m), (50, n))
-            )
-            for i, one in enumerate(ks)
-        ]
-        for r in range(world)
-    ]
-    bias = normal(n, dtype=dtype, device=device, seed=seed + 7)
-    residual = normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
-    norm_weight = normal(n, dtype=dtype, device=device, seed=seed + 9)
-    total = sum((matmul64(*pair) for of_rank in pairs for pair in of_rank), start=bias.double())
-    launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
-    product, how = pairs[rank.rank], {"launch": launch, "bias": bias}
-    if op in ("reduce_scatter", "products"):
-        return Call(
-            lambda workspace: [scatters.gemm_reduce_scatter(product, workspace=workspace, **how)],
-            [total[slice(*shard_range(m, world, rank.rank))]],
-            scatters.workspace_bytes(m, n, dtype, world, launch),
-            world * sum(ks),
-        )
-    how["two_shot"] = op.startswith("two_shot")
-    wanted = [total]
-    if op.endswith("norm"):
-        how |= {"residual": residual, "norm_weight": norm_weight, "eps": EPS}
-        wanted = [total + residual.double(), rms_norm64(total + residual.double(), norm_weight, EPS)]
-
-    def reduce(workspace: Any) -> list[Tensor]:
-        results = reduces.gemm_all_reduce(product, workspace=workspace, **how)
-        return [result for result in results if result is not None]
-
-    nbytes = reduces.workspace_bytes(m, n, dtype, world, launch, two_shot=how["two_shot"])
-    return Call(reduce, wanted, nbytes, world * k, everywhere=True)
-
-
-def gather_call(
-    rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int, launch: Launch | None = None
-) -> Call:
-    m, n, k = shape
-    world, device, keep = rank.world_size, rank.device, op == "copied"
-    x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
-    ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
-    biases = [normal(w.shape[0], dtype=dtype, device=device, seed=seed + 7) for w in ws]
-    shard = x[slice(*shard_range(m, world, rank.rank))]
-    # Copies between ranks of one GPU may be kernels, which need an SM that the matmul leaves free.
-    launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
-    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep}
-
-    def gather(workspace: Any) -> list[Tensor]:
-        if op == "copied":
-            outs, gathered = workspace(shard, ws, **how)
-        else:
-            outs, gathered = gathers.all_gather_gemm(shard, ws, workspace=workspace, **how)
-        return [*outs, *([] if gathered is None else [gathered])]
-
-    wanted = [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)] + [x.double()] * keep
-    return Call(gather, wanted, gathers.workspace_bytes(-(-m // world), k, dtype, world), k)
-
-
-def ring_call(rank: Any, op: str, shape: tuple[int, int, int], dtype: torch.dtype, seed: int) -> Call:
-    """Of `rank`, which holds its part of a sequence; `shape`: tokens, heads, head_dim."""
-    seq, heads, head_dim = shape
-    how: dict[str, Any] = (
-        {"causal": True},
-        {"causal": True, "window": (seq // (4 * rank.world_size), 0), "layout": "contiguous"},  # neighbours' keys only
-        {},
-        {"causal": True, "cu_seqlens": (0, seq // 3, seq // 3, seq), "layout": "contiguous"},
-        {"causal": True, "window": (0, 0)},  # nobody's keys but its own
-    )[seed % 5]
-    layout = how.pop("layout", "zigzag")
-    plan = ring_plan(AttentionMask(seq, seq, **how), rank.world_size, TokenLayout(layout))
-    q, k, v = (seeded(2, seq, n, head_dim, dtype=dtype, seed=10 * seed + i) for i, n in enumerate((heads, 2, 2)))
-    seen, distance = dense_mask(seq, seq, **how)
-    mine = torch.from_numpy(plan.queries[rank.rank].indices)
-    wanted = dense_attention(q[:, mine].double(), k, v, seen[mine], distance[mine])
-    here = [x[:, mine].to(rank.device) for x in (q, k, v)]
-    keys = keys_layout(plan, rank.rank, *here[1:])
-    if op == "ring_in_groups":
-        keys = replace(keys, groups=keys.pairs)
-    # Two relays of each rank may take an SM each, as they come while others are still free.
-    programs = max(1, rank.sms - 2)
-
-    def attend(workspace: Any) -> list[Tensor]:
-        chunks, terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
-        return [*ring_forward(*here, chunks, terms, keys, workspace=workspace, programs=programs)]
-
-    return Call(attend, [x.to(rank.device) for x in wanted], keys.nbytes(rank.world_size), seq, lse=True)
-
-
-def prepared(rank: LocalRank, op: str, calls: list[Call], timeout_seconds: float = 20.0) -> Any:
-    def rehearse(workspace: Any) -> None:
-        if rank.device.type == "cuda":
-            torch.cuda._sleep(1)  # a kernel too, and loaded when first launched
-        kept = [call.launch(workspace) for call in calls]  # as much memory as all results take is there afterwards
-        rank.synchronize()
-        del kept
-
-    if op in COPIED:
-        return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
-    nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
-    return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=workspace_kind(op))
+    known = zip(results, call.reference(), strict=True)
+    check(call, [torch.where(result.isnan(), wanted.to(result.dtype), result) for result, wanted in known], name)
 
 
 def check_calls(rank: LocalRank, op: str, calls: list[Call], results: list[list[Tensor]], workspace: Any) -> None:
     rank.synchronize()
     assert workspace.expired() is None, str(workspace.expired())
     for number, (call, tensors) in enumerate(zip(calls, results, strict=True)):
-        call.check(tensors, f"{op}, call {number}")
+        check(call, tensors, f"{op}, call {number}")
     everyone = rank.exchange(results)
     for number, call in enumerate(calls):
         if call.everywhere:
@@ -279,7 +127,7 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
     workspace = prepared(rank, op, [good, bad], timeout_seconds=0.5)
     results = good.launch(workspace)
     rank.barrier()
-    good.check(results, "the call before")
+    check(good, results, "the call before")
     assert workspace.expired() is None
     if rank.rank == missing:
         rank.barrier()
@@ -333,7 +181,7 @@ def captured(rank: LocalRank, op: str) -> None:
     rank.synchronize()
     assert workspace.expired() is None, str(workspace.expired())
     for number, call in enumerate(calls):
-        (call if number % 2 else calls[0]).check(kept[number], f"{op}, call {number}")
+        check(call if number % 2 else calls[0], kept[number], f"{op}, call {number}")
     rank.barrier()
 
 

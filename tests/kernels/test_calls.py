@@ -17,21 +17,21 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.symm_mem import allocate_cpu
-from fused_tp.triton_kernels.comm.workspace import Workspace
-from fused_tp.triton_kernels.gemm.configs import GemmConfig
-from fused_tp.triton_kernels.gemm.launch import Launch
-from tests.gpu.test_fused_kernels import (
+from fused_tp.selftest.kernel_calls import (
     DIRECT,
     RINGS,
     SUMS,
     Call,
     gather_call,
-    right_or_nan,
     ring_call,
     sum_call,
     workspace_kind,
 )
+from fused_tp.transport.symm_mem import allocate_cpu
+from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.gemm.configs import GemmConfig
+from fused_tp.triton_kernels.gemm.launch import Launch
+from tests.gpu.test_fused_kernels import check, right_or_nan
 from tests.kernels.ranks import delays, interpreted_ranks, same_everywhere
 from tests.kernels.test_ring_processes import small_chunks
 
@@ -89,7 +89,7 @@ def in_a_row(group: Any, asked: list[Asked], late_rank: int, first_call: int = 0
         assert workspace.expired() is None and not workspace.state[16:].any()
         assert int(workspace.state[0]) == first[workspace] + sum(other is workspace for other in used)
     for one, call, tensors in zip(asked, calls, results, strict=True):
-        call.check(tensors, str(one))
+        check(call, tensors, str(one))
         assert not call.everywhere or all(same_everywhere(group, tensor) for tensor in tensors), one
 
 
@@ -121,7 +121,7 @@ def without(group: Any, missing: int) -> list[Any]:
         asked: list[Asked] = [(op, (40, 20, 17), BF16, 2)] * 2
         calls = [made(group, one, 2) for one in asked]  # a ring's second mask looks at all ranks' keys
         workspace, _ = workspaces(group, asked, calls, timeout_seconds=0.5)
-        calls[0].check(calls[0].launch(workspace), op)
+        check(calls[0], calls[0].launch(workspace), op)
         assert workspace.expired() is None
         if group.rank() != missing:
             begun = time.monotonic()

@@ -84,9 +84,9 @@ def test_features(way: str, world_size: int, names: list[str], small: bool) -> N
 
 def ring_calls(group: Any, timeout_seconds: float) -> tuple[list[Any], Any]:
     """One call of each mask of the GPU's tests, and a workspace for them."""
+    from fused_tp.selftest.kernel_calls import ring_call
     from fused_tp.transport.symm_mem import allocate_cpu
     from fused_tp.triton_kernels.attention import ring_keys
-    from tests.gpu.test_fused_kernels import ring_call
 
     rank = SimpleNamespace(rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), sms=5)
     calls = [ring_call(rank, "ring", (21 + seed % 3, 2, 8), torch.float32, seed) for seed in range(5)]

@@ -16,6 +16,7 @@ from ..device import (
     fits_tma,
     kind_of,
     on_device,
+    runs_kernels,
     shared_bytes_of,
     tma_descriptor,
 )
@@ -96,7 +97,7 @@ def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.d
         return f"head dims go from 1 to {MAX_HEAD_DIM}; here they are {head_dim} and {v_head_dim}"
     if device is None:
         return None
-    if not INTERPRETED.value and device.type != "cuda":
+    if not INTERPRETED.value and not runs_kernels(device):
         return f"Triton kernels run on a GPU, not on {device}, unless TRITON_INTERPRET=1 was set early"
     if not INTERPRETED.value and not arch_of(device):
         return "the Triton kernels of attention need a GPU of sm_80 or later"

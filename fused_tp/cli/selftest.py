@@ -1,0 +1,151 @@
+"""`fused-tp selftest`: prove, measure and report what this machine's GPUs do, in minutes.
+
+Example:
+    $ fused-tp selftest                        # eight minutes; the table and all logs go to out/selftest
+    $ fused-tp selftest --minutes 3
+    $ fused-tp selftest --only '^sums|^smoke'
+    $ fused-tp selftest --list
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from fused_tp.cli import make_place, positive
+from fused_tp.selftest.steps import LEFT_OUT, RIGHT, Outcome, Step, run_steps, table
+
+MINUTES = 8.0
+METRICS = (
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active,sm__inst_executed_pipe_tensor_op_gmma.sum,"
+    "launch__registers_per_thread,dram__bytes.sum,gpu__time_duration.sum"
+)
+# Ranks that are threads need a hardware queue for each of their streams, and a hang must cost seconds.
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "FUSED_TP_TIMEOUT": "30"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `fused-tp selftest`."""
+    parser.epilog = (
+        "Exit status: 0 if all that ran is right, 1 if something is not, 2 if nothing of it can run here. Nothing else "
+        "should use the GPUs meanwhile."
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/selftest"), metavar="DIR", help="(out/selftest)")
+    parser.add_argument(
+        "--minutes", type=positive, default=MINUTES, metavar="X", help=f"leave out what does not fit ({MINUTES:g})"
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="only steps whose name contains a match")
+    parser.add_argument("--kernels", type=Path, metavar="FILE", help="archive of compiled kernels (make gpu-kernels)")
+    parser.add_argument("--arch", type=int, choices=(80, 90, 100), help="compile for it (this machine's GPU, else 90)")
+    parser.add_argument("--list", action="store_true", help="name the steps and stop")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the steps, print their table, write selftest.json: see the exit status in `--help`."""
+    begun = time.time()
+    obstacle, arch, gpus = _gpu()
+    arch = arguments.arch or arch or 90
+    try:
+        chosen = [
+            step for step in steps(arch, arguments.kernels, gpus, arguments.out) if re.search(arguments.only, step.name)
+        ]
+        if not chosen:
+            raise ValueError(f"--only {arguments.only!r} matches no step; --list names them.")
+        if arguments.kernels is not None and not arguments.kernels.is_file():
+            raise ValueError(f"--kernels {arguments.kernels} is no file.")
+        make_place("--out", arguments.out / "selftest.json")
+    except (ValueError, re.error) as error:
+        print(f"fused-tp selftest: {error}", file=sys.stderr)
+        return 2
+    if arguments.list:
+        print("\n".join(f"{step.name:40} {step.least:4.0f} to {step.limit:4.0f} s" for step in chosen))
+        return 0
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    outcomes: list[Outcome] = []
+    for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _say, obstacle):
+        outcomes.append(outcome)
+        _say(f"{outcome.name}: {outcome.state}{': ' * bool(outcome.note)}{outcome.note}")
+    report = {
+        "date": time.strftime("%Y-%m-%d", time.gmtime(begun)),
+        "seconds": time.time() - begun,
+        "arch": arch,
+        "gpu": "" if obstacle else gpus,
+        "steps": [vars(one) for one in outcomes],
+    }
+    (arguments.out / "selftest.json").write_text(json.dumps(report, indent=1) + "\n")
+    (arguments.out / "selftest.md").write_text(table(outcomes) + "\n")
+    print(f"\n{table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
+    ran = [one for one in outcomes if one.state != LEFT_OUT]
+    if any(one.state != RIGHT for one in ran):
+        return 1
+    gpu_steps = {step.name for step in chosen if step.needs_gpu}
+    return 0 if any(one.name in gpu_steps for one in ran) or not gpu_steps else 2
+
+
+def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
+    """All steps, in the order in which they run."""
+    from fused_tp.selftest.kernels import GROUPS
+
+    def body(*words: str) -> list[str]:
+        return [sys.executable, "-m", "fused_tp.selftest", *words]
+
+    def benchmark(name: str, minutes: float, only: str) -> list[str]:
+        how = ["--quick", "--minutes", f"{minutes:g}", "--only", only, "--out", str(out / name)]
+        return [sys.executable, "-m", "fused_tp.benchmarks.gpu", *how]
+
+    checks = {"attention": 4, "sums, 2 ranks": 2, "gathers, 2 ranks": 3, "rings, 2 ranks": 5}
+    found = [
+        Step("environment", body("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),
+        Step("kernels", body("compile", str(arch), str(archive or "")), 10, 300, 1, False, ENVIRONMENT),
+        Step("smoke", body("smoke"), 15, 75, 1, environment=ENVIRONMENT),
+    ]
+    for group in sorted(GROUPS, key=lambda group: checks.get(group, 6)):
+        found.append(Step(group, body("kernels", group), 15, 90, checks.get(group, 7), environment=ENVIRONMENT))
+    if gpus > 1:
+        tune = [sys.executable, "-m", "fused_tp", "tune", "--check-only", "--calls", "20"]
+        found.append(Step("schedules, processes", tune, 30, 180, 3, environment={"FUSED_TP_TIMEOUT": "30"}))
+    found += [
+        Step(
+            "speed of matmuls and attention",
+            benchmark("speed-1", 1.3, "^(alone|attention/|flags)"),
+            30,
+            110,
+            6,
+            environment=ENVIRONMENT,
+        ),
+        Step(
+            "speed of ranks",
+            benchmark("speed-2", 1.0, "^(ranks|attention-ranks|latency|norm|overhead)"),
+            30,
+            90,
+            8,
+            environment=ENVIRONMENT,
+        ),
+    ]
+    if shutil.which("ncu"):
+        counted = ["ncu", "--clock-control", "none", "-k", "regex:gemm", "-c", "2", "--metrics", METRICS]
+        found.append(Step("counters", [*counted, *body("smoke")], 20, 60, 9, environment=ENVIRONMENT))
+    return found
+
+
+def _gpu() -> tuple[str, int, int]:
+    """(why no step can use a GPU, or empty; architecture of its kernels; number of GPUs)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA GPU on this machine", 0, 0
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"{torch.cuda.get_device_name()} is older than sm_80", 0, torch.cuda.device_count()
+    from fused_tp.triton_kernels.device import kernels_of
+
+    return "", kernels_of(10 * major + minor), torch.cuda.device_count()
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

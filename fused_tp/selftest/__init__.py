@@ -1,0 +1,1 @@
+"""The selftest of a machine with GPUs: `fused-tp selftest`."""

@@ -1,0 +1,173 @@
+"""Compile what the selftest launches, for a GPU that need not be there, into Triton's disk cache or an archive of it.
+
+    python -m fused_tp.selftest.kernel_cache --arch 90 --out sm_90.tar.xz
+
+Each of several processes goes through all calls on tensors of the CPU, and compiles its share of the kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+
+class Compiled(NamedTuple):
+    """Result of compiling.
+
+    Attributes:
+        kernels: that are launched.
+        found: of these in the cache already.
+        failed: sentences about those that do not compile.
+        seconds: of all of it.
+    """
+
+    kernels: int
+    found: int
+    failed: list[str]
+    seconds: float
+
+
+class _Driver:
+    """Stands in for Triton's driver where no GPU is: it compiles for `arch`, and launches nothing."""
+
+    def __init__(self, arch: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Launches:
+    """Kernels that were asked for while `recorded`.
+
+    Attributes:
+        keys: name and key of each.
+        hits: of those that were compiled here, how many the cache had.
+        failed: sentences about those that do not compile.
+    """
+
+    def __init__(self, worker: int, workers: int) -> None:
+        self.keys: set[str] = set()
+        self.hits = 0
+        self.failed: list[str] = []
+        self._worker, self._workers = worker, workers
+
+    def passed_over(self, *, key: str, fn: Any, **_: Any) -> bool:
+        """Triton's hook before it compiles: true for what another process compiles, or nobody does (no workers)."""
+        whole = f"{fn.name} {key}"
+        new = whole not in self.keys
+        self.keys.add(whole)
+        return not new or self._workers == 0 or zlib.crc32(whole.encode()) % self._workers != self._worker
+
+    def compiled(self, *, cache_hit: bool, **_: Any) -> None:
+        self.hits += cache_hit
+
+
+@contextlib.contextmanager
+def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]:
+    """A context in which launches on tensors of the CPU compile for `arch` and run nothing.
+
+    Args:
+        workers: over how many processes compilations are spread, of which this is `worker`; 0: nothing is compiled.
+    """
+    import triton
+    from triton.runtime.driver import driver
+
+    from fused_tp.triton_kernels.device import KNOWN_GPUS, assumed
+
+    launches, run = Launches(worker, workers), triton.JITFunction.run
+
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        try:
+            return run(kernel, *arguments, grid=grid, warmup=True, **named)
+        except Exception as error:
+            launches.failed.append(f"{kernel.__name__} for sm_{arch}: {type(error).__name__}: {str(error)[-300:]}")
+            return None
+
+    knobs = triton.knobs
+    before = driver._active
+    driver.set_active(_Driver(arch))
+    try:
+        with (
+            assumed(KNOWN_GPUS[arch]),
+            mock.patch.object(triton.JITFunction, "run", compile_only),
+            mock.patch.object(knobs.runtime, "jit_cache_hook", launches.passed_over),
+            mock.patch.object(knobs.compilation, "listener", launches.compiled),
+        ):
+            yield launches
+    finally:
+        driver._active = before
+
+
+def compile_for(arch: int, workers: int) -> Compiled:
+    """Compile all that the selftest launches on a GPU of `arch`, in so many processes, into Triton's disk cache."""
+    begun = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        shares = list(pool.map(_compile_share, [arch] * workers, range(workers), [workers] * workers))
+    count = len(set().union(*(keys for keys, _, _ in shares)))
+    failed = sorted({text for _, _, of_share in shares for text in of_share})
+    return Compiled(count, sum(hits for _, hits, _ in shares), failed, time.monotonic() - begun)
+
+
+def _compile_share(arch: int, worker: int, workers: int) -> tuple[set[str], int, list[str]]:
+    launches = launch_all(arch, worker, workers)
+    return launches.keys, launches.hits, launches.failed
+
+
+def launch_all(arch: int, worker: int = 0, workers: int = 0) -> Launches:
+    """Go through the launches of all cases of `kernels.CASES`, as `recorded` does."""
+    from fused_tp.selftest import kernels
+
+    # Cases that differ in who is late, or how often, launch the same.
+    different = {(case.op, case.world, case.dtype, case.shapes): case for case in kernels.CASES if case.compiled_ahead}
+    with recorded(arch, worker, workers) as launches:
+        for case in different.values():
+            kernels.launch_only(case)
+    return launches
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write an archive; exit with 1 where a kernel does not compile."""
+    from fused_tp.triton_kernels.archive import pack
+    from fused_tp.triton_kernels.device import KNOWN_GPUS
+
+    parser = argparse.ArgumentParser(prog="python -m fused_tp.selftest.kernel_cache", description=__doc__)
+    parser.add_argument("--arch", type=int, choices=KNOWN_GPUS, required=True, help="as in sm_90")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.tar.xz")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--processes", type=int, default=cores, metavar="N", help=f"({cores})")
+    options = parser.parse_args(arguments)
+    if options.processes < 1:
+        parser.error(f"--processes is {options.processes}; it must be 1 or more")
+    with tempfile.TemporaryDirectory(prefix="fused_tp_kernels_") as folder:
+        with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+            found = compile_for(options.arch, options.processes)
+        count = pack(Path(folder), options.out)
+    print(*found.failed, sep="\n", file=sys.stderr, end="")
+    size = options.out.stat().st_size / 1e6
+    print(f"{count} kernels for sm_{options.arch} in {found.seconds:.0f} s: {options.out}, {size:.1f} MB")
+    return int(bool(found.failed) or count < found.kernels)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,311 @@
+"""Calls of every family of GPU kernels, with the results that fp64 has, for ranks that are threads of one GPU.
+
+| op | kernel | launched by |
+|---|---|---|
+| one_shot, two_shot, one_shot_norm, two_shot_norm | matmul + all-reduce (+ residual + RMSNorm) | gemm_all_reduce |
+| reduce_scatter | matmul + reduce-scatter | gemm_reduce_scatter |
+| products | the same with a sum of three matmuls, as dX of q, k and v | gemm_reduce_scatter |
+| direct | all-gather + matmul that reads peers' shards | all_gather_gemm |
+| copied | all-gather + matmul behind copy engines | FusedKernel |
+| ring, ring_in_groups | ring attention | ring_forward |
+| attention | attention of one rank, forward and backward | flash_attention, flash_backward |
+
+A call knows how to launch itself in a workspace and what must come out. Nothing here needs a GPU: without one, in
+`kernel_cache.recorded`, the same calls say what a GPU would compile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.attention.kernels.triton import terms_of
+from fused_tp.attention.layout import TokenLayout, Tokens
+from fused_tp.attention.plan import make_step, ring_plan
+from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.spec import AttentionMask, Scores
+from fused_tp.benchmarks.gpu_ranks import normal, prepare, prepare_copied
+from fused_tp.benchmarks.local_ranks import LocalRank
+from fused_tp.runtime.partition import shard_range
+from fused_tp.triton_kernels.attention.backward import flash_backward
+from fused_tp.triton_kernels.attention.forward import flash_attention
+from fused_tp.triton_kernels.attention.launch import Terms
+from fused_tp.triton_kernels.attention.ring_forward import ring_forward
+from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
+from fused_tp.triton_kernels.comm.gather import GatherWorkspace
+from fused_tp.triton_kernels.comm.workspace import Workspace
+from fused_tp.triton_kernels.device import arch_of
+from fused_tp.triton_kernels.gemm import all_gather_gemm as gathers
+from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
+from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
+from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
+
+EPS = 1e-5
+SUMS = ("one_shot", "two_shot", "one_shot_norm", "two_shot_norm", "reduce_scatter", "products")
+COPIED = ("copied",)
+DIRECT = ("direct",)
+RINGS = ("ring", "ring_in_groups")
+ATTENTION = ("attention",)
+# Odd ones, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles of each program.
+SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
+FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # each shape and dtype has kernels to compile
+Shape = tuple[int, int, int]
+
+
+@dataclass
+class Call:
+    """One call of one rank.
+
+    Attributes:
+        launch: workspace -> results of this rank.
+        reference: makes the results in fp64.
+        nbytes: that the call needs of a workspace.
+        summed: terms that an element of a result sums.
+        everywhere: all ranks must hold the same bits.
+        lse: the second result is a log-sum-exp.
+    """
+
+    launch: Callable[[Any], list[Tensor]]
+    reference: Callable[[], list[Tensor]]
+    nbytes: int
+    summed: int
+    everywhere: bool = False
+    lse: bool = False
+
+
+def make_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None) -> Call:
+    """A call of `op` on `rank`, the same on all ranks but for what is sharded over them.
+
+    Args:
+        shape: (m, n, k) of matmuls; of attention m is the number of tokens.
+        launch: of matmuls, in place of the one that fits the size.
+    """
+    if op in ATTENTION:
+        return attention_call(rank, (shape[0], 8, 128), dtype, seed)
+    if op in RINGS:
+        return ring_call(rank, op, (shape[0], 8, 64), dtype, seed)
+    return (gather_call if op in COPIED + DIRECT else sum_call)(rank, op, shape, dtype, seed, launch)
+
+
+def sum_call(
+    rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None, uneven: int = 0
+) -> Call:
+    """A matmul whose result is summed over ranks, with K of odd ranks larger by `uneven`."""
+    m, n, k = shape
+    world, device = rank.world_size, rank.device
+    ks = (k, k // 2, k // 3 + 1) if op == "products" else (k,)
+
+    def pair(r: int, i: int, width: int) -> tuple[Tensor, Tensor]:
+        size, number = width + r % 2 * uneven, 1000 * seed + 100 * i + r
+        x, w = (normal(rows, size, dtype=dtype, device=device, seed=number + at) for at, rows in ((0, m), (50, n)))
+        return x, w
+
+    own = [pair(rank.rank, i, width) for i, width in enumerate(ks)]
+    bias = normal(n, dtype=dtype, device=device, seed=seed + 7)
+    residual = normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
+    norm_weight = normal(n, dtype=dtype, device=device, seed=seed + 9)
+    launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms)
+    how: dict[str, Any] = {"launch": launch, "bias": bias}
+
+    def total() -> Tensor:
+        pairs = (pair(r, i, width) for r in range(world) for i, width in enumerate(ks))
+        return sum((matmul64(*one) for one in pairs), start=bias.double())
+
+    if op in ("reduce_scatter", "products"):
+        return Call(
+            lambda workspace: [scatters.gemm_reduce_scatter(own, workspace=workspace, **how)],
+            lambda: [total()[slice(*shard_range(m, world, rank.rank))]],
+            scatters.workspace_bytes(m, n, dtype, world, launch),
+            world * sum(ks),
+        )
+    how["two_shot"] = op.startswith("two_shot")
+    norm = op.endswith("norm")
+    if norm:
+        how |= {"residual": residual, "norm_weight": norm_weight, "eps": EPS}
+
+    def reference() -> list[Tensor]:
+        if not norm:
+            return [total()]
+        summed = total() + residual.double()
+        return [summed, rms_norm64(summed, norm_weight, EPS)]
+
+    def reduce(workspace: Any) -> list[Tensor]:
+        results = reduces.gemm_all_reduce(own, workspace=workspace, **how)
+        return [result for result in results if result is not None]
+
+    nbytes = reduces.workspace_bytes(m, n, dtype, world, launch, two_shot=how["two_shot"])
+    return Call(reduce, reference, nbytes, world * k, everywhere=True)
+
+
+def gather_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None) -> Call:
+    """Two matmuls of rows that are gathered; "copied" returns these, too."""
+    m, n, k = shape
+    world, device, keep = rank.world_size, rank.device, op == "copied"
+    x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
+    ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
+    biases = [normal(w.shape[0], dtype=dtype, device=device, seed=seed + 7) for w in ws]
+    shard = x[slice(*shard_range(m, world, rank.rank))]
+    # Copies between ranks of one GPU may be kernels, which need an SM that the matmul leaves free.
+    launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
+    how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep}
+
+    def gather(workspace: Any) -> list[Tensor]:
+        if op == "copied":
+            outs, gathered = workspace(shard, ws, **how)
+        else:
+            outs, gathered = gathers.all_gather_gemm(shard, ws, workspace=workspace, **how)
+        return [*outs, *([] if gathered is None else [gathered])]
+
+    def reference() -> list[Tensor]:
+        return [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)] + [x.double()] * keep
+
+    return Call(gather, reference, gathers.workspace_bytes(-(-m // world), k, dtype, world), k)
+
+
+def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
+    """Ring attention of `rank`, which holds its part of a sequence; `shape`: tokens, heads, head_dim."""
+    seq, heads, head_dim = shape
+    how: dict[str, Any] = (
+        {"causal": True},
+        {"causal": True, "window": (seq // (4 * rank.world_size), 0), "layout": "contiguous"},  # neighbours' keys only
+        {},
+        {"causal": True, "cu_seqlens": (0, seq // 3, seq // 3, seq), "layout": "contiguous"},
+        {"causal": True, "window": (0, 0)},  # nobody's keys but its own
+    )[seed % 5]
+    layout = how.pop("layout", "zigzag")
+    mask = AttentionMask(seq, seq, **how)
+    plan = ring_plan(mask, rank.world_size, TokenLayout(layout))
+    q, k, v = (
+        normal(2, seq, n, head_dim, dtype=dtype, device=torch.device("cpu"), seed=10 * seed + i)
+        for i, n in enumerate((heads, 2, 2))
+    )
+    mine = torch.from_numpy(plan.queries[rank.rank].indices)
+    here = [x[:, mine].to(rank.device) for x in (q, k, v)]
+    keys = keys_layout(plan, rank.rank, *here[1:])
+    if op == "ring_in_groups":
+        keys = replace(keys, groups=keys.pairs)
+    # Two relays of each rank may take an SM each, as they come while others are still free.
+    programs = max(1, rank.sms - 2)
+
+    def attend(workspace: Any) -> list[Tensor]:
+        chunks, terms = kv_chunks(plan, rank.rank), Terms(head_dim**-0.5)
+        return [*ring_forward(*here, chunks, terms, keys, workspace=workspace, programs=programs)]
+
+    def reference() -> list[Tensor]:
+        found = attention64(q, k, v, mask)
+        return [found[0][:, mine].to(rank.device), found[1][:, :, mine].to(rank.device)]
+
+    return Call(attend, reference, keys.nbytes(rank.world_size), seq, lse=True)
+
+
+def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
+    """(out, lse, dq, dk, dv) of one rank, which waits for nobody; `shape`: tokens, heads, head_dim."""
+    seq, heads, head_dim = shape
+    mask = AttentionMask(seq, seq, causal=seed % 2 == 0)
+    q, k, v, grad = (
+        normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
+        for i, n in enumerate((heads, 2, 2, heads))
+    )
+    whole = Tokens((range(seq),))
+    step, terms = make_step(mask, whole, whole), terms_of(Scores(head_dim**-0.5))
+
+    def attend(workspace: Any) -> list[Tensor]:
+        out, lse = flash_attention(q, k, v, step, terms)
+        sums = (grad.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+        gradients = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v)]
+        flash_backward(grad, q, k, v, lse, sums, *gradients, step, terms)
+        return [out, lse, *(gradient.to(dtype) for gradient in gradients)]
+
+    def reference() -> list[Tensor]:
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        out, lse = attention64(leaves[0], leaves[1], leaves[2], mask)
+        return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad.double())]
+
+    return Call(attend, reference, 0, seq, lse=True)
+
+
+# -- references --------------------------------------------------------------------------------------------------------
+
+
+def matmul64(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [M, K] @ weight [N, K]^T + bias [N] in fp64."""
+    return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def rms_norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim in fp64."""
+    return torch.nn.functional.rms_norm(x.double(), (x.shape[-1],), weight.double(), eps)
+
+
+def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
+    """(out [B, S, H, D], lse [B, H, S]) in fp64 of q [B, S, H, D], k and v [B, S, Hkv, D]: all scores at once."""
+    whole = Tokens((range(mask.seq_len),))
+    step = make_step(mask, whole, whole)
+    places = torch.arange(mask.seq_len, device=q.device)
+    first, last = (torch.from_numpy(x).to(q.device)[:, None] for x in (step.starts, step.stops))
+    seen = (places >= first) & (places < last)
+    shared = q.shape[2] // k.shape[2]
+    q64, k64, v64 = (x.double().transpose(1, 2) for x in (q, *(x.repeat_interleave(shared, 2) for x in (k, v))))
+    scores = (q64 @ k64.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    return (weights @ v64).transpose(1, 2), lse
+
+
+def error_of(call: Call, results: Sequence[Tensor]) -> str:
+    """Say where results are further from fp64 than their dtype explains, and how far; empty: nowhere.
+
+    An element may be off by three roundings of numbers of its own and of usual size (terms, result, norm), and by what
+    fp32 sums of `summed` terms are; a log-sum-exp by 1e-3.
+    """
+    for number, (mine, wanted) in enumerate(zip(results, call.reference(), strict=True)):
+        if mine.shape != wanted.shape:
+            return f"result {number} has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}"
+        if not wanted.numel():
+            continue
+        known = wanted.isfinite()
+        if not bool(((mine == wanted) | known).all()):
+            return f"result {number} differs where fp64 is infinite"
+        if number == 1 and call.lse:
+            allowed = 1e-3 * (1 + wanted.abs())
+        else:
+            size = torch.where(known, wanted, 0).square().mean().sqrt()
+            sums = 8 * torch.finfo(torch.float32).eps * call.summed**0.5 * size
+            allowed = 3 * torch.finfo(mine.dtype).eps * (wanted.abs() + size) + sums
+        error = torch.where(known, (mine.double() - wanted).abs(), 0)
+        if bool((bad := ~(error <= allowed) & known).any()):
+            worst = float((error / allowed)[bad].max())
+            part = f"{int(bad.sum())} of {bad.numel()} elements of result {number}"
+            return f"{part} are off, by up to {worst:.3g} times what is allowed"
+    return ""
+
+
+# -- workspaces --------------------------------------------------------------------------------------------------------
+
+
+def workspace_kind(op: str) -> Any:
+    """The class of workspace that `op` takes."""
+    return GatherWorkspace if op in DIRECT else RingWorkspace if op in RINGS else Workspace
+
+
+def prepared(rank: LocalRank, op: str, calls: Sequence[Call], timeout_seconds: float = 20.0) -> Any:
+    """A workspace for `calls` on every rank, with all kernels loaded and memory for all results taken."""
+    if op in ATTENTION:
+        return None
+
+    def rehearse(workspace: Any) -> None:
+        if rank.device.type == "cuda":
+            torch.cuda._sleep(1)  # a kernel too, and loaded when first launched
+        kept = [call.launch(workspace) for call in calls]  # as much memory as all results take is there afterwards
+        rank.synchronize()
+        del kept
+
+    if op in COPIED:
+        return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
+    nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
+    return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=workspace_kind(op))

@@ -1,0 +1,131 @@
+"""The first minute on a GPU: its ceilings, its driver, memory operations of streams, one kernel of each family."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from fused_tp.selftest import kernels
+
+Say = Callable[[str], None]
+# cuda.h: attributes of a device, and kinds of memory operations of streams.
+ATTRIBUTES = {"multicast": 132, "64-bit memory operations": 122, "virtual memory": 102, "handles as files": 103}
+_WAIT_64, _WRITE_64, _GEQ = 4, 5, 0
+_MOST_OPERATIONS = 255
+
+
+def smoke(device: torch.device, say: Say) -> tuple[dict[str, Any], list[str]]:
+    """(what was measured, sentences about what failed), each said as it is found."""
+    found: dict[str, Any] = {}
+    failed: list[str] = []
+    parts: dict[str, Callable[[torch.device], Any]] = {
+        "bf16 matmul 8192^3 by cuBLAS, TFLOP/s": matmul_ceiling,
+        "copy on the device, GB/s read and written": copy_ceiling,
+        "driver": driver_attributes,
+        "memory operations of a stream": lambda device: memory_operations(device, graph=False),
+        "memory operations in a CUDA graph": lambda device: memory_operations(device, graph=True),
+        "device kernels of csrc/cuda": device_library,
+    }
+    for op in ("attention", "reduce_scatter", "direct", "ring", "copied"):
+        parts[f"one kernel: {op}"] = partial(one_kernel, op=op)
+    for name, part in parts.items():
+        try:
+            found[name] = part(device)
+            say(f"right  {name}: {found[name]}")
+        except Exception as error:
+            text = f"{name}: {type(error).__name__}: {str(error)[:300]}"
+            failed.append(text)
+            say(f"WRONG  {text}")
+    return found, failed
+
+
+def _milliseconds(run: Callable[[], object], calls: int = 10) -> float:
+    run()
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun.record()
+    for _ in range(calls):
+        run()
+    ended.record()
+    ended.synchronize()
+    return begun.elapsed_time(ended) / calls
+
+
+def matmul_ceiling(device: torch.device) -> float:
+    x, w = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return round(2 * 8192**3 / _milliseconds(lambda: x @ w.t()) / 1e9, 1)
+
+
+def copy_ceiling(device: torch.device) -> float:
+    source = torch.empty(1 << 29, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return round(2 * source.nbytes / _milliseconds(lambda: target.copy_(source)) / 1e6, 1)
+
+
+def driver_attributes(device: torch.device) -> dict[str, Any]:
+    from fused_tp.transport.cuda_driver import cuda_version, device_attribute
+
+    index = device.index or 0
+    return {"version": cuda_version(), **{name: device_attribute(one, index) for name, one in ATTRIBUTES.items()}}
+
+
+def memory_operations(device: torch.device, *, graph: bool) -> str:
+    """Write a word, wait for it, write another, in one batch, by the driver; outside of a graph in large ones, too."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
+
+    def operations(count: int) -> None:
+        batch = (ctypes.c_uint64 * (6 * count))()  # 48 bytes each: kind, address, value, flags
+        for number in range(count):
+            kind, value = (_WRITE_64, 7) if number == 0 else (_WAIT_64, 7) if number == 1 else (_WRITE_64, 9)
+            batch[6 * number : 6 * number + 4] = [kind, word.data_ptr(), value, _GEQ]
+        status = cuda.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), count, batch, 0)
+        if status:
+            raise RuntimeError(f"the driver refused a batch of {count} (CUresult {status})")
+
+    torch.cuda.synchronize(device)
+    if graph:
+        made = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(made, stream=stream):
+            operations(3)
+        made.replay()
+    else:
+        with torch.cuda.stream(stream):
+            for count in (3, _MOST_OPERATIONS):
+                operations(count)
+    torch.cuda.synchronize(device)
+    if int(word) != 9:
+        raise RuntimeError(f"the last word written is {int(word)}, not 9")
+    return "in one batch of 3" if graph else f"in batches of 3 and {_MOST_OPERATIONS}"
+
+
+def device_library(device: torch.device) -> str:
+    from fused_tp.transport import native_kernels
+    from fused_tp.transport.device_collectives import sum_into
+
+    major, minor = torch.cuda.get_device_capability(device)
+    available = native_kernels.native_kernels_available(10 * major + minor)
+    if not available:
+        raise RuntimeError(available.reason)
+    begun = time.monotonic()
+    native_kernels.native_kernels().preload()
+    seconds = time.monotonic() - begun
+    terms = torch.randn(4, 1000, 77, device=device).bfloat16()
+    out = torch.empty(1000, 77, device=device, dtype=torch.bfloat16)
+    sum_into(out, terms)
+    error = float((out.double() - terms.double().sum(0)).abs().max())
+    if error > 0.05:
+        raise RuntimeError(f"a sum of four terms is off by {error:.3g}")
+    return f"built for {native_kernels.built_for()}, loaded in {seconds:.2f} s"
+
+
+def one_kernel(device: torch.device, op: str) -> str:
+    case = next(case for case in kernels.CASES if case.op == op and not case.late)
+    problem = kernels.check(kernels.one_call(case), device)
+    if problem:
+        raise RuntimeError(problem)
+    return case.name

@@ -1,0 +1,171 @@
+"""Steps of the selftest: each a process of its own with a deadline of its own, in an order that says most first.
+
+| when | what happens |
+|---|---|
+| a step ends | its line and what it found are written at once |
+| it exits with another code than 0 | it has failed; the next one runs |
+| it outlasts its deadline | its process group is killed, and the GPU is asked whether it answers |
+| the GPU does not answer | no further step that needs it runs |
+| the time left is below its least | it is left out |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RIGHT, WRONG, LATE, LEFT_OUT = "right", "wrong", "late", "left out"
+ALIVE = "import torch; assert float(torch.ones(8, device='cuda').sum()) == 8"
+ALIVE_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        name: of the step, as `--only` matches it.
+        command: that its process runs.
+        least: seconds under which it is not worth beginning.
+        limit: seconds after which it is killed.
+        rank: 0 is the most valuable; under `--minutes` those of high ranks are left out first.
+        needs_gpu: it cannot run without one.
+        environment: more variables of its process.
+    """
+
+    name: str
+    command: Sequence[str]
+    least: float
+    limit: float
+    rank: int
+    needs_gpu: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What came of a step."""
+
+    name: str
+    state: str
+    seconds: float = 0.0
+    note: str = ""
+    found: Any = None
+
+
+def affordable(steps: Sequence[Step], seconds: float) -> set[str]:
+    """Names of the steps that fit into `seconds` by their least times, the most valuable ones first.
+
+    >>> affordable([Step("a", [], 10, 20, 1), Step("b", [], 50, 60, 2), Step("c", [], 15, 20, 3)], 30) == {"a", "c"}
+    True
+    """
+    chosen: set[str] = set()
+    for step in sorted(steps, key=lambda step: step.rank):
+        if step.least <= seconds:
+            chosen.add(step.name)
+            seconds -= step.least
+    return chosen
+
+
+def run_steps(
+    steps: Sequence[Step],
+    out: Path,
+    seconds: float,
+    say: Callable[[str], None],
+    obstacle: str = "",
+    alive: Sequence[str] = (sys.executable, "-c", ALIVE),
+) -> Iterator[Outcome]:
+    """Outcomes of the steps, one after the other; each is written to `out` as it comes.
+
+    Args:
+        seconds: for all of them.
+        obstacle: to steps that need a GPU, as a sentence; empty where there is none.
+        alive: command that exits with 0 if the GPU answers.
+    """
+    begun = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = affordable([step for step in steps if not (obstacle and step.needs_gpu)], seconds)
+    for step in steps:
+        left = seconds - (time.monotonic() - begun)
+        if obstacle and step.needs_gpu:
+            outcome = Outcome(step.name, LEFT_OUT, note=obstacle)
+        elif step.name not in chosen or left < step.least:
+            outcome = Outcome(
+                step.name, LEFT_OUT, note=f"it takes {step.least:.0f} s at least, and {left:.0f} s are left"
+            )
+        else:
+            say(f"=== {step.name} (at most {min(left, step.limit):.0f} s)")
+            outcome = _run(step, out, min(left, step.limit), say)
+            if outcome.state == LATE and step.needs_gpu and not _answers(alive):
+                obstacle = f"the GPU did not answer after {step.name}"
+                outcome.note += "; the GPU does not answer"
+        with (out / "outcomes.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+        yield outcome
+
+
+def _run(step: Step, out: Path, limit: float, say: Callable[[str], None]) -> Outcome:
+    base = out / step.name.replace(" ", "-").replace(",", "")
+    log, result = base.with_suffix(".log"), base.with_suffix(".json")
+    result.unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "FUSED_TP_SELFTEST_RESULT": str(result), **step.environment}
+    begun = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            step.command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    seconds = time.monotonic() - begun
+    found = _read(result)
+    lines = log.read_text(errors="replace").splitlines()
+    for line in lines[-40:]:
+        say(f"    {line[:240]}")
+    if code is None:
+        return Outcome(step.name, LATE, seconds, f"ended after {limit:.0f} s", found)
+    if code:
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last = next((line for line in reversed(lines) if line.strip()), "no output")
+        return Outcome(step.name, WRONG, seconds, f"{how}: {last.strip()[:200]}", found)
+    return Outcome(step.name, RIGHT, seconds, str(found.get("note", "")) if isinstance(found, dict) else "", found)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill all of the step, its own processes too."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait(10)
+
+
+def _read(result: Path) -> Any:
+    try:
+        return json.loads(result.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _answers(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, timeout=ALIVE_SECONDS, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown, a row for each step."""
+    rows = [f"| {one.name} | {one.state} | {one.seconds:.0f} | {one.note} |" for one in outcomes]
+    return "\n".join(["| step | outcome | seconds | note |", "|---|---|--:|---|", *rows])

@@ -1,0 +1,121 @@
+"""`fused-tp selftest`: steps that hang, crash or do not fit cost themselves and no more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from fused_tp.cli import selftest
+from fused_tp.cli.main import main
+from fused_tp.selftest.steps import LATE, LEFT_OUT, RIGHT, WRONG, Outcome, Step, affordable, run_steps
+
+YES, NO = ("true",), ("false",)
+
+
+def step(name: str, code: str, *, least: float = 0.1, limit: float = 20.0, rank: int = 0, gpu: bool = True) -> Step:
+    return Step(name, [sys.executable, "-c", code], least, limit, rank, needs_gpu=gpu)
+
+
+# It starts a process of its own, which must not outlive it.
+HANGS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("child", child.pid, flush=True)
+time.sleep(60)
+"""
+RESULT = "import json, os; open(os.environ['FUSED_TP_SELFTEST_RESULT'], 'w').write(json.dumps({'note': '3 are right'}))"
+
+
+def run(steps: list[Step], out: Path, seconds: float = 60.0, **how: object) -> tuple[list[Outcome], list[str]]:
+    lines: list[str] = []
+    return list(run_steps(steps, out, seconds, lines.append, alive=how.pop("alive", YES), **how)), lines  # type: ignore[arg-type]
+
+
+def test_a_step_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path) -> None:
+    steps = [
+        step("first", RESULT),
+        step("hangs", HANGS, limit=2.0),
+        step("crashes", "import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGSEGV)"),
+        step("is wrong", "import sys; print('5 of 7'); sys.exit(1)"),
+        step("last", "print('fine')"),
+    ]
+    begun = time.monotonic()
+    outcomes, lines = run(steps, tmp_path)
+    assert time.monotonic() - begun < 30
+    assert [one.state for one in outcomes] == [RIGHT, LATE, WRONG, WRONG, RIGHT]
+    assert outcomes[0].note == "3 are right" and outcomes[0].found == {"note": "3 are right"}
+    assert "SIGSEGV" in outcomes[2].note and outcomes[3].note == "exit code 1: 5 of 7"
+    (child,) = [int(line.split()[-1]) for line in lines if "child" in line]
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    written = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
+    assert [one["name"] for one in written] == [one.name for one in steps]
+    assert (tmp_path / "is-wrong.log").read_text() == "5 of 7\n"
+
+
+def test_a_gpu_that_does_not_answer_is_left_alone(tmp_path: Path) -> None:
+    steps = [step("hangs", HANGS, limit=1.0), step("on the GPU", ""), step("elsewhere", "", gpu=False)]
+    outcomes, _ = run(steps, tmp_path, alive=NO)
+    assert [one.state for one in outcomes] == [LATE, LEFT_OUT, RIGHT]
+    assert outcomes[1].note == "the GPU did not answer after hangs"
+
+
+def test_the_most_valuable_steps_fit_first(tmp_path: Path) -> None:
+    steps = [step("c", "", least=15, rank=3), step("a", "", least=10, rank=1), step("b", "", least=50, rank=2)]
+    assert affordable(steps, 30) == {"a", "c"}
+    outcomes, _ = run(steps, tmp_path, 30)
+    assert {one.name: one.state for one in outcomes} == {"a": RIGHT, "b": LEFT_OUT, "c": RIGHT}
+    # What takes its whole time leaves none for the next.
+    steps = [step("long", "import time; time.sleep(30)", limit=100), step("next", "", least=0.5, rank=1)]
+    begun = time.monotonic()
+    outcomes, _ = run(steps, tmp_path, 2.0)
+    assert [one.state for one in outcomes] == [LATE, LEFT_OUT] and time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("code", "gpu", "status"), [("", True, 0), ("raise SystemExit(1)", True, 1), ("", False, 0), ("", None, 2)]
+)
+def test_exit_status(
+    code: str,
+    gpu: bool | None,
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    obstacle = "no GPU" if gpu is None else ""
+    monkeypatch.setattr(selftest, "_gpu", lambda: (obstacle, 90, 1))
+    monkeypatch.setattr(selftest, "steps", lambda *_: [step("only", code, gpu=gpu is not False)])
+    assert main(["selftest", "--out", str(tmp_path)]) == status
+    report = json.loads((tmp_path / "selftest.json").read_text())
+    assert [one["name"] for one in report["steps"]] == ["only"]
+    assert "| only |" in capsys.readouterr().out
+
+
+def test_the_steps_are_named_and_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["selftest", "--list"]) == 0
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[:3] == ["environment", "kernels", "smoke"] and "sums, 4 ranks" in names
+    assert main(["selftest", "--only", "nothing"]) == 2
+    assert "matches no step" in capsys.readouterr().err
+    assert main(["selftest", "--kernels", str(tmp_path / "none")]) == 2
+
+
+def test_environment_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "fused_tp", "selftest", "--only", "^environment|^smoke", "--minutes", "1", "--out"]
+    done = subprocess.run([*command, str(out)], capture_output=True, text=True, timeout=120)
+    report = json.loads((out / "selftest.json").read_text())
+    found = report["steps"][0]["found"]
+    assert found["versions"]["torch"] and found["processors"] > 0, done.stdout
+    import torch
+
+    if not torch.cuda.is_available():
+        assert done.returncode == 2 and report["steps"][1]["state"] == LEFT_OUT

@@ -1,0 +1,108 @@
+"""Compiled kernels as one file that travels: packed from Triton's disk cache, and found there on another machine.
+
+Triton finds a kernel by a key of its source, of the constants, the compiler and the GPU's architecture. `cache_keys`
+makes that key the same in all processes, so a kernel that was compiled elsewhere, without a GPU, is found where this
+Triton would compile it. An archive of another version is harmless: nothing asks for its keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tarfile
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+import triton
+
+SHIPPED = Path(__file__).with_name("compiled")  # a folder of archives, where a wheel has some
+_KEPT = (".cubin", ".json")  # of what a compilation leaves; the rest is for reading
+_GROUP = "__grp__"
+
+
+def cache_folder() -> Path:
+    """The folder of Triton's disk cache."""
+    return Path(triton.knobs.cache.dir)
+
+
+def pack(cache: Path, archive: Path) -> int:
+    """Write the kernels of a cache to `archive` (.tar.xz), and return their number."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    with tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as made:
+        unfinished = Path(made.name)
+    with tarfile.open(unfinished, "w:xz", preset=6) as tar:
+        for group in sorted(cache.glob(f"*/{_GROUP}*.json")):
+            names = [name for name in json.loads(group.read_text())["child_paths"] if name.endswith(_KEPT)]
+            if not any(name.endswith(".cubin") for name in names):
+                continue  # a launcher, or something that is made for the machine
+            _add(tar, f"{group.parent.name}/{group.name}", json.dumps(sorted(names)).encode())
+            for name in sorted(names):
+                _add(tar, f"{group.parent.name}/{name}", (group.parent / name).read_bytes())
+            count += 1
+    unfinished.replace(archive)
+    return count
+
+
+def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    info = tarfile.TarInfo(name)  # of no time and no owner: the same kernels make the same archive
+    info.size = len(content)
+    tar.addfile(info, BytesIO(content))
+
+
+def unpack(archive: Path, cache: Path) -> int:
+    """Put the kernels of `archive` where this machine's Triton looks for them, and return the number of new ones.
+
+    Raises:
+        ValueError: the file is no such archive.
+    """
+    try:
+        with tarfile.open(archive, "r:xz") as tar:
+            files = {member.name: _content(tar, member) for member in tar if member.isfile()}
+    except (OSError, tarfile.TarError, EOFError) as error:
+        raise ValueError(f"{archive} is no archive of kernels ({error}).") from error
+    count = 0
+    for name, listed in files.items():
+        key, _, group = name.partition("/")
+        if not group.startswith(_GROUP) or (cache / key / group).exists():
+            continue
+        folder = cache / key
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = {one: str(folder / one) for one in json.loads(listed)}
+        if any(Path(one).name != one for one in paths) or Path(key).name != key:
+            raise ValueError(f"{archive} is no archive of kernels (it names {sorted(paths)} in {key}).")
+        for one in paths:
+            _write(folder / one, files[f"{key}/{one}"])
+        _write(folder / group, json.dumps({"child_paths": paths}).encode())  # last: it makes the kernel be found
+        count += 1
+    return count
+
+
+def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = tar.extractfile(member)
+    return file.read() if file else b""
+
+
+def _write(path: Path, content: bytes) -> None:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    unfinished.replace(path)
+
+
+def install_shipped() -> int:
+    """Unpack the archives that this installation came with, each once for a cache. Returns the number of new kernels.
+
+    A cache that cannot be written stays as it is: Triton says so itself when it compiles.
+    """
+    count = 0
+    for archive in sorted(SHIPPED.glob("*.tar.xz")) if SHIPPED.is_dir() else ():
+        with contextlib.suppress(OSError):
+            stamp = hashlib.sha256(f"{archive.name} {archive.stat().st_size}".encode()).hexdigest()[:16]
+            done = cache_folder() / f"fused_tp-{stamp}"
+            if not done.exists():
+                count += unpack(archive, cache_folder())
+                done.touch()
+    return count
