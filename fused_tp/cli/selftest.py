@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from fused_tp.cli import make_place, positive
-from fused_tp.selftest.steps import LEFT_OUT, RIGHT, Outcome, Step, run_steps, table
+from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, Step, run_steps, table
 
 MINUTES = 8.0
 METRICS = (
@@ -92,7 +92,7 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
     from fused_tp.selftest.kernels import GROUPS
 
     def body(*words: str) -> list[str]:
-        return [sys.executable, "-m", "fused_tp.selftest", *words]
+        return [sys.executable, "-m", "fused_tp.selftest", RESULT, *words]
 
     def benchmark(name: str, minutes: float, only: str) -> list[str]:
         how = ["--quick", "--minutes", f"{minutes:g}", "--only", only, "--out", str(out / name)]

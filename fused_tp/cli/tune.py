@@ -61,6 +61,8 @@ def main(arguments: argparse.Namespace) -> int:
                 raise ValueError(f"--ranks is {arguments.ranks}; torchrun has started {ranks}. Leave it out.")
         if ranks < 2:
             raise ValueError("one rank has nothing to send; start two at least.")
+        if device == "cuda" and not under_torchrun() and torch.cuda.device_count() == 1:
+            return check_on_one_gpu(arguments)
         if device == "cuda" and not under_torchrun() and ranks > torch.cuda.device_count():
             raise ValueError(f"--ranks is {ranks}; torch sees {torch.cuda.device_count()} GPUs.")
         if not arguments.check_only:
@@ -79,6 +81,42 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp tune: {error} A check that was under way is kept as wrong.", file=sys.stderr)
         return 1
     if arguments.json is not None and os.environ.get("RANK", "0") == "0":
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if found["wrong"] else 0
+
+
+def check_on_one_gpu(arguments: argparse.Namespace) -> int:
+    """Check the fused kernels with ranks as threads of the only GPU, as `fused-tp selftest` does, and measure nothing:
+    ranks that share a GPU say nothing of ranks that have one each.
+
+    Raises:
+        ValueError: no kernel is checked with so many ranks in these dtypes.
+    """
+    import torch
+
+    from fused_tp.selftest.kernels import CASES, check
+
+    dtypes = [getattr(torch, DTYPES[name]) for name in arguments.dtypes]
+    wanted = (arguments.ranks,) if arguments.ranks else (1, 2, 3, 4)
+    cases = [case for case in CASES if case.dtype in dtypes and case.world in wanted]
+    if not cases:
+        raise ValueError(
+            f"this machine has one GPU, on which 2 to 4 ranks are checked as threads in bf16 and 2 in fp16 and fp32; "
+            f"--ranks is {arguments.ranks} and --dtypes is {' '.join(arguments.dtypes)}."
+        )
+    print_now("This machine has one GPU: kernels are checked with ranks as threads, and nothing is measured.")
+    found: dict[str, Any] = {"ranks": "threads of one GPU", "right": [], "wrong": {}, "choices": {}}
+    device = torch.device("cuda", torch.cuda.current_device())
+    for case in cases:
+        if problem := check(case, device):
+            print_now(f"WRONG: {case.name}: {problem}")
+            found["wrong"][case.name] = problem
+        else:
+            print_now(f"{case.name}: right")
+            found["right"].append(case.name)
+    print_now(f"{len(found['right'])} right, {len(found['wrong'])} wrong.")
+    if arguments.json is not None:
+        make_place("--json", arguments.json)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if found["wrong"] else 0
 

@@ -1,6 +1,6 @@
-"""`python -m fused_tp.selftest STEP ...`: the body of one step, run in a process of its own by `fused-tp selftest`.
+"""`python -m fused_tp.selftest RESULT STEP ...`: the body of one step, which `fused-tp selftest` runs in a process.
 
-What it finds goes to the file that FUSED_TP_SELFTEST_RESULT names, as it comes; the exit code is 0 if all is right.
+What it finds goes to the file RESULT as it comes; the exit code is 0 if all is right.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 
 def keep(found: dict[str, Any]) -> None:
-    if path := os.environ.get("FUSED_TP_SELFTEST_RESULT"):
-        unfinished = Path(path + ".part")
-        unfinished.write_text(json.dumps(found, indent=1))
-        unfinished.replace(path)
+    """Write what was found so far."""
+    unfinished = Path(sys.argv[1] + ".part")
+    unfinished.write_text(json.dumps(found, indent=1))
+    unfinished.replace(sys.argv[1])
 
 
 def say(line: str) -> None:
@@ -93,7 +93,7 @@ def kernels(group: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    name, *rest = arguments
+    _, name, *rest = arguments
     if name == "compile":
         return compile_kernels(int(rest[0]), rest[1] if len(rest) > 1 else "")
     if name == "kernels":

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 RIGHT, WRONG, LATE, LEFT_OUT = "right", "wrong", "late", "left out"
+RESULT = "{result}"
 ALIVE = "import torch; assert float(torch.ones(8, device='cuda').sum()) == 8"
 ALIVE_SECONDS = 30.0
 
@@ -33,7 +34,7 @@ class Step:
 
     Attributes:
         name: of the step, as `--only` matches it.
-        command: that its process runs.
+        command: that its process runs; RESULT in it is the file for what it finds, as JSON.
         least: seconds under which it is not worth beginning.
         limit: seconds after which it is killed.
         rank: 0 is the most valuable; under `--minutes` those of high ranks are left out first.
@@ -116,11 +117,12 @@ def _run(step: Step, out: Path, limit: float, say: Callable[[str], None]) -> Out
     base = out / step.name.replace(" ", "-").replace(",", "")
     log, result = base.with_suffix(".log"), base.with_suffix(".json")
     result.unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "FUSED_TP_SELFTEST_RESULT": str(result), **step.environment}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}
+    command = [str(result) if word == RESULT else word for word in step.command]
     begun = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            step.command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
             code: int | None = process.wait(limit)

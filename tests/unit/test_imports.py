@@ -33,7 +33,7 @@ sys.meta_path.insert(0, Missing())
 import fused_tp
 for module in pkgutil.walk_packages(fused_tp.__path__, "fused_tp."):
     # Imported where their library has been, whose classes theirs are made from, or by it.
-    libraries = tuple(f"fused_tp.integrations.{name}" for name in ("peft", "torchtitan", "megatron"))
+    libraries = *(f"fused_tp.integrations.{name}" for name in ("peft", "torchtitan", "megatron")), "fused_tp.selftest."
     of_a_library = module.name.startswith(libraries)
     if not of_a_library and module.name.split(".")[1] not in ("triton_kernels", "_core", "_cuda", "__main__"):
         importlib.import_module(module.name)

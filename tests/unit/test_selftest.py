@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,13 +15,13 @@ pytest.importorskip("triton")
 
 from fused_tp.cli import selftest
 from fused_tp.cli.main import main
-from fused_tp.selftest.steps import LATE, LEFT_OUT, RIGHT, WRONG, Outcome, Step, affordable, run_steps
+from fused_tp.selftest.steps import LATE, LEFT_OUT, RESULT, RIGHT, WRONG, Outcome, Step, affordable, run_steps
 
 YES, NO = ("true",), ("false",)
 
 
 def step(name: str, code: str, *, least: float = 0.1, limit: float = 20.0, rank: int = 0, gpu: bool = True) -> Step:
-    return Step(name, [sys.executable, "-c", code], least, limit, rank, needs_gpu=gpu)
+    return Step(name, [sys.executable, "-c", code, RESULT], least, limit, rank, needs_gpu=gpu)
 
 
 # It starts a process of its own, which must not outlive it.
@@ -30,7 +31,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print("child", child.pid, flush=True)
 time.sleep(60)
 """
-RESULT = "import json, os; open(os.environ['FUSED_TP_SELFTEST_RESULT'], 'w').write(json.dumps({'note': '3 are right'}))"
+FINDS = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'note': '3 are right'}))"
 
 
 def run(steps: list[Step], out: Path, seconds: float = 60.0, **how: object) -> tuple[list[Outcome], list[str]]:
@@ -40,7 +41,7 @@ def run(steps: list[Step], out: Path, seconds: float = 60.0, **how: object) -> t
 
 def test_a_step_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path) -> None:
     steps = [
-        step("first", RESULT),
+        step("first", FINDS),
         step("hangs", HANGS, limit=2.0),
         step("crashes", "import os, signal; print('so far', flush=True); os.kill(os.getpid(), signal.SIGSEGV)"),
         step("is wrong", "import sys; print('5 of 7'); sys.exit(1)"),
@@ -119,3 +120,72 @@ def test_environment_without_a_gpu(tmp_path: Path) -> None:
 
     if not torch.cuda.is_available():
         assert done.returncode == 2 and report["steps"][1]["state"] == LEFT_OUT
+
+
+def test_tune_checks_with_threads_where_there_is_one_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which cases, and what is said of them: the checks themselves need the GPU."""
+    import torch
+
+    from fused_tp.selftest import kernels
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "check", lambda case, device: "off by 3" * (case.op == "ring"))
+    file = tmp_path / "found.json"
+    assert main(["tune", "--check-only", "--ranks", "4", "--json", str(file)]) == 1
+    found = json.loads(file.read_text())
+    assert list(found["wrong"]) == ["ring, 4 ranks, bfloat16, late"]
+    assert "two_shot, 4 ranks, bfloat16, late" in found["right"]
+    assert "WRONG: ring, 4 ranks, bfloat16, late: off by 3" in capsys.readouterr().out
+    assert main(["tune", "--check-only", "--ranks", "4", "--dtypes", "fp16"]) == 2
+    assert "--ranks is 4 and --dtypes is fp16" in capsys.readouterr().err
+
+
+def test_kernels_are_found_on_another_machine(tmp_path: Path) -> None:
+    """Compiled here and packed; there, with another home and in another process, nothing compiles."""
+    script = """
+import sys
+from pathlib import Path
+from fused_tp.selftest import kernel_cache, kernels
+from fused_tp.triton_kernels import archive
+from unittest import mock
+
+few = [case for case in kernels.CASES if case.op in ("attention", "direct") and case.world < 3 and not case.late]
+few = [kernels.one_call(case) for case in few if case.dtype.itemsize == 2]
+if sys.argv[2] == "unpack":
+    few.reverse()
+    assert archive.unpack(Path(sys.argv[1]), archive.cache_folder()) > 3
+    assert archive.unpack(Path(sys.argv[1]), archive.cache_folder()) == 0
+compiled = []
+with kernel_cache.recorded(90, 0, 1) as launches:
+    for case in few:
+        kernels.launch_only(case)
+assert not launches.failed, launches.failed
+print(len(launches.keys), launches.hits)
+if sys.argv[2] == "pack":
+    assert archive.pack(archive.cache_folder(), Path(sys.argv[1])) == len(launches.keys)
+"""
+
+    def run_there(what: str) -> tuple[int, int]:
+        home = tmp_path / what
+        home.mkdir()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+        command = [sys.executable, "-c", script, str(tmp_path / "kernels.tar.xz"), what]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=300, env={**environment, "HOME": str(home)}, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        kernels, hits = map(int, done.stdout.split())
+        return kernels, hits
+
+    kernels, hits = run_there("pack")
+    assert kernels > 3 and hits == 0
+    assert run_there("unpack") == (kernels, kernels)
+    with pytest.raises(ValueError, match="is no archive of kernels"):
+        (tmp_path / "text").write_text("no archive")
+        from fused_tp.triton_kernels.archive import unpack
+
+        unpack(tmp_path / "text", tmp_path)
