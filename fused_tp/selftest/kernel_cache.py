@@ -14,9 +14,11 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -65,26 +67,48 @@ class Launches:
         failed: sentences about those that do not compile.
     """
 
-    def __init__(self, worker: int, workers: int) -> None:
+    def __init__(self, arch: int, worker: int, workers: int) -> None:
         self.keys: set[str] = set()
         self.hits = 0
         self.failed: list[str] = []
-        self._worker, self._workers = worker, workers
+        self._arch, self._worker, self._workers = arch, worker, workers
+        self._asked = threading.local()  # of the launch that a thread is at: whether it is to be compiled here
+        self._waiting: list[Callable[[], object]] = []
+
+    def launch(self, run: Callable[..., Any], kernel: Any, *arguments: Any, **named: Any) -> None:
+        """Stands in for a launch. Compiling waits: ranks that are threads have deadlines for each other."""
+        named |= {"warmup": True}
+        self._asked.here = False
+        run(kernel, *arguments, **named)
+        if self._asked.here:
+            self._waiting.append(partial(run, kernel, *arguments, **named))
 
     def passed_over(self, *, key: str, fn: Any, **_: Any) -> bool:
-        """Triton's hook before it compiles: true for what another process compiles, or nobody does (no workers)."""
+        """Triton's hook before it compiles; true: it does not."""
         whole = f"{fn.name} {key}"
-        new = whole not in self.keys
+        mine = self._workers > 0 and zlib.crc32(whole.encode()) % self._workers == self._worker
+        self._asked.here = mine and whole not in self.keys
         self.keys.add(whole)
-        return not new or self._workers == 0 or zlib.crc32(whole.encode()) % self._workers != self._worker
+        return True
+
+    def compile(self) -> None:
+        """Compile this process's share of what was launched since the last time."""
+        waiting, self._waiting = self._waiting, []
+        with mock.patch.object(_knobs().runtime, "jit_cache_hook", None):
+            for one in waiting:
+                try:
+                    one()
+                except Exception as error:
+                    self.failed.append(f"for sm_{self._arch}: {type(error).__name__}: {str(error)[-300:]}")
 
     def compiled(self, *, cache_hit: bool, **_: Any) -> None:
+        """Triton's hook after it compiled, or found a kernel in its cache."""
         self.hits += cache_hit
 
 
 @contextlib.contextmanager
 def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]:
-    """A context in which launches on tensors of the CPU compile for `arch` and run nothing.
+    """A context in which launches on tensors of the CPU are noted for `arch`, and nothing runs.
 
     Args:
         workers: over how many processes compilations are spread, of which this is `worker`; 0: nothing is compiled.
@@ -94,28 +118,29 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]
 
     from fused_tp.triton_kernels.device import KNOWN_GPUS, assumed
 
-    launches, run = Launches(worker, workers), triton.JITFunction.run
+    launches, run = Launches(arch, worker, workers), triton.JITFunction.run
 
-    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        try:
-            return run(kernel, *arguments, grid=grid, warmup=True, **named)
-        except Exception as error:
-            launches.failed.append(f"{kernel.__name__} for sm_{arch}: {type(error).__name__}: {str(error)[-300:]}")
-            return None
+    def launch(kernel: Any, *arguments: Any, **named: Any) -> None:
+        launches.launch(run, kernel, *arguments, **named)
 
-    knobs = triton.knobs
     before = driver._active
     driver.set_active(_Driver(arch))
     try:
         with (
             assumed(KNOWN_GPUS[arch]),
-            mock.patch.object(triton.JITFunction, "run", compile_only),
-            mock.patch.object(knobs.runtime, "jit_cache_hook", launches.passed_over),
-            mock.patch.object(knobs.compilation, "listener", launches.compiled),
+            mock.patch.object(triton.JITFunction, "run", launch),
+            mock.patch.object(_knobs().runtime, "jit_cache_hook", launches.passed_over),
+            mock.patch.object(_knobs().compilation, "listener", launches.compiled),
         ):
             yield launches
     finally:
         driver._active = before
+
+
+def _knobs() -> Any:
+    import triton
+
+    return triton.knobs
 
 
 def compile_for(arch: int, workers: int) -> Compiled:
@@ -143,6 +168,7 @@ def launch_all(arch: int, worker: int = 0, workers: int = 0) -> Launches:
     with recorded(arch, worker, workers) as launches:
         for case in different.values():
             kernels.launch_only(case)
+            launches.compile()
     return launches
 
 

@@ -38,9 +38,8 @@ from .variants import ARCHS, Variant, all_variants
 # What multiplies matrices on each architecture, in PTX.
 MATRIX_INSTRUCTIONS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
 INSTALLED = "installed"  # in the place of a version of Triton
-# Outside of hot loops a spill costs once for a tile. In them one load of hundreds of instructions is left, with Triton
-# 3.6 in the keys' kernel of sm_80: blocks of half the size, or loads that are not pipelined, would cost more.
-HOT_SPILLS, SPILLED_BYTES = 1, 128
+# Outside of hot loops a spill costs once for a tile.
+SPILLED_BYTES = 128
 SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227}
 
 
@@ -64,7 +63,7 @@ class Resources:
     def complaint(self) -> str:
         """What is wrong with it, or ""."""
         wrong, matrix = [], MATRIX_INSTRUCTIONS.get(self.arch, "")
-        if self.hot_spills > HOT_SPILLS:
+        if self.hot_spills:
             wrong.append(f"spills {self.spilled_bytes} bytes a thread, by {self.hot_spills} instructions of hot loops")
         if self.spilled_bytes > SPILLED_BYTES:
             wrong.append(f"spills {self.spilled_bytes} bytes a thread")

@@ -98,7 +98,7 @@ _FUSED: dict[int, dict[str, list[FusedConfig]]] = {
     },
     100: {
         "16": [
-            FusedConfig(GemmConfig(128, 256, 64, 8, 3), GemmConfig(128, 256, 64, 8, 4, **_FLAT)),
+            FusedConfig(GemmConfig(128, 256, 64, 8, 2), GemmConfig(128, 256, 64, 8, 4, **_FLAT)),
             FusedConfig(GemmConfig(128, 128, 64, 8, 3), GemmConfig(128, 128, 64, 8, 4, **_FLAT), 0.7),
             FusedConfig(_SMALL_16, _SMALL_16, 0.4),
         ],
