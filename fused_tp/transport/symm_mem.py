@@ -10,7 +10,8 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.runtime.group import Group, GroupSlot, on_destroy
 from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import exchange, first_reason
@@ -225,6 +226,20 @@ def _allocate_cuda(group: Group, device: torch.device, nbytes: int) -> tuple[Ten
     from torch.distributed import _symmetric_memory as torch_symmetric_memory
 
     global _rendezvous
+    assert group.process_group is not None
+    with _rendezvous_of_all(group, device):
+        # Not torch's pool of such memory, which gives out a block again with the handle of an earlier group.
+        tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
+            size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device
+        )
+        _rendezvous += 1
+        handle = torch_symmetric_memory.rendezvous(tensor, group.process_group)
+    return tensor, _HostBarrier(handle, group, device)
+
+
+@contextmanager
+def _rendezvous_of_all(group: Group, device: torch.device) -> Iterator[None]:
+    """Scope of one rendezvous of torch's, which all ranks of `group` enter together; bounded by `FUSED_TP_TIMEOUT`."""
     # torch numbers them by process, not by group, and would wait for a number that never comes.
     counts = exchange(group, "rendezvous", _rendezvous)
     if len(set(counts)) > 1:
@@ -238,15 +253,40 @@ def _allocate_cuda(group: Group, device: torch.device, nbytes: int) -> tuple[Ten
     store.set_timeout(timedelta(seconds=settings.timeout_seconds()))
     try:
         with torch.cuda.device(device):
-            # Not torch's pool of such memory, which gives out a block again with the handle of an earlier group.
-            tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
-                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device
-            )
-            _rendezvous += 1
-            handle = torch_symmetric_memory.rendezvous(tensor, group.process_group)
+            yield
     finally:
         store.set_timeout(before)
-    return tensor, _HostBarrier(handle, group, device)
+
+
+# -- the workspace of torch's own ops ----------------------------------------------------------------------------------
+
+_WORKSPACES: GroupSlot[str] = GroupSlot()  # names of groups for which torch has made one here
+
+
+def make_torch_workspace(group: Group, device: torch.device, nbytes: int) -> Tensor | None:
+    """Have torch's workspace of `group` at least that large; returns the one before it, which may still be in use.
+
+    A collective call. torch keeps the workspace by the group's name, for as long as the group is alive.
+    """
+    from torch.distributed import _symmetric_memory as torch_symmetric_memory
+
+    global _rendezvous
+    name: Any = group.name
+    outgrown = torch_symmetric_memory._group_name_to_workspace_tensor.get(name)
+    _WORKSPACES[group] = name
+    with _rendezvous_of_all(group, device) if device.type == "cuda" else nullcontext():
+        _rendezvous += device.type == "cuda"
+        torch_symmetric_memory.get_symm_mem_workspace(name, nbytes)
+    return outgrown
+
+
+@on_destroy
+def _forget_workspace(group: Group) -> None:
+    """torch would give it to the next group of this name, with the peers of this one."""
+    if (name := _WORKSPACES.get(group)) is not None:
+        from torch.distributed import _symmetric_memory as torch_symmetric_memory
+
+        torch_symmetric_memory._group_name_to_workspace_tensor.pop(name, None)
 
 
 class _HostBarrier:
