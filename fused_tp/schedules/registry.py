@@ -32,7 +32,7 @@ from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import agree, exchange, made_together
-from fused_tp.transport.symm_mem import GroupMemory, group_memory, is_capturing
+from fused_tp.transport.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
 from fused_tp.transport.torch_dist import backend_of, torch_dist
 from fused_tp.transport.torch_symm_mem import TorchSymmMem, torch_ops_on
 from fused_tp.transport.two_level import Hosts, errors_of_group, hosts_of
@@ -200,13 +200,13 @@ def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
 def transport_key(group: Group, device: torch.device) -> str:
     """The transport that the table is asked for: "shm", "nvlink" or the torch.distributed backend. Ranks ask together.
 
-    "nvlink" is NCCL between GPUs that write into each other's memory. During the capture of a CUDA graph that cannot be
-    found out any more.
+    "nvlink" is NCCL between GPUs that write into each other's memory. A group whose first call is captured in a CUDA
+    graph cannot find that out.
     """
     if _shared_memory_available(group, device):
         return "shm"
     backend = backend_of(group, device.type)
-    if backend != "nccl" or is_capturing(device):
+    if backend != "nccl" or (is_capturing(device) and not knows_group_memory(group, device)):
         return backend
     return "nvlink" if isinstance(group_memory(group, device), GroupMemory) else backend
 
@@ -263,15 +263,20 @@ def decide(key: DispatchKey, group: Group) -> Decision:
     transport = SCHEDULES[name].transport or backend_of(group, device.type)
     forced = settings.forced_schedule()
     if forced == name:
-        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it")
-    choice = _choose(key, group)
-    rule = choice.rule
+        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(name)}")
+    rule = _choose(key, group).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
     if forced is not None:
         reason = f"FUSED_TP_SCHEDULE={forced}, but {_forced_serves(forced, key, group).reason}; {reason}"
     if device.type == "cpu" and "no one_sided" not in rule and not (shared := _shared_memory_available(group, device)):
         reason += f"; no shared memory: {shared.reason}"
-    return Decision(name, transport, reason)
+    return Decision(name, transport, reason + caveat_of(name))
+
+
+def caveat_of(name: str) -> str:
+    """A schedule's caveat as the end of a reason; empty where it has none."""
+    caveat = SCHEDULES[name].caveat
+    return f"; note that {caveat}" if caveat else ""
 
 
 # -- what a schedule supports, and where it is available --------------------------------------------------------------
@@ -473,7 +478,7 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
 
 _SYMMETRIC: dict[str, Any] = {"transport": "symmetric memory", "devices": ("cuda",), "max_ranks": MAX_RANKS}
 _UNEVEN = "symmetric memory (by messages where rows do not divide evenly by the ranks, or into 16 bytes)"
-_UNBOUNDED = "torch's kernels wait for peers without a deadline"
+_UNBOUNDED = "torch's kernels wait for peers without a deadline (FUSED_TP_TIMEOUT bounds their set-up only)"
 _TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
 _device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
 _copy_engines_available = _in_symmetric_memory("copy engines", copy_engine_available)

@@ -149,6 +149,11 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | Availabili
     return made_on_device(_MEMORIES, group, device, "memory for kernels", _agree)
 
 
+def knows_group_memory(group: Group, device: torch.device) -> bool:
+    """True if `group_memory` has been asked before, and needs the other ranks no more."""
+    return (device.type, device.index or 0) in _MEMORIES[group]
+
+
 def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
     if device.type == "cpu":
         mine = Facts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
