@@ -82,7 +82,7 @@ def measures(name: str, key: DispatchKey, group: Group) -> bool:
 
 def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Schedule | None:
     """The schedule that was, or now is, found to be the fastest for a call of op `name`; None where nothing can be
-    measured, during the capture of a CUDA graph.
+    measured: during the capture of a CUDA graph, or where nobody has asked for it and memory is short.
 
     Args:
         run: makes the call on a schedule; the same call on all ranks, and as often as one likes.
@@ -98,6 +98,8 @@ def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Sched
             return None
         with torch.no_grad():
             choice = _measured(name, key, group, run, kept)
+        if choice is None:
+            return None
         words = _places(name, key)[-1]
         kept["choices"][words] = choice
         if group.rank == 0:
@@ -180,11 +182,17 @@ def set_right(group: Group, device: torch.device, found: Iterable[tuple[str, str
         _keep(kept)
 
 
-def _measured(name: str, key: DispatchKey, group: Group, run: Run, kept: dict[str, Any]) -> dict[str, Any]:
-    """The choice for a call; schedules whose results are wrong are put into `kept`."""
+def _measured(name: str, key: DispatchKey, group: Group, run: Run, kept: dict[str, Any]) -> dict[str, Any] | None:
+    """The choice for a call; schedules whose results are wrong are put into `kept`. None where memory is short."""
     names = _candidates(name, key, group, kept)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
     reference = _leaves(run(schedules[_PLAIN]))
+    if settings.autotune() == settings.ONLINE:
+        # A rank that ran out of memory within one of torch's ops would leave its peers waiting without a deadline.
+        moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
+        short = sum(t.nbytes for t in reference) * 3 + 4 * moved > _free_bytes(key.device)
+        if any(exchange(group, f"autotuning of {name}: memory", short)):
+            return None
     looks = exchange(
         group,
         f"autotuning of {name}: first look",
@@ -291,6 +299,14 @@ def _seconds(schedule: Schedule, run: Run, calls: int, device: torch.device) -> 
         run(schedule)
     _synchronize(device)
     return (time.perf_counter() - start) / calls
+
+
+def _free_bytes(device: torch.device) -> float:
+    """What can still be allocated; on a CPU that is not asked."""
+    if device.type != "cuda":
+        return float("inf")
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + cached)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -16,8 +16,8 @@ to the rounded sum.
 
 A call goes by plain collectives where torch has no op that serves it: rows that do not divide evenly by the ranks, a
 part of a rank that is no multiple of 16 bytes, sums that all ranks get in other dtypes than float32 and bfloat16,
-nothing to move. All ranks know each of these, so they decide alike. torch's own alignment checks cover less: a gather
-of 8 bytes from each of two ranks would be written by stores of 16.
+nothing to move, or no memory for it on some rank. All ranks know each of these, so they decide alike. torch's own
+alignment checks cover less: a gather of 8 bytes from each of two ranks would be written by stores of 16.
 """
 
 from __future__ import annotations
@@ -59,7 +59,11 @@ class TorchSymmMemSchedule(KernelSchedule):
     # -- gathers ------------------------------------------------------------------------------------------------------
 
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
-        if "_low_contention_all_gather" not in self.symm_mem.ops or not self._is_even(cut, x_shard.nbytes):
+        if (
+            "_low_contention_all_gather" not in self.symm_mem.ops
+            or not self._is_even(cut, x_shard.nbytes)
+            or not self.symm_mem.has_room("all_gather", workspace=x_shard.nbytes)
+        ):
             return self.fallback._gather(x_shard, cut)
         # Ops on two streams of a capture would have the workspace at once: there nothing orders them.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
@@ -70,21 +74,19 @@ class TorchSymmMemSchedule(KernelSchedule):
         gather = self.symm_mem.ops["_low_contention_all_gather"]
 
         def move(flat: Tensor) -> Pending[Tensor]:
-            with self.symm_mem.turn("all_gather", workspace=flat.nbytes), span("all_gather", flat, self.name):
+            with self.symm_mem.turn(), span("all_gather", flat, self.name):
                 return Done(_arrived(gather(flat, self.symm_mem.name)))
 
         return gather_blocks(x_shard, cut, move).wait()
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         rows = as_rows(asked.x_shard).contiguous()
-        if not self._is_even(cut, rows.nbytes):
+        # By multicast torch gathers all of x in the workspace, else it has a shard there.
+        most = rows.nbytes * self.world_size
+        if not self._is_even(cut, rows.nbytes) or not self.symm_mem.has_room("all_gather_matmul", workspace=most):
             return self.fallback._gather_matmul(asked, cut)
         ws = [w.t() for w in asked.weights]
-        # By multicast torch gathers all of x in the workspace, else it has a shard there.
-        with (
-            self.symm_mem.turn("all_gather_matmul", workspace=rows.nbytes * self.world_size),
-            span("all_gather_matmul", rows, *asked.weights, self.name),
-        ):
+        with self.symm_mem.turn(), span("all_gather_matmul", rows, *asked.weights, self.name):
             gathered, outputs = self.symm_mem.ops["fused_all_gather_matmul"](
                 rows, ws, 0, self.symm_mem.name, return_A=asked.return_gathered
             )
@@ -97,22 +99,24 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
         scatter = self.symm_mem.ops.get("_low_contention_reduce_scatter")
-        if scatter is None or not rows.is_floating_point() or not self._is_even(cut, rows.nbytes // self.world_size):
+        if (
+            scatter is None
+            or not rows.is_floating_point()
+            or not self._is_even(cut, rows.nbytes // self.world_size)
+            or not self.symm_mem.has_room("reduce_scatter", workspace=rows.nbytes)
+        ):
             return self.fallback._sum_rows(rows, cut)
-        with self.symm_mem.turn("reduce_scatter", workspace=rows.nbytes), span("reduce_scatter", rows, self.name):
+        with self.symm_mem.turn(), span("reduce_scatter", rows, self.name):
             return _arrived(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
 
     def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
         (x, w), *others = products
         part = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
-        if not self._is_even(cut, part):
+        if not self._is_even(cut, part) or not self.symm_mem.has_room("matmul_reduce_scatter", workspace=2 * part):
             return self.fallback._matmul_scatter(products, cut, bias, meanwhile)
         if others:  # one product, along the features of all: torch's op takes no sum of products
             x, w = (torch.cat([product[side] for product in products], dim=-1) for side in (0, 1))
-        with (
-            self.symm_mem.turn("matmul_reduce_scatter", workspace=2 * part),
-            span("matmul_reduce_scatter", x, w, self.name),
-        ):
+        with self.symm_mem.turn(), span("matmul_reduce_scatter", x, w, self.name):
             total: Tensor = self.symm_mem.ops["fused_matmul_reduce_scatter"](x, w.t(), "sum", 0, self.symm_mem.name)
         if meanwhile is not None:
             meanwhile()  # not on a stream of its own, where it would compete with torch's matmuls
@@ -121,9 +125,9 @@ class TorchSymmMemSchedule(KernelSchedule):
     # -- sums that all ranks get --------------------------------------------------------------------------------------
 
     def _all_reduced(self, partial: Tensor) -> Tensor:
-        if not self._sums(partial.dtype, partial.nbytes):
+        if not self._sums("all_reduce", partial.dtype, partial.nbytes):
             return self.fallback._all_reduced(partial)
-        with self.symm_mem.turn("all_reduce", sums=partial.nbytes), span("all_reduce", partial, self.name):
+        with self.symm_mem.turn(), span("all_reduce", partial, self.name):
             term = self.symm_mem.summand(partial.shape, partial.dtype)
             term.copy_(partial)
             return self._sum_of(term)
@@ -132,9 +136,9 @@ class TorchSymmMemSchedule(KernelSchedule):
         x, w = products[0]
         shape = torch.Size((x.shape[0], w.shape[0]))
         nbytes = shape.numel() * x.element_size()
-        if not self._sums(x.dtype, nbytes):
+        if not self._sums("matmul_all_reduce", x.dtype, nbytes):
             return self.fallback._matmul_sum(products, bias, meanwhile)
-        with self.symm_mem.turn("matmul_all_reduce", sums=nbytes):
+        with self.symm_mem.turn():
             term = self.symm_mem.summand(shape, x.dtype)
             with span("matmul", products):
                 sum_of_products(products, out=term)
@@ -165,8 +169,10 @@ class TorchSymmMemSchedule(KernelSchedule):
         """True if all ranks have equally much of `cut`; `nbytes` is what this one has."""
         return len(set(cut.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT == 0
 
-    def _sums(self, dtype: torch.dtype, nbytes: int) -> bool:
-        return dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT == 0
+    def _sums(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
+        """True if one of torch's ops sums so many bytes."""
+        fits = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT == 0
+        return fits and self.symm_mem.has_room(op, sums=nbytes)
 
 
 def _arrived(result: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ those that are passed here. Ranks take the ops that all of them have.
 Memory: torch keeps one workspace for each group and every op carves its buffers from offset 0, so two ops on different
 streams would overwrite each other. Here an op waits for the one before, on whatever stream that is, and for our own
 kernels on the device. torch grows the workspace within an op, and a rank that does so alone would wait without a
-deadline; so it is grown here first, by all ranks together. Sums have a buffer of their own.
+deadline; so it is grown here first, by all ranks together, and where one of them has no memory left for it, by none.
+Sums have a buffer of their own.
 
 Deadlines: setting up keeps `FUSED_TP_TIMEOUT`, and a peer that has ended is noticed before the next call. The kernels
 themselves poll without a deadline, and nothing ends them: a peer that is lost in the middle of an op leaves the GPU
@@ -15,6 +16,7 @@ waiting.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +27,7 @@ from torch import Tensor
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.transport.failure import GroupCalls
 from fused_tp.transport.store import exchange
-from fused_tp.transport.symm_mem import GroupMemory, check_not_capturing, make_torch_workspace
+from fused_tp.transport.symm_mem import GroupMemory, NoSymmetricMemory, check_not_capturing, make_torch_workspace
 from fused_tp.transport.workspace import Workspaces, rounded
 
 # torch's dispatch keys by type of device.
@@ -45,6 +47,7 @@ OPTIONAL = {
     "_low_contention_reduce_scatter": ("Tensor", "str", "str"),
 }
 
+_LOG = logging.getLogger("fused_tp")
 _LEAST_BYTES = 1 << 20
 _ROUNDED_TO = 64 << 20
 
@@ -94,10 +97,10 @@ class TorchSymmMem(Workspaces):
         self._workspace_bytes = 0
         self._sums: Tensor | None = None
         self._kept: list[Tensor] = []  # outgrown memory that a CUDA graph may still use
+        self._refused: dict[str, int] = {}  # fewest bytes that some rank had no memory for, by what they were for
 
-    @contextmanager
-    def turn(self, op: str, *, workspace: int = 0, sums: int = 0) -> Iterator[None]:
-        """Scope of one op: its launches run after those of the op before, on the group's device.
+    def has_room(self, op: str, *, workspace: int = 0, sums: int = 0) -> bool:
+        """True if `turn` may be called: the memory is there. Makes it where it is not, on all ranks or on none.
 
         Args:
             workspace: bytes that torch will ask of its own workspace, the same on all ranks.
@@ -108,10 +111,39 @@ class TorchSymmMem(Workspaces):
             Also what `raise_if_failed` raises.
         """
         self.raise_if_failed()
-        if workspace > self._workspace_bytes:
-            self._grow_workspace(op, workspace)
-        if sums and (self._sums is None or self._sums.numel() < sums):
-            self._grow_sums(op, sums)
+        have = 0 if self._sums is None else self._sums.numel()
+        return self._grown(op, "workspace", workspace, self._workspace_bytes) and self._grown(op, "sums", sums, have)
+
+    def _grown(self, op: str, kind: str, nbytes: int, have: int) -> bool:
+        if nbytes <= have:
+            return True
+        if nbytes >= self._refused.get(kind, nbytes + 1):
+            return False
+        check_not_capturing(
+            self.device, f"{op} needs {nbytes} bytes of symmetric memory for torch's op, and the group has {have}"
+        )
+        # No rank frees what another may still read: each waits for its own ops, then making the new waits for all.
+        if self._turn.done is not None:
+            self._turn.done.synchronize()
+        size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
+        try:
+            if kind == "workspace":
+                outgrown = make_torch_workspace(self._group, self.device, size)
+                self._workspace_bytes = size
+            else:
+                outgrown = self._sums
+                self._sums, self._handle = self._memory.allocate(size)
+        except NoSymmetricMemory as error:
+            self._refused[kind] = nbytes
+            _LOG.warning("%s of this size goes by plain collectives from now on: %s", op, error)
+            return False
+        if outgrown is not None and self._elsewhere.captured:
+            self._kept.append(outgrown)
+        return True
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Scope of one op that `has_room`: its launches run after those of the op before, on the group's device."""
         self.calls += 1
         with self.in_turn():
             yield
@@ -121,29 +153,12 @@ class TorchSymmMem(Workspaces):
         assert self._sums is not None
         return self._sums[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    def _grow_workspace(self, op: str, nbytes: int) -> None:
-        size = self._before_growing(op, nbytes, self._workspace_bytes)
-        with self._making(size, op):
-            outgrown = make_torch_workspace(self._group, self.device, size)
-        self._keep_captured(outgrown)
-        self._workspace_bytes = size
-
-    def _grow_sums(self, op: str, nbytes: int) -> None:
-        old = self._sums
-        size = self._before_growing(op, nbytes, 0 if old is None else old.numel())
-        with self._making(size, op):
-            self._sums, self._handle = self._memory.allocate(size)
-        self._keep_captured(old)
-
-    def _before_growing(self, op: str, nbytes: int, have: int) -> int:
-        """How much to make. No peer reads memory that this rank frees: making the new waits for all ranks."""
-        check_not_capturing(
-            self.device, f"{op} needs {nbytes} bytes of symmetric memory for torch's op, and the group has {have}"
-        )
-        if self._turn.done is not None:
-            self._turn.done.synchronize()
-        return rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
-
-    def _keep_captured(self, outgrown: Tensor | None) -> None:
-        if outgrown is not None and self._elsewhere.captured:
-            self._kept.append(outgrown)
+    def _peer_lost(self, rank: int) -> None:
+        super()._peer_lost(rank)
+        if self._elsewhere.turn.under_way():
+            _LOG.error(
+                "Rank %d lost rank %d, which has ended, while a symm_mem op of torch's was under way. Its kernels wait "
+                "without a deadline: end this process.",
+                self.rank,
+                rank,
+            )

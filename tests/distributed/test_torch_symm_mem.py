@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -272,6 +272,60 @@ def test_memory_does_not_grow_while_a_graph_is_captured() -> None:
             assert "cannot be made while a CUDA graph is being captured. Run the same ops once before" in error
 
 
+def short_of_memory(group: Any) -> None:
+    """One rank has no memory for what torch's ops would work in: all of them go by plain collectives, and on."""
+    x, few, w = seeded(1 << 17, 4), seeded(64, 4), torch.eye(4)
+
+    def refuse(*_: Any) -> Any:
+        raise symm_mem.NoSymmetricMemory("rank 1 says: out of memory")
+
+    with schedule_on(group, "symm_mem") as schedule:
+        schedule.all_reduce(few)
+        schedule.matmul_reduce_scatter([(few, w)], None, scatter_dim=0)
+        CALLED.clear()
+        with (
+            mock.patch.object(transport, "make_torch_workspace", refuse),
+            mock.patch.object(symm_mem.GroupMemory, "allocate", refuse),
+        ):
+            torch.testing.assert_close(schedule.all_reduce(x), 2 * x)
+            y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
+        torch.testing.assert_close(y, own(schedule, 2 * x, 0))
+        torch.testing.assert_close(schedule.all_reduce(x), 2 * x)  # nor is it tried again
+        assert CALLED == []
+        schedule.all_reduce(few)
+        assert CALLED == ["one_shot_all_reduce"]
+
+
+def test_a_rank_without_memory_for_it() -> None:
+    run_ranks(2, short_of_memory)
+
+
+def refused_on_one(group: Any) -> str:
+    """Allocating on a GPU of which one rank has no memory left; torch's part of it is replaced."""
+    empty = mock.Mock(side_effect=RuntimeError("CUDA out of memory\nmore") if group.rank() else None)
+    with (
+        mock.patch.object(torch_symmetric_memory._SymmetricMemory, "empty_strided_p2p", empty),
+        mock.patch.object(torch_symmetric_memory, "rendezvous") as rendezvous,
+        mock.patch.object(torch.cuda, "device", lambda device: nullcontext()),
+    ):
+        described, before = resolve_group(group), symm_mem._rendezvous
+        error = error_of(symm_mem._allocate_cuda, described, torch.device("cuda", 0), 1024)
+        assert not rendezvous.called and symm_mem._rendezvous == before
+        empty.side_effect = None
+        symm_mem._allocate_cuda(described, torch.device("cuda", 0), 1024)
+        assert rendezvous.called and symm_mem._rendezvous == before + 1
+    return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.full
+def test_no_rank_waits_for_one_that_cannot_allocate() -> None:
+    for outcome in fresh_ranks(2, refused_on_one):
+        said = outcome.unwrap()
+        assert said == (
+            "NoSymmetricMemory: 1024 bytes of symmetric memory could not be allocated; rank 1 says: CUDA out of memory"
+        )
+
+
 def in_turn(group: Any) -> None:
     """Each op runs in its turn: all of them use one workspace from its beginning on."""
     open_turns: list[int] = []
@@ -386,6 +440,21 @@ def off(group: Any) -> None:
 
 def test_the_choice_can_be_turned_off() -> None:
     for outcome in fresh_ranks(2, off):
+        outcome.unwrap()
+
+
+def nearly_full(group: Any) -> None:
+    """Where one rank is short of memory nothing is measured on any, and the table decides."""
+    free = 0.0 if group.rank() else float("inf")
+    with with_nvlink(), mock.patch.object(autotune, "_free_bytes", lambda device: free):
+        for _ in range(2):
+            fused_tp.matmul_all_reduce(seeded(32, 64), seeded(64, 64, seed=1), group=group)
+        assert CALLED == [] and autotune._KEPT[resolve_group(group)]["choices"] == {}
+
+
+@pytest.mark.full
+def test_nothing_is_measured_where_memory_is_short(tmp_path: Path) -> None:
+    for outcome in fresh_ranks(2, nearly_full, env={"XDG_CACHE_HOME": str(tmp_path)}):
         outcome.unwrap()
 
 
