@@ -72,7 +72,8 @@ def multicast() -> Iterator[None]:
 
 
 @contextmanager
-def _torch_ops(schedule: str) -> Iterator[None]:
+def torch_ops(schedule: str) -> Iterator[None]:
+    """torch's ops on the CPU, for the schedule that calls them."""
     with symm_mem_on_cpu() if schedule == "symm_mem" else nullcontext():
         yield
 
@@ -85,7 +86,7 @@ def _double_of(schedule: str) -> str:
 def schedule_on(group: Any, name: str) -> Iterator[Any]:
     """A new schedule of that name, as dispatch makes it; the public ops of `group` run on it where it supports them."""
     described, spec = resolve_group(group), registry.SCHEDULES[name]
-    with doubles(_double_of(name)), multicast(), _torch_ops(name):
+    with doubles(_double_of(name)), multicast(), torch_ops(name):
         available = spec.available(described, CPU)
         assert available or name == "multimem", available.reason  # whose switch `multicast` stands for
         schedule = spec.make(described, CPU, None)

@@ -22,7 +22,7 @@ from fused_tp.ops.verify import verify
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.registry import SCHEDULES
 from tests.distributed import test_copy_engine_schedule as engine_checks
-from tests.distributed.schedule_cases import at_random, every_method
+from tests.distributed.schedule_cases import at_random, every_method, torch_ops
 from tests.distributed.test_nccl_pipeline import movements_case
 from tests.distributed.test_tp_ops import all_cases
 from tests.gpu.on_device import PATIENCE, OnDevice, device_of, environment, in_graph, public_ops_on, unwrapped, why_not
@@ -50,7 +50,7 @@ def schedule_of(group: Any, name: str, device: torch.device) -> tuple[Any, Calla
 def on_schedule(group: Any, kind: str, name: str, case: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What `case` of a schedule's proxy returns; or why these ranks cannot run it."""
     device = device_of(dist.get_rank(group), kind)
-    with doubles(name if kind == "cpu" else ""):
+    with doubles(name if kind == "cpu" else ""), torch_ops(name if kind == "cpu" else ""):
         reason = why_not(group, name, device) if kind != "cpu" else None
         if reason is not None:
             return reason
