@@ -46,6 +46,10 @@ ABOUT = {
     "plain": ("the matmul, then one collective of torch.distributed", "any group; small shapes"),
     "pipelined": ("chunks travel over torch.distributed while others are multiplied", "any group"),
     "one_sided": ("ranks read and add each other's memory in place", "CPU ranks of one host"),
+    "symm_mem": (
+        "torch's own ops over symmetric memory: copies beside matmuls, and kernels that add (`torch.ops.symm_mem`)",
+        "GPUs joined by NVLink",
+    ),
     "fused_kernel": (
         "one Triton kernel multiplies, sends, waits and adds, tile by tile; one launch attends to all ranks' keys",
         "GPUs joined by NVLink",
@@ -167,7 +171,10 @@ def support() -> str:
 
 def defaults() -> str:
     """What the shipped dispatch table chooses: one row for a few tokens, and for many."""
-    places = (("CPU, shared memory", "shm", "cpu"), ("CPU, gloo", "gloo", "cpu"), ("CUDA, NCCL", "nccl", "sm_90"))
+    places = (
+        *(("CPU, shared memory", "shm", "cpu"), ("CPU, gloo", "gloo", "cpu")),
+        *(("CUDA, NCCL", "nccl", "sm_90"), ("CUDA, NVLink, until measured", "nvlink", "sm_90")),
+    )
 
     def chosen(op: str, rows: int, transport: str, arch: str) -> str:
         key = dispatch.DispatchKey(op, torch.bfloat16, torch.device("cpu"), rows, HIDDEN, HIDDEN)

@@ -23,12 +23,13 @@ from fused_tp.ops.op import OPS, DispatchKey, Op
 from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.autotune import kept_choice, told_choice
+from fused_tp.schedules.autotune import kept_choice, measures, told
 from fused_tp.schedules.registry import (
     ALONE,
     SCHEDULES,
     Decision,
     ScheduleSpec,
+    caveat_of,
     choose_by_table,
     decide,
     forced_schedule,
@@ -110,12 +111,14 @@ def explain(
     def ask(name: str, key: DispatchKey) -> Decision:
         key = key._replace(device=where)
         decision = decide(key, resolved)
-        if resolved.size == 1 or settings.autotune() is None or settings.forced_schedule() is not None:
+        if not measures(name, key, resolved):
             return decision
-        if (chosen := kept_choice(name, key, resolved)) is None:
-            return replace(decision, reason=f"{decision.reason}, until FUSED_TP_AUTOTUNE measures the first such call")
+        if (choice := kept_choice(name, key, resolved)) is None:
+            who = "FUSED_TP_AUTOTUNE measures" if settings.autotune() else "the autotuner (FUSED_TP_AUTOTUNE) measures"
+            return replace(decision, reason=f"{decision.reason}, until {who} the first such call")
+        chosen = choice["schedule"]
         transport = SCHEDULES[chosen].transport or backend_of(resolved, where.type)
-        return Decision(chosen, transport, f"FUSED_TP_AUTOTUNE has measured it: {told_choice(name, key, resolved)}")
+        return Decision(chosen, transport, f"measured here: {told(choice)}{caveat_of(chosen)}")
 
     place = _Place(
         resolved.size,
@@ -137,20 +140,21 @@ def explain_for(
     arch: str,
     dim: int | None = None,
 ) -> Explanation:
-    """`explain` for a group that need not exist: `world_size` ranks on `transport`, "shm" or the name of a
-    torch.distributed backend, with devices of `arch`, "cpu" or "sm_90" and the like.
+    """`explain` for a group that need not exist: `world_size` ranks on `transport`, "shm", "nvlink" (NCCL
+    between GPUs that write into each other's memory) or the name of a torch.distributed backend, with devices of
+    `arch`, "cpu" or "sm_90" and the like.
 
     Raises:
         ValueError: as `explain`; `transport` does not move tensors on such devices; or what the op would raise, where
             `FUSED_TP_SCHEDULE` or the dispatch table name a schedule that cannot be had.
     """
     device_type = "cuda" if arch.startswith("sm_") else arch
-    moved = {"shm": ["cpu"], **dist.Backend.backend_capability}
+    moved = {"shm": ["cpu"], "nvlink": ["cuda"], **dist.Backend.backend_capability}
     if device_type not in moved.get(transport, ()):
         able = ", ".join(name for name, types in moved.items() if device_type in types)
         raise ValueError(f"transport is {transport!r}; it must be one that moves tensors on {device_type}: {able}.")
     shared = shm_serves(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
-    messages = "torch.distributed" if transport == "shm" else transport  # which a table may prefer to shared memory
+    messages = {"shm": "torch.distributed", "nvlink": "nccl"}.get(transport, transport)  # which a table may prefer
 
     def serves(spec: ScheduleSpec) -> Availability:
         # The links between the ranks are not known here; they are assumed to be good.
@@ -171,19 +175,21 @@ def explain_for(
             if supported := spec.supports(key.op, key.dtype):
                 if not (served := serves(spec)):
                     raise ValueError(f"Schedule {forced!r} cannot serve this group: {served.reason}.")
-                return Decision(forced, spec.transport or messages, f"FUSED_TP_SCHEDULE={forced} forces it")
+                why = f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(forced)}"
+                return Decision(forced, spec.transport or messages, why)
             reason = f"FUSED_TP_SCHEDULE={forced}, but {supported.reason}; "
         choice = choose_by_table(
             key,
             world_size,
-            "shm" if shared else messages,
+            "shm" if shared else transport if transport == "nvlink" else messages,
             arch,
             lambda spec: spec.supports(key.op, key.dtype) and serves(spec),
         )
         reason += f"dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}"
         if transport == "shm" and not shared and "no one_sided" not in choice.rule:
             reason += f"; no shared memory: {shared.reason}"
-        return Decision(choice.schedule, SCHEDULES[choice.schedule].transport or messages, reason)
+        spec = SCHEDULES[choice.schedule]
+        return Decision(spec.name, spec.transport or messages, reason + caveat_of(spec.name))
 
     place = _Place(world_size, device_type, arch, ask, lambda: messages, fused_ring_available)
     return _explain(op, shapes, dim, dtype, place)

@@ -34,7 +34,7 @@ from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
 from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
 from fused_tp.runtime.tracing import op_span, recording
-from fused_tp.schedules.autotune import tuned_schedule
+from fused_tp.schedules.autotune import measures, tuned_schedule
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.registry import select_schedule
 
@@ -326,7 +326,7 @@ class Op(Generic[A]):
             return None
         group = group_by_name(args[-1])
         selected = select_schedule(key, group)
-        if group.size > 1 and settings.autotune() is not None and settings.forced_schedule() is None:
+        if measures(self.name, key, group):
             return tuned_schedule(self.name, key, group, lambda one: self.forward(one, args)) or selected
         return selected
 

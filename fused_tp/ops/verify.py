@@ -31,7 +31,7 @@ from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.runtime import settings
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.autotune import EVERYWHERE, checksum, difference, known_problem, set_wrong, usable
+from fused_tp.schedules.autotune import EVERYWHERE, checksum, difference, known_problem, set_right, set_wrong, usable
 from fused_tp.transport.store import exchange
 
 LATE_SECONDS = 0.02
@@ -84,7 +84,8 @@ def verify(
     """What is found of each op on each schedule that the group can have, the plain ones first. A collective call.
 
     What is wrong is kept in the file of `FUSED_TP_AUTOTUNE`, which has to be set, and neither chosen by it nor checked
-    again until its line is deleted. A check that ends the program counts as one that failed.
+    again until its line is deleted. What is right is kept, too: then it is also measured where the variable is not set,
+    between GPUs with NVLink. A check that ends the program counts as one that failed.
 
     Args:
         sizes: (m, k, n) of matmuls: rows over all ranks, features of x and columns of y on one.
@@ -132,6 +133,8 @@ def verify(
                     break
             backward = {(schedule, f"{op}_backward", dtype): problem} if problem else {}
             set_wrong(described, device, {what: problem, **backward})
+            if not problem:
+                set_right(described, device, [what, (schedule, f"{op}_backward", dtype)])
             yield Verdict(schedule, op, dtype, problem)
 
 

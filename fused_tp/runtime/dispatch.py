@@ -61,7 +61,7 @@ class Choice:
     """
 
     schedule: str
-    rule: str
+    rule: str  # with its source
     chunks: int | None = None
 
 
@@ -77,8 +77,8 @@ def arch_of(device: torch.device) -> str:
 
 
 def choose(key: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
-    """The table's schedule for one call, on `transport` ("shm", or the torch.distributed backend) and `arch` (of
-    `arch_of`). Rules that name a schedule of `without`, which cannot serve this call, are passed over."""
+    """The table's schedule for one call, on `transport` ("shm", "nvlink" or the torch.distributed backend) and `arch`
+    (of `arch_of`). Rules that name a schedule of `without`, which cannot serve this call, are passed over."""
     return _choose(settings.table_path(), key, world_size, transport, arch, without)
 
 
@@ -107,7 +107,9 @@ def _choose(
             and world_size in rule.get("world_sizes", (world_size,))
         ):
             limits = ", ".join(f"{key} {value}" for key, value in rule.items() if key in _LIMITS) or "every size"
-            return Choice(rule["schedule"], f"{'/'.join(keys)}: {limits}", rule.get("chunks"))
+            source = rule.get("source", "by default" if path is None else "")
+            words = f"{'/'.join(keys)}: {limits}" + (f" ({source})" if source else "")
+            return Choice(rule["schedule"], words, rule.get("chunks"))
     raise ValueError(
         f"No rule of the dispatch table below {'/'.join(keys)} covers this call; end it with a rule without limits."
     )
@@ -144,7 +146,7 @@ def _load(path: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         for arch, transports in table.items():
             for transport, ops in _entries(transports, arch).items():
                 for op, rules in _entries(ops, f"{arch}/{transport}").items():
-                    _check_rules(f"{arch}/{transport}/{op}", rules, ("schedule",), (*_LIMITS, "chunks"))
+                    _check_rules(f"{arch}/{transport}/{op}", rules, ("schedule",), (*_LIMITS, "chunks", "source"))
         attention = content.get("attention", [])
         _check_rules("attention", attention, ("kernel", "dtypes", "backward"), ("max_head_dim",))
     except (OSError, ValueError, RecursionError) as error:
@@ -162,6 +164,7 @@ def _entries(level: Any, where: str) -> dict[str, Any]:
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (lambda value: isinstance(value, str), "the name of a schedule"),
     "kernel": (lambda value: isinstance(value, str), "the name of a kernel"),
+    "source": (lambda value: isinstance(value, str), "where the rule comes from, in words"),
     "backward": (lambda value: isinstance(value, bool), "true or false"),
     "dtypes": (
         lambda value: (

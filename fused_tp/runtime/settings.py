@@ -77,7 +77,7 @@ def equal_settings() -> dict[str, str]:
     for one in SETTINGS:
         if one.equal:
             try:
-                found[one.name] = str(one())
+                found[one.name] = str(one()) or "not set"
             except ValueError:
                 found[one.name] = os.environ[one.name]
     return found
@@ -152,12 +152,15 @@ narrow_gradients = Setting(
 table_path = _text(
     "FUSED_TP_TABLE", "the shipped one", "a dispatch table, as fused-tp bench --tune writes; a process reads it once"
 )
-autotune = Setting(
+ONLINE = ""  # of `autotune`, where it is not set
+autotune: Setting[str | None] = Setting(
     "FUSED_TP_AUTOTUNE",
-    "0",
+    "only between GPUs with NVLink, and not of all schedules",
     "1: the first call of an op with new sizes checks and measures all schedules that its group can have, and choices "
-    "are kept in ~/.cache/fused_tp; a folder: the same, kept there; read when an op sees sizes for the first time",
-    None,
+    "are kept in ~/.cache/fused_tp; a folder: the same, kept there; 0: nothing is measured; not set: between GPUs that "
+    "write into each other's memory the same of plain, symm_mem and what fused-tp tune found right; read when an op "
+    "sees sizes for the first time",
+    ONLINE,
     lambda text: None if _WORDS.get(text.strip().lower()) is False else "1" if text.strip().lower() in _WORDS else text,
     equal=True,
 )

@@ -1,4 +1,4 @@
-"""Choices that are measured where they are used: `FUSED_TP_AUTOTUNE`.
+"""Choices that are measured where they are used: `FUSED_TP_AUTOTUNE`, and between GPUs with NVLink also without it.
 
 The first call of an op with sizes that were not seen before runs on every schedule that its group can have, with the
 call's own tensors, and on all ranks together:
@@ -8,6 +8,10 @@ call's own tensors, and on all ranks together:
                   dtype again, by this group or, as the file says, by another on this machine
     2. measure    the schedules in turn, in rounds; of a round counts the slowest rank
     3. choose     the one that beats the plain schedule by a clear margin in three quarters of the rounds, and else that
+
+Where the variable is not set, the shipped table decides, but for GPUs that write into each other's memory: for them it
+has published figures only. There plain collectives and torch's own ops (`symm_mem`) are measured, and of our own
+schedules those that `fused-tp tune` has found to be right on this machine.
 
 Ranks exchange what they have found and then choose alike. Rank 0 keeps choices in a file, by device, versions and
 ranks; a program that starts later on the same machine takes them from there.
@@ -23,7 +27,7 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,7 +41,7 @@ from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import SCHEDULES, schedule_named
+from fused_tp.schedules.registry import SCHEDULES, schedule_named, transport_key
 from fused_tp.transport.store import exchange
 from fused_tp.transport.symm_mem import is_capturing
 from fused_tp.transport.two_level import own_host
@@ -52,19 +56,33 @@ EVERYWHERE = frozenset(  # ops of which all ranks get the same
 )
 
 _PLAIN = "plain"
+_TRUSTED = (_PLAIN, "symm_mem")  # measured where FUSED_TP_AUTOTUNE is not set
 _ABOUT = (
     "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, and "
-    "those whose results were wrong. Delete the file to measure again."
+    "those whose results were wrong, or found right by fused-tp tune. Delete the file to measure again."
 )
 _LOG = logging.getLogger("fused_tp")
+_PARTS = ("choices", "wrong", "right")  # of what is kept
 _KEPT: GroupSlot[dict[str, Any]] = GroupSlot()
 
 Run = Callable[[Schedule], Any]
 
 
+def measures(name: str, key: DispatchKey, group: Group) -> bool:
+    """True if the first call of op `name` like this one is measured. All ranks ask together."""
+    if group.size == 1 or settings.forced_schedule() is not None:
+        return False
+    asked = settings.autotune()
+    if asked != settings.ONLINE:
+        return asked is not None
+    if settings.table_path() is not None or transport_key(group, key.device) != "nvlink":
+        return False
+    return len(_candidates(name, key, group, _kept(group, key.device))) > 1
+
+
 def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Schedule | None:
     """The schedule that was, or now is, found to be the fastest for a call of op `name`; None where nothing can be
-    measured, during the capture of a CUDA graph.
+    measured: during the capture of a CUDA graph, or where nobody has asked for it and memory is short.
 
     Args:
         run: makes the call on a schedule; the same call on all ranks, and as often as one likes.
@@ -73,35 +91,32 @@ def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Sched
         FusedTPError: a schedule has failed in a way that leaves the group unusable; names it.
     """
     kept = _kept(group, key.device)
-    words = _words(name, key)
-    choice = kept["choices"].get(words)
     # What was fast may be turned off today, or have been found wrong at other sizes.
-    if choice is None or choice["schedule"] not in _candidates(name, key, group, kept["wrong"]):
+    choice = _found(name, key, group, kept)
+    if choice is None:
         if is_capturing(key.device):
             return None
         with torch.no_grad():
-            choice = _measured(name, key, group, run, kept["wrong"])
+            choice = _measured(name, key, group, run, kept)
+        if choice is None:
+            return None
+        words = _places(name, key)[-1]
         kept["choices"][words] = choice
         if group.rank == 0:
             _keep(kept)
-            _LOG.info("autotune: %s: %s", words, _told(choice))
+            _LOG.info("autotune: %s: %s", words, told(choice))
     return schedule_named(choice["schedule"], group, key.device)
 
 
-def kept_choice(name: str, key: DispatchKey, group: Group) -> str | None:
-    """The schedule that this group has chosen for such a call; None where it has measured none."""
-    choice = _KEPT.get(group, {"choices": {}})["choices"].get(_words(name, key))
-    return None if choice is None else str(choice["schedule"])
+def kept_choice(name: str, key: DispatchKey, group: Group) -> dict[str, Any] | None:
+    """What this group has chosen for such a call; None where it has measured none."""
+    kept = _KEPT.get(group)
+    return None if kept is None else _found(name, key, group, kept)
 
 
 def told_choices(group: Group) -> dict[str, str]:
     """All choices of this group in words, by the call in words."""
-    return {words: _told(choice) for words, choice in _KEPT.get(group, {"choices": {}})["choices"].items()}
-
-
-def told_choice(name: str, key: DispatchKey, group: Group) -> str:
-    """The same in words, where there is one."""
-    return _told(_KEPT[group]["choices"][_words(name, key)])
+    return {words: told(choice) for words, choice in _KEPT.get(group, {"choices": {}})["choices"].items()}
 
 
 def kept_files() -> list[tuple[Path, dict[str, Any]]]:
@@ -110,16 +125,35 @@ def kept_files() -> list[tuple[Path, dict[str, Any]]]:
     return [(path, content) for path, content in found if content is not None]
 
 
-def usable(op: str, dtype: torch.dtype, device: torch.device, group: Group) -> list[str]:
-    """The schedules that this group can have for an op, the plain one first. All ranks ask together."""
-    rest = (spec for spec in SCHEDULES.values() if spec.name != _PLAIN)
+def usable(
+    op: str, dtype: torch.dtype, device: torch.device, group: Group, among: Collection[str] | None = None
+) -> list[str]:
+    """The schedules that this group can have for an op, the plain one first. All ranks ask together.
+
+    Args:
+        among: names of those that are asked for; None: all.
+    """
+    rest = (spec for spec in SCHEDULES.values() if spec.name != _PLAIN and (among is None or spec.name in among))
     return [_PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
-def _candidates(name: str, key: DispatchKey, group: Group, wrong: Mapping[str, str]) -> list[str]:
-    """The schedules that can serve a call and were not found wrong; the plain one is always among them."""
-    found = usable(key.op, key.dtype, key.device, group)
-    return [one for one in found if one == _PLAIN or not wrong.get(_what(one, name, key.dtype))]
+def _candidates(name: str, key: DispatchKey, group: Group, kept: Mapping[str, Any]) -> list[str]:
+    """The schedules that may serve a call and were not found wrong; the plain one is always among them."""
+    among = None
+    if settings.autotune() == settings.ONLINE:
+        right = kept.get("right", {})
+        among = [one for one in SCHEDULES if one in _TRUSTED or right.get(_what(one, name, key.dtype))]
+    found = usable(key.op, key.dtype, key.device, group, among)
+    return [one for one in found if one == _PLAIN or not kept["wrong"].get(_what(one, name, key.dtype))]
+
+
+def _found(name: str, key: DispatchKey, group: Group, kept: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The choice that is kept for a call, if its schedule is still a candidate."""
+    choices = [choice for words in _places(name, key) if (choice := kept["choices"].get(words)) is not None]
+    if not choices:
+        return None
+    candidates = _candidates(name, key, group, kept)
+    return next((choice for choice in choices if choice["schedule"] in candidates), None)
 
 
 def _what(schedule: str, name: str, dtype: torch.dtype) -> str:
@@ -135,15 +169,30 @@ def set_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str,
     """Keeps problems by schedule, op and dtype, empty where it is right. All ranks call together."""
     kept = _kept(group, device)
     kept["wrong"].update({_what(*what): problem for what, problem in found.items()})
+    kept["right"].update({_what(*what): "" for what in found})
     if group.rank == 0:
         _keep(kept)
 
 
-def _measured(name: str, key: DispatchKey, group: Group, run: Run, wrong: dict[str, str]) -> dict[str, Any]:
-    """The choice for a call; schedules whose results are wrong are put into `wrong`."""
-    names = _candidates(name, key, group, wrong)
+def set_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
+    """Keeps schedules, ops and dtypes that `verify` has found right. All ranks call together."""
+    kept = _kept(group, device)
+    kept["right"].update(dict.fromkeys((_what(*what) for what in found), "checked by fused-tp tune"))
+    if group.rank == 0:
+        _keep(kept)
+
+
+def _measured(name: str, key: DispatchKey, group: Group, run: Run, kept: dict[str, Any]) -> dict[str, Any] | None:
+    """The choice for a call; schedules whose results are wrong are put into `kept`. None where memory is short."""
+    names = _candidates(name, key, group, kept)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
     reference = _leaves(run(schedules[_PLAIN]))
+    if settings.autotune() == settings.ONLINE:
+        # A rank that ran out of memory within one of torch's ops would leave its peers waiting without a deadline.
+        moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
+        short = sum(t.nbytes for t in reference) * 3 + 4 * moved > _free_bytes(key.device)
+        if any(exchange(group, f"autotuning of {name}: memory", short)):
+            return None
     looks = exchange(
         group,
         f"autotuning of {name}: first look",
@@ -152,7 +201,7 @@ def _measured(name: str, key: DispatchKey, group: Group, run: Run, wrong: dict[s
     for one in names:
         problem = _problem([look[one] for look in looks], [look[_PLAIN] for look in looks], name in EVERYWHERE)
         if problem and one != _PLAIN:
-            wrong[_what(one, name, key.dtype)] = problem
+            kept["wrong"][_what(one, name, key.dtype)] = problem
             del schedules[one]
     slowest = {one: max(look[one]["seconds"] for look in looks) for one in schedules}
     fastest = min(slowest.values())
@@ -176,7 +225,8 @@ def _look(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], 
         seconds = _seconds(schedule, run, 1, device)
         again = _leaves(run(schedule))
     except FusedTPError as error:
-        raise error.copy(" FUSED_TP_AUTOTUNE had this call tried on schedule {tried!r}.", tried=name) from error
+        sentence = " FUSED_TP_AUTOTUNE had this call tried on schedule {tried!r}; set it to 0 to try none."
+        raise error.copy(sentence, tried=name) from error
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}", "seconds": 0.0, "bits": [], "again": []}
     return {
@@ -251,6 +301,14 @@ def _seconds(schedule: Schedule, run: Run, calls: int, device: torch.device) -> 
     return (time.perf_counter() - start) / calls
 
 
+def _free_bytes(device: torch.device) -> float:
+    """What can still be allocated; on a CPU that is not asked."""
+    if device.type != "cuda":
+        return float("inf")
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + cached)
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -271,6 +329,17 @@ def _words(name: str, key: DispatchKey) -> str:
     return f"{name}, {str(key.dtype).removeprefix('torch.')} on {key.device.type}, {sizes}"
 
 
+def _places(name: str, key: DispatchKey) -> list[str]:
+    """Where choices for a call are kept: the last is for those that are made now.
+
+    What was chosen among few schedules is no choice for FUSED_TP_AUTOTUNE=1; the other way round it is.
+    """
+    words = _words(name, key)
+    return (
+        [words] if settings.autotune() != settings.ONLINE else [words, f"{words}, where FUSED_TP_AUTOTUNE is not set"]
+    )
+
+
 def _rounded_up(rows: int) -> int:
     """To a power of two, or one and a half: batches whose lengths vary would be measured for ever.
 
@@ -281,7 +350,8 @@ def _rounded_up(rows: int) -> int:
     return 0 if rows == 0 else 3 * power // 4 if rows <= 3 * power // 4 else power
 
 
-def _told(choice: Mapping[str, Any]) -> str:
+def told(choice: Mapping[str, Any]) -> str:
+    """A choice in words, with the times by which it was made."""
     times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in choice["seconds"].items())
     return f"{choice['schedule']} ({times})"
 
@@ -291,7 +361,7 @@ def _told(choice: Mapping[str, Any]) -> str:
 
 def _folder() -> Path:
     named = settings.autotune()
-    if named in (None, "1"):
+    if named in (None, settings.ONLINE, "1"):
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fused_tp")
     return Path(str(named))
 
@@ -321,7 +391,7 @@ def _load(group: Group, device: torch.device) -> dict[str, Any]:
     path = _folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
     mine = _read(path) if group.rank == 0 else None
     theirs = exchange(group, "autotuning: choices kept", mine)[0] or {}
-    kept = {"choices": theirs.get("choices", {}), "wrong": theirs.get("wrong", {})}
+    kept = {part: theirs.get(part, {}) for part in _PARTS}
     return {"about": _ABOUT, "machine": machine, **kept, "path": str(path)}
 
 
@@ -340,11 +410,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _keep(kept: Mapping[str, Any]) -> None:
     """Whole or not at all: several groups, and programs, may write."""
     path = Path(kept["path"])
-    before = _read(path) or {"choices": {}, "wrong": {}}
+    before = _read(path) or {}
     content = {
         "about": kept["about"],
         "machine": kept["machine"],
-        **{part: {k: v for k, v in (before[part] | kept[part]).items() if v} for part in ("choices", "wrong")},
+        **{part: {k: v for k, v in (before.get(part, {}) | kept.get(part, {})).items() if v} for part in _PARTS},
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

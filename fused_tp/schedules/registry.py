@@ -13,7 +13,7 @@ from fused_tp.runtime.availability import AVAILABLE, Availability, has_triton, i
 from fused_tp.runtime.dispatch import DispatchKey
 from fused_tp.runtime.errors import FusedTPError, RankMismatchError, listed
 from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.schedules import fused_kernel
+from fused_tp.schedules import fused_kernel, torch_symm_mem
 from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.device import DeviceSchedule
@@ -24,6 +24,7 @@ from fused_tp.schedules.nccl_pipeline import NcclPipeline
 from fused_tp.schedules.pipelined import Pipelined
 from fused_tp.schedules.plain import Plain
 from fused_tp.schedules.shared_memory import SharedMemory
+from fused_tp.schedules.torch_symm_mem import TorchSymmMemSchedule
 from fused_tp.transport import native_kernels, shm
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.transport.device_collectives import DeviceCollectives
@@ -31,13 +32,15 @@ from fused_tp.transport.device_plans import SUMMED_DTYPES
 from fused_tp.transport.nccl import NcclDist, nccl_dist
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import agree, exchange, made_together
-from fused_tp.transport.symm_mem import GroupMemory, group_memory
+from fused_tp.transport.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
 from fused_tp.transport.torch_dist import backend_of, torch_dist
+from fused_tp.transport.torch_symm_mem import TorchSymmMem, torch_ops_on
 from fused_tp.transport.two_level import Hosts, errors_of_group, hosts_of
 
 T = TypeVar("T")
 RING = "ring_attention"
 ALL_TO_ALL = "all_to_all"
+SYMM_MEM_RANKS = 16  # of torch's kernels: 24 blocks signal each of them in 2048 bytes
 MAX_RANKS = 63  # of kernels that write into each other's memory: their error record has a bit for each
 LOCAL = Local()
 _MAX_REMEMBERED = 4096
@@ -61,6 +64,7 @@ class ScheduleSpec:
         transport: what carries its bytes, for `explain`; None is the group's torch.distributed backend.
         devices: types of devices that it is for; none: any that torch.distributed serves.
         max_ranks: in a group; None: any number.
+        caveat: where it does less than the other schedules promise, in a sentence, for `explain`.
     """
 
     name: str
@@ -70,6 +74,7 @@ class ScheduleSpec:
     transport: str | None = None
     devices: tuple[str, ...] = ()
     max_ranks: int | None = None
+    caveat: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
     """The first rule of the table whose schedule can serve the call. CPU ranks of several hosts take two levels where
     no table was measured for them: messages between hosts cost the most by far."""
     device = key.device
-    transport = "shm" if _shared_memory_available(group, device) else backend_of(group, device.type)
+    transport = transport_key(group, device)
     may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
     if may_span_hosts and settings.table_path() is None and _forced_serves("hierarchical", key, group):
         return dispatch.Choice("hierarchical", "CPU ranks of several hosts take two levels")
@@ -190,6 +195,20 @@ def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
         return spec.available(group, device) if supported and not made else supported
 
     return choose_by_table(key, group.size, transport, group_arch(group, device), usable)
+
+
+def transport_key(group: Group, device: torch.device) -> str:
+    """The transport that the table is asked for: "shm", "nvlink" or the torch.distributed backend. Ranks ask together.
+
+    "nvlink" is NCCL between GPUs that write into each other's memory. A group whose first call is captured in a CUDA
+    graph cannot find that out.
+    """
+    if _shared_memory_available(group, device):
+        return "shm"
+    backend = backend_of(group, device.type)
+    if backend != "nccl" or (is_capturing(device) and not knows_group_memory(group, device)):
+        return backend
+    return "nvlink" if isinstance(group_memory(group, device), GroupMemory) else backend
 
 
 def choose_by_table(
@@ -244,14 +263,20 @@ def decide(key: DispatchKey, group: Group) -> Decision:
     transport = SCHEDULES[name].transport or backend_of(group, device.type)
     forced = settings.forced_schedule()
     if forced == name:
-        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it")
+        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(name)}")
     rule = _choose(key, group).rule
     reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
     if forced is not None:
         reason = f"FUSED_TP_SCHEDULE={forced}, but {_forced_serves(forced, key, group).reason}; {reason}"
     if device.type == "cpu" and "no one_sided" not in rule and not (shared := _shared_memory_available(group, device)):
         reason += f"; no shared memory: {shared.reason}"
-    return Decision(name, transport, reason)
+    return Decision(name, transport, reason + caveat_of(name))
+
+
+def caveat_of(name: str) -> str:
+    """A schedule's caveat as the end of a reason; empty where it has none."""
+    caveat = SCHEDULES[name].caveat
+    return f"; note that {caveat}" if caveat else ""
 
 
 # -- what a schedule supports, and where it is available --------------------------------------------------------------
@@ -299,6 +324,20 @@ def fused_kernels_on(device: torch.device) -> Availability:
     return AVAILABLE
 
 
+_SYMM_MEM_SUMS = frozenset(
+    {"all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}  # that all ranks get
+)
+_SYMM_MEM_OPS = _SYMM_MEM_SUMS | {"all_gather", "all_gather_matmul", "matmul_reduce_scatter", "reduce_scatter"}
+
+
+def _symm_mem_supports(op: str, dtype: torch.dtype) -> Availability:
+    if op not in _SYMM_MEM_OPS:
+        return unavailable(f"torch has no symm_mem op for {op}")
+    if op in _SYMM_MEM_SUMS and dtype not in torch_symm_mem.SUMMED_DTYPES:
+        return unavailable(f"torch's symm_mem ops sum bfloat16 and float32, not {_name(dtype)}")
+    return AVAILABLE
+
+
 def _device_kernels_support(op: str, dtype: torch.dtype) -> Availability:
     if op == RING:
         return unavailable(f"there is no device kernel of {RING}")
@@ -318,13 +357,17 @@ def device_kernels_on(device: torch.device) -> Availability:
 
 
 def _in_symmetric_memory(
-    what: str, on_device: Callable[[torch.device], Availability], *, multicast: bool = False
+    what: str,
+    on_device: Callable[[torch.device], Availability],
+    *,
+    multicast: bool = False,
+    max_ranks: int = MAX_RANKS,
 ) -> Callable[[Group, torch.device], Availability]:
     """Where a group has memory that all its ranks write to, on devices that can run what needs it."""
 
     def available(group: Group, device: torch.device) -> Availability:
-        if group.size > MAX_RANKS:
-            return unavailable(f"a kernel's slots serve up to {MAX_RANKS} ranks, and the group has {group.size}")
+        if group.size > max_ranks:
+            return unavailable(f"a kernel's slots serve up to {max_ranks} ranks, and the group has {group.size}")
         on_all = agree(group, f"{what} on {device.type}", lambda: on_device(device))
         if not on_all:
             return on_all
@@ -387,6 +430,12 @@ def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Sched
     return make
 
 
+def _symm_mem(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    plain = _plain(group, device)
+    memory = _known(GroupMemory, group_memory(group, device))
+    return TorchSymmMemSchedule(TorchSymmMem(memory, plain.transport), plain)
+
+
 def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
     plain = _plain(group, device)
     made = _ENGINES[group]
@@ -428,10 +477,13 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
 # -- the registry -----------------------------------------------------------------------------------------------------
 
 _SYMMETRIC: dict[str, Any] = {"transport": "symmetric memory", "devices": ("cuda",), "max_ranks": MAX_RANKS}
+_UNEVEN = "symmetric memory (by messages where rows do not divide evenly by the ranks, or into 16 bytes)"
+_UNBOUNDED = "torch's kernels wait for peers without a deadline (FUSED_TP_TIMEOUT bounds their set-up only)"
 _TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
 _device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
 _copy_engines_available = _in_symmetric_memory("copy engines", copy_engine_available)
 _multimem = _in_symmetric_memory("device kernels", device_kernels_on, multicast=True)
+_symm_mem_available = _in_symmetric_memory("torch's symm_mem ops", torch_ops_on, max_ranks=SYMM_MEM_RANKS)
 
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name: spec
@@ -446,6 +498,16 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             "shm",
             ("cpu",),
             shm.MAX_RANKS,
+        ),
+        ScheduleSpec(
+            "symm_mem",
+            _symm_mem_supports,
+            _symm_mem_available,
+            _symm_mem,
+            _UNEVEN,
+            ("cuda",),
+            SYMM_MEM_RANKS,
+            _UNBOUNDED,
         ),
         ScheduleSpec(
             "fused_kernel",

@@ -10,7 +10,8 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from torch import Tensor
 from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import Group, GroupSlot
+from fused_tp.runtime.group import Group, GroupSlot, on_destroy
 from fused_tp.transport.peer_watch import own_process, watchable
 from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
 from fused_tp.transport.store import exchange, first_reason
@@ -148,6 +149,11 @@ def group_memory(group: Group, device: torch.device) -> GroupMemory | Availabili
     return made_on_device(_MEMORIES, group, device, "memory for kernels", _agree)
 
 
+def knows_group_memory(group: Group, device: torch.device) -> bool:
+    """True if `group_memory` has been asked before, and needs the other ranks no more."""
+    return (device.type, device.index or 0) in _MEMORIES[group]
+
+
 def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
     if device.type == "cpu":
         mine = Facts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
@@ -220,33 +226,105 @@ def allocate_cpu(group: Group, nbytes: int) -> tuple[Tensor, Any]:
 _rendezvous = 0  # of this process, of all groups
 
 
-def _allocate_cuda(group: Group, device: torch.device, nbytes: int) -> tuple[Tensor, Any]:
-    """Zeroed symmetric memory of exactly this size, which goes back to the driver when it is freed."""
+def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | None = None) -> tuple[Tensor, Any]:
+    """Zeroed symmetric memory of exactly this size, which goes back to the driver when it is freed.
+
+    Args:
+        name: of the group, for memory whose group torch is to know without being told again.
+
+    Raises what `_rendezvous_of_all` raises.
+    """
     from torch.distributed import _symmetric_memory as torch_symmetric_memory
 
+    assert group.process_group is not None
+    tensor: Any = None
+    problem = ""
+    try:
+        with torch.cuda.device(device):
+            # Not torch's pool of such memory, which gives out a block again with the handle of an earlier group.
+            tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
+                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device, group_name=name
+            )
+    except (RuntimeError, ValueError) as error:
+        problem = str(error).splitlines()[0]
+    with _rendezvous_of_all(group, device, nbytes, problem):
+        handle = torch_symmetric_memory.rendezvous(tensor, group.process_group)
+    return tensor, _HostBarrier(handle, group, device)
+
+
+class NoSymmetricMemory(RuntimeError):
+    """Some rank could not allocate its part. All ranks raise it, none waits for another, and the group goes on."""
+
+
+@contextmanager
+def _rendezvous_of_all(group: Group, device: torch.device, nbytes: int, problem: str) -> Iterator[None]:
+    """Scope of one rendezvous of torch's, which all ranks of `group` enter together; bounded by `FUSED_TP_TIMEOUT`.
+
+    Args:
+        problem: why this rank has no memory for it; empty where it has.
+
+    Raises:
+        NoSymmetricMemory: some rank has none.
+        FusedTPError: torch would wait for a rendezvous that never comes.
+    """
     global _rendezvous
     # torch numbers them by process, not by group, and would wait for a number that never comes.
-    counts = exchange(group, "rendezvous", _rendezvous)
+    answers = exchange(group, "rendezvous", (_rendezvous, problem))
+    counts = [count for count, _ in answers]
     if len(set(counts)) > 1:
         raise FusedTPError(
             f"The ranks of group {group.name!r} have made symmetric memory {counts} times, in all of their groups; "
             "torch makes more only where that is equally often. Let all ranks use the same groups, in the same order."
         )
+    failed = [f"rank {rank} says: {said}" for rank, (_, said) in enumerate(answers) if said]
+    if failed:
+        raise NoSymmetricMemory(f"{nbytes} bytes of symmetric memory could not be allocated; {failed[0]}")
     assert group.process_group is not None
     store = dist.distributed_c10d._get_process_group_store(group.process_group)
     before = getattr(store, "timeout")  # noqa: B009  # which its stub does not know
     store.set_timeout(timedelta(seconds=settings.timeout_seconds()))
     try:
         with torch.cuda.device(device):
-            # Not torch's pool of such memory, which gives out a block again with the handle of an earlier group.
-            tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
-                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device
-            )
             _rendezvous += 1
-            handle = torch_symmetric_memory.rendezvous(tensor, group.process_group)
+            yield
     finally:
         store.set_timeout(before)
-    return tensor, _HostBarrier(handle, group, device)
+
+
+# -- the workspace of torch's own ops ----------------------------------------------------------------------------------
+
+_WORKSPACES: GroupSlot[str] = GroupSlot()  # names of groups for which torch has one from here
+
+
+def make_torch_workspace(group: Group, device: torch.device, nbytes: int) -> Tensor | None:
+    """Have torch's workspace of `group` so large; returns the one before it, which may still be in use.
+
+    A collective call. torch keeps the workspace by the group's name, for as long as the group is alive. It would also
+    make one, within an op, but then a rank without memory for it leaves the others waiting.
+
+    Raises what `_rendezvous_of_all` raises.
+    """
+    from torch.distributed import _symmetric_memory as torch_symmetric_memory
+
+    name: Any = group.name
+    workspaces = torch_symmetric_memory._group_name_to_workspace_tensor
+    outgrown = workspaces.get(name)
+    if device.type == "cpu":
+        torch_symmetric_memory.get_symm_mem_workspace(name, nbytes)
+    elif outgrown is None or outgrown.numel() * outgrown.element_size() < nbytes:
+        tensor, _ = _allocate_cuda(group, device, nbytes, name)
+        workspaces[name] = tensor
+    _WORKSPACES[group] = name
+    return outgrown
+
+
+@on_destroy
+def _forget_workspace(group: Group) -> None:
+    """torch would give it to the next group of this name, with the peers of this one."""
+    if (name := _WORKSPACES.get(group)) is not None:
+        from torch.distributed import _symmetric_memory as torch_symmetric_memory
+
+        torch_symmetric_memory._group_name_to_workspace_tensor.pop(name, None)
 
 
 class _HostBarrier:

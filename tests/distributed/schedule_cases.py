@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -28,6 +28,7 @@ from fused_tp.schedules.base import GatherMatmul, Schedule
 from fused_tp.transport import torch_dist
 from fused_tp.transport.base import sum_in_rank_order
 from fused_tp.transport.symm_mem import CpuSymmetricMemory
+from tests.distributed.symm_mem_double import symm_mem_on_cpu
 from tests.native.doubles.libraries import DOUBLES, build_doubles, double_knobs, doubles
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 from tests.workers import body_of, run_ranks
@@ -70,6 +71,13 @@ def multicast() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def torch_ops(schedule: str) -> Iterator[None]:
+    """torch's ops on the CPU, for the schedule that calls them."""
+    with symm_mem_on_cpu() if schedule == "symm_mem" else nullcontext():
+        yield
+
+
 def _double_of(schedule: str) -> str:
     return "two_shot" if schedule in ALGORITHMS else schedule
 
@@ -78,7 +86,7 @@ def _double_of(schedule: str) -> str:
 def schedule_on(group: Any, name: str) -> Iterator[Any]:
     """A new schedule of that name, as dispatch makes it; the public ops of `group` run on it where it supports them."""
     described, spec = resolve_group(group), registry.SCHEDULES[name]
-    with doubles(_double_of(name)), multicast():
+    with doubles(_double_of(name)), multicast(), torch_ops(name):
         available = spec.available(described, CPU)
         assert available or name == "multimem", available.reason  # whose switch `multicast` stands for
         schedule = spec.make(described, CPU, None)
@@ -107,7 +115,7 @@ def _run(group: Any, schedule: str, chunked: bool, fn: Callable[..., Any], args:
     with ExitStack() as around:
         if chunked:
             around.enter_context(low_limits())
-        if schedule in (*ALGORITHMS, *DOUBLES):
+        if schedule in (*ALGORITHMS, *DOUBLES, "symm_mem"):
             around.enter_context(schedule_on(group, schedule))
         return fn(group, *args)
 

@@ -65,6 +65,8 @@ ON_SCHEDULES: list[tuple[Any, ...]] = [
     (schedule_tests.test_movements_of_nccl, 2),
     (schedule_tests.test_a_rank_that_is_late_to_copy_engines_ends_the_call_on_all,),
     *((schedule_tests.test_every_method, name, 2, torch.bfloat16) for name in ("nccl_pipeline", "copy_engine")),
+    (schedule_tests.test_every_method, "symm_mem", 2, torch.bfloat16),
+    (schedule_tests.test_torchs_ops_in_graphs,),
     *((schedule_tests.test_many_calls_at_a_random_pace, name, 2) for name in ("nccl_pipeline", "copy_engine")),
     *((schedule_tests.test_graphs_and_calls_between_replays, name, 3) for name in ("nccl_pipeline", "copy_engine")),
 ]

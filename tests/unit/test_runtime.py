@@ -196,7 +196,11 @@ FORCED = [  # FUSED_TP_SCHEDULE, options, and what is said of an all_reduce: an 
     ("one_sided", "--transport gloo", "this group: its transport is gloo."),
     ("one_sided", "--ranks 65", "this group: the group has 65 ranks; shared memory serves at most 64."),
     ("copy_engine", "", "copy engines have nothing for all_reduce; dispatch table as shipped, rule cpu/shm/default"),
-    ("", "--ranks 65", "cpu/default/default: max_bytes 1048576; no shared memory: the group has 65 ranks; shared"),
+    (
+        "",
+        "--ranks 65",
+        "cpu/default/default: max_bytes 1048576 (by default); no shared memory: the group has 65 ranks; shared",
+    ),
     ("", "--arch sm_90", "forward: plain over nccl, because"),
 ]
 
