@@ -104,6 +104,15 @@ prebuild(lambda: [stress_program(*flags) for flags in ((), THREADS, ADDRESSES)])
 
 def stress(world: int, rounds: int, seed: int, trouble: bool, *flags: str, **env: str) -> str:
     return output_of(stress_program(*flags), world, rounds, seed, int(trouble), **env)
+def test_more_memory_operations_than_one_call_takes() -> None:
+    sources = [
+        NATIVE / "memory_ops.cpp",
+        Path("tests/native/doubles/cuda_double.cpp"),
+        *sorted(Path("csrc/driver").glob("*.cpp")),
+    ]
+    output_of(build_program("copy_engine_memory_ops", sources, ["-Icsrc", "-O1", "-rdynamic"]))
+
+
 
 
 @pytest.mark.parametrize(("world", "seed"), [(2, 1), (3, 5)])
