@@ -471,7 +471,9 @@ EXPORT int cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* host, unsi
   return kSuccess;
 }
 
+// The driver waits for the device before it frees pinned memory.
 EXPORT int cuMemFreeHost(void* host) {
+  pass_stall();
   std::free(host);
   return kSuccess;
 }
