@@ -29,6 +29,7 @@ from fused_tp.ops.sequence_balance import sequence_balance
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.ops.ulysses_attention import ulysses_attention
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+from fused_tp.runtime.checkout import find_folders
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ _LAZY = {
     "pipeline": "fused_tp.pipelining.pipeline",
     "recommend": "fused_tp.planning.recommend",
 }
+
+find_folders()
 
 __all__ = [
     "all_gather_matmul",

@@ -72,8 +72,9 @@ constexpr int progress_of(Wait wait, int peer, int world) { return 1 + static_ca
 constexpr int progress_words(int world) { return 1 + 3 * world; }
 // More words that are told there: the last passage outside of graphs, and whether a kernel has waited in vain.
 constexpr int passed_word(int world) { return progress_words(world); }
-constexpr int expired_word(int world) { return progress_words(world) + 1; }
-constexpr int told_words(int world) { return progress_words(world) + 2; }
+// A kernel gets its address, so that it lies at a multiple of 16 bytes for every number of ranks (see Layout::run).
+constexpr int expired_word(int world) { return (progress_words(world) + 2) / 2 * 2; }
+constexpr int told_words(int world) { return expired_word(world) + 1; }
 constexpr uint64_t waiting(uint64_t call) { return 2 * call + 1; }
 constexpr uint64_t done(uint64_t call) { return 2 * call + 2; }
 

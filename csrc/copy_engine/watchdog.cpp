@@ -18,6 +18,8 @@ constexpr int64_t kLostNs = 100'000'000;
 constexpr size_t kNanBytes = 256 * 1024;
 constexpr double kSettleSeconds = 1;
 constexpr std::chrono::seconds kCloseSeconds{5};
+// Copies to the gates take microseconds, but may queue behind large ones: as long as a peer may take, within bounds.
+constexpr double kLeastGateSeconds = 5, kMostGateSeconds = 60;
 
 const char* name_of(uint64_t call) {
   static const char* const kNames[] = {"all_gather",        "all_gather_matmul", "matmul_reduce_scatter",
@@ -63,6 +65,7 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
 }
 
 StreamWatchdog::~StreamWatchdog() {
+  bool stuck = true;
   try {
     Driver::Device guard(*driver_, device_);
     const auto until = Clock::now() + kCloseSeconds;
@@ -71,9 +74,12 @@ StreamWatchdog::~StreamWatchdog() {
       if (failure() == Failure::kNone) abort("it was closed while calls were under way");
       std::this_thread::sleep_for(kRescueLook);
     }
+    stuck = under_way() || !driver_->idle(rescue_.get());
   } catch (const std::exception&) {  // the device is gone; there is nothing left to wait for
   }
   stop();
+  // To free it, the driver would wait for streams that never end, and they still write there.
+  if (stuck) pinned_.leave();
 }
 
 void StreamWatchdog::stop() {
@@ -128,6 +134,7 @@ void StreamWatchdog::run() {
       Driver::Device guard(*driver_, device_);
       driver_->ignore_captures();
       pause = round();
+      if (stuck_) return;
     } catch (const std::exception& error) {
       if (failure() != Failure::kNone) return;  // an end of the process, or a device that is broken: nothing helps
       std::lock_guard<std::mutex> lock(mutex_);
@@ -233,13 +240,24 @@ void StreamWatchdog::fail(const Closing& closing, const std::string& sentence) {
   protocol_.close_all_gates(steps);
   write(steps);
   // Nothing may be forced before: what others take until then is right.
+  const double seconds =
+      std::clamp(timeout_seconds_.load(std::memory_order_relaxed), kLeastGateSeconds, kMostGateSeconds);
+  const auto until = Clock::now() + std::chrono::duration<double>(seconds);
   while (!settle()) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) return;
+    if (Clock::now() < until) continue;
+    // Streams that wait for peers wait on, since forced they would move bytes that are taken for right. No thread does.
+    stuck_ = true;
+    sentence_ += " The gates of the group's calls could not be closed within " +
+                 seconds_text(static_cast<int64_t>(1e9 * seconds)) + " s: the device of rank " +
+                 std::to_string(protocol_.rank()) +
+                 " does not copy to the memory of some rank. Its streams may never end: end the process.";
+    break;
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    gates_closed_ = true;
+    gates_closed_ = true;  // or never will be: no thread may wait for that
   }
   changed_.notify_all();
 }

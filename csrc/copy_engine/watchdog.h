@@ -110,6 +110,7 @@ class StreamWatchdog {
   driver::OwnStream rescue_;
   std::vector<driver::GraphDeadline> deadlines_;
   bool reading_gates_ = false;
+  bool stuck_ = false;  // not even the gates can be closed; of the thread alone
   int64_t gates_read_ns_ = 0;
   uint32_t forks_;
 
@@ -121,7 +122,7 @@ class StreamWatchdog {
   std::condition_variable changed_;
   std::string sentence_;
   std::string aborted_;        // why, asked for and not done yet
-  bool gates_closed_ = false;  // no peer reads this rank's data any more
+  bool gates_closed_ = false;  // no peer reads this rank's data any more, or `stuck_`
   bool stopping_ = false;
   struct Passage {
     uint64_t number;

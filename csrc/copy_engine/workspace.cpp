@@ -50,11 +50,14 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
       in_(make_streams(driver_, device, std::min(layout().world() - 1, kMostIn))),
       watchdog_(driver_, device, protocol_, addresses_, handles(out_, in_)) {
   const Driver::Device guard(*driver_, device_);
-  const driver::PinnedMemory words(driver_, device, 8 * static_cast<size_t>(layout().words()));
+  driver::PinnedMemory words(driver_, device, 8 * static_cast<size_t>(layout().words()));
   for (int word = 0; word < layout().words(); ++word)
     static_cast<uint64_t*>(words.data())[word] = layout().first_value(word);
   driver_->copy(addresses_.at(static_cast<size_t>(rank)), words.device_address(), words.bytes(), out_.get());
-  if (!driver_->synchronize(out_.get(), 60)) throw std::runtime_error("the device does not copy memory");
+  if (!driver_->synchronize(out_.get(), 60)) {
+    words.leave();  // to free it, the driver would wait for the copy
+    throw std::runtime_error("the device did not copy " + std::to_string(words.bytes()) + " bytes within 60 s");
+  }
 }
 
 std::vector<Stream> Workspace::streams() const { return handles(out_, in_); }

@@ -30,7 +30,7 @@ constexpr unsigned kWaitUntilAtLeast = 0;
 constexpr unsigned kWaitUntilEqual = 1;
 constexpr unsigned kWaitValue64 = 4;
 constexpr unsigned kWriteValue64 = 5;
-constexpr unsigned kMostMemoryOps = 256;  // of one call
+constexpr unsigned kMostMemoryOps = 255;  // of one call: cuda.h wants fewer than 256
 constexpr int kHasStreamMemoryOps = 122;
 constexpr int kOldestDriver = 12000;
 

@@ -117,6 +117,8 @@ class Owned {
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   Handle get() const { return handle_; }
+  // Not to be destroyed: the device may use it for ever.
+  void leave() { handle_ = nullptr; }
 
  protected:
   using Destroy = int (*)(Handle);

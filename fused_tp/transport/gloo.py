@@ -11,6 +11,9 @@ closed then: a lost peer is noticed by those who wait for it, a survivor that ab
 gloo does not end all that is under way on a closed connection. A part that was being written when the peer
 closed is forgotten (`Pair::signalException` passes over it), so a worker thread of the process group waits for it until
 the group's own timeout, half an hour by default; and the group's destructor waits for that thread (`outlive`).
+
+Sends and receives take memory of the host only: they give the address to the socket (`ProcessGroupGloo::send`, `recv`).
+Of the collectives, broadcast, all-gather, all-to-all, gather and scatter copy a GPU's tensors by themselves.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fused_tp.transport.base import start_thread
 
@@ -92,6 +96,29 @@ def _has_closed(group: dist.ProcessGroup, rank: int) -> bool:
 def _receive(group: dist.ProcessGroup, rank: int, tag: int) -> Any:
     # Not by dist.irecv, which refuses a group that has been destroyed.
     return group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], rank, tag)
+
+
+# -- messages of a GPU, by way of the host -----------------------------------------------------------------------------
+
+
+def on_host(x: Tensor) -> Tensor:
+    """Copy of `x` in memory of the host, complete on return: `x` is as the current stream has left it by then."""
+    host = host_room(x)
+    host.copy_(x, non_blocking=x.is_cuda)
+    if x.is_cuda:
+        # Of this stream alone: others may wait for what peers have yet to send.
+        torch.cuda.current_stream(x.device).record_event().synchronize()
+    return host
+
+
+def host_room(like: Tensor) -> Tensor:
+    """Memory of the host for the bytes of `like`; pinned where that is on a GPU, so that copies are the stream's."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+def from_host(host: Tensor, out: Tensor) -> None:
+    """Copy what has arrived into `out`, in the current stream; torch keeps pinned `host` until that has been done."""
+    out.copy_(host, non_blocking=out.is_cuda)
 
 
 # -- sends and receives, waited for in slices --------------------------------------------------------------------------

@@ -30,7 +30,16 @@ from fused_tp.transport.base import (
     when,
 )
 from fused_tp.transport.failure import LOOK_SECONDS, Call, GroupCalls
-from fused_tp.transport.gloo import AT_ONCE, Messages, close_connections, closed_peers, outlive
+from fused_tp.transport.gloo import (
+    AT_ONCE,
+    Messages,
+    close_connections,
+    closed_peers,
+    from_host,
+    host_room,
+    on_host,
+    outlive,
+)
 
 # Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
 # and an all-gather (two steps, 2/W of the bytes).
@@ -60,6 +69,7 @@ class TorchDist(GroupCalls):
         self.reduces_in_place = self.backend == "nccl"
         self._collectives: list[Any] = []  # under way on gloo
         self._met = self.backend != "nccl"
+        self._by_host = self.backend == "gloo" and device_type != "cpu"
 
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
@@ -205,18 +215,24 @@ class TorchDist(GroupCalls):
         return when(moving, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
-        """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` does not travel."""
+        """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` does not travel.
+
+        gloo has no messages of a GPU's memory, so these go by way of the host: the host waits until the current stream
+        has made `x`, and `out` is written in the stream that is current in `wait`.
+        """
         self._meet(op, x)
         group = self.process_group
         to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+        room = host_room(out) if self._by_host else out
 
         def launch() -> Any:
             ops, peers = [], []
             if out.numel():
-                ops.append(dist.P2POp(dist.irecv, out, group=group, group_peer=source))
+                ops.append(dist.P2POp(dist.irecv, room, group=group, group_peer=source))
                 peers.append(source)
             if x.numel():
-                ops.append(dist.P2POp(dist.isend, x, group=group, group_peer=to))
+                sent = on_host(x) if self._by_host else x
+                ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
                 peers.append(to)
             works = dist.batch_isend_irecv(ops) if ops else []
             if self.backend != "gloo":  # of NCCL one work for all of them, or none
@@ -225,7 +241,15 @@ class TorchDist(GroupCalls):
             return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)
 
         moving = self._start(op, launch)
-        return when(moving, out)
+        if not self._by_host:
+            return when(moving, out)
+
+        def finish() -> Tensor:
+            moving.wait()
+            from_host(room, out)
+            return out
+
+        return After(finish)
 
     def _meet(self, op: str, like: Tensor) -> None:
         """Once, for all ranks to make the group's communicator together.

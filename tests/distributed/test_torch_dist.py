@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fused_tp
 from fused_tp.runtime.errors import FusedTPError, PeerLostError
 from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.gloo import close_connections, closed_peers
+from fused_tp.transport.gloo import close_connections, closed_peers, on_host
 from fused_tp.transport.torch_dist import TorchDist, torch_dist
 from tests.beside import beside
 from tests.workers import Outcome, fresh_ranks, run_ranks
@@ -93,6 +94,72 @@ def shift_between_two_of_three(group: Any) -> list[int]:
 
 def test_all_ranks_make_the_communicator_of_nccl_before_some_of_them_use_it() -> None:
     assert run_ranks(3, shift_between_two_of_three) == [[3]] * 3
+
+
+def shift_by_way_of_the_host(group: Any) -> None:
+    """Messages as of a GPU, which gloo cannot send: tensors of the CPU go through the same copies."""
+    transport = TorchDist(resolve_group(group), "cuda", "gloo")
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    assert transport._by_host and not TorchDist(resolve_group(group), "cpu")._by_host
+
+    def of(source: int, number: int, dtype: torch.dtype) -> Tensor:
+        return (torch.arange(6) + 10 * (source % world) + 100 * number).to(dtype).view(3, 2)
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool):
+        # Two are under way, in both directions; each is sent as it was, and received where the wait is.
+        sent = [of(rank, number, dtype) for number in range(2)]
+        outs = [torch.full((3, 2), -1.0).to(dtype) for _ in range(2)]
+        untouched = outs[0].clone()
+        moving = [transport.shift("shift", x, out, step) for x, out, step in zip(sent, outs, (1, -1), strict=True)]
+        for x in sent:
+            x.zero_()
+        dist.barrier(group)
+        time.sleep(0.05)
+        assert torch.equal(outs[0], untouched) and torch.equal(outs[1], untouched)
+        for number, step in ((1, -1), (0, 1)):
+            assert moving[number].wait() is outs[number]
+            assert torch.equal(outs[number], of(rank - step, number, dtype))
+    # In place, and where some have nothing.
+    x = of(rank, 0, torch.float32)
+    assert torch.equal(transport.shift("shift", x, x, 1).wait(), of(rank - 1, 0, torch.float32))
+    x, out = torch.full((3 if rank == 0 else 0,), 7.0), torch.empty(3 if rank == 1 else 0)
+    assert transport.shift("shift", x, out, 1).wait().eq(7.0).all()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_messages_of_a_gpu_over_gloo_go_by_way_of_the_host(world: int) -> None:
+    run_ranks(world, shift_by_way_of_the_host)
+
+
+def ring_by_way_of_the_host(group: Any, by_host: bool) -> list[Tensor]:
+    """A ring of ring attention by messages, forward and backward: out and gradients."""
+    transport = torch_dist(resolve_group(group), "cpu")
+    rank = dist.get_rank(group)
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(2, 6, 4, 8, requires_grad=True) for _ in range(3))
+    moved: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        moved.append(x)
+        return on_host(x)
+
+    with (
+        mock.patch.object(transport, "_by_host", by_host),
+        mock.patch("fused_tp.transport.torch_dist.on_host", note),
+        mock.patch.dict("os.environ", {"FUSED_TP_SCHEDULE": "pipelined"}),
+    ):
+        out = fused_tp.ring_attention(q, k, v, group=group, causal=True)
+        forward = len(moved)
+        out.backward(torch.ones_like(out))
+    assert (forward > 0) == (len(moved) > forward) == by_host
+    return [t.detach() for t in (out, q.grad, k.grad, v.grad) if t is not None]
+
+
+def test_rings_of_a_gpu_over_gloo_go_by_way_of_the_host() -> None:
+    for staged, direct in zip(
+        *(run_ranks(3, ring_by_way_of_the_host, by_host) for by_host in (True, False)), strict=True
+    ):
+        assert all(map(torch.equal, staged, direct))
 
 
 def wait_for_a_survivor(group: Any) -> tuple[str, float]:

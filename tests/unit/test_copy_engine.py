@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
+from fused_tp.runtime.errors import FusedTPError
 from fused_tp.transport import copy_engine, symm_mem
 from fused_tp.transport.copy_engine import CopyEngine, copy_engine_available
 from tests.native.doubles.libraries import double_knobs, gpu_double
@@ -100,6 +102,15 @@ def stress_program(*flags: str) -> Path:
 
 
 prebuild(lambda: [stress_program(*flags) for flags in ((), THREADS, ADDRESSES)])
+
+
+def test_more_memory_operations_than_one_call_takes() -> None:
+    sources = [
+        NATIVE / "memory_ops.cpp",
+        Path("tests/native/doubles/cuda_double.cpp"),
+        *sorted(Path("csrc/driver").glob("*.cpp")),
+    ]
+    output_of(build_program("copy_engine_memory_ops", sources, ["-Icsrc", "-O1", "-rdynamic"]))
 
 
 def stress(world: int, rounds: int, seed: int, trouble: bool, *flags: str, **env: str) -> str:
@@ -227,6 +238,38 @@ def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -
         raise ZeroDivisionError
     del call, inner
     assert [t.data_ptr() for t in engine.abandoned] == [t.data_ptr() for t in (unfinished, left)]
+
+
+@NEEDS_CORE
+def test_gates_that_cannot_be_closed_hold_up_no_thread(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that copies nothing any more: the abort ends within its deadline, with a sentence; so does the end."""
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", "5")
+    engine = CopyEngine(LocalGroup(1).rank(0))
+    with engine.call("all_gather", gather_bytes=20) as call:
+        call.finish()
+    del call
+    core, memory = engine._slots[""].core, engine._slots[""].buffer
+    double_knobs().cuda_double_stall(1)
+    try:
+        core.abort("Something went wrong.")
+        until = time.monotonic() + 20
+        while "could not be closed within 5.0 s" not in core.sentence:
+            assert time.monotonic() < until, core.sentence
+            time.sleep(0.05)
+        assert core.sentence.startswith("Something went wrong. The gates of the group's calls")
+        assert core.sentence.endswith("Its streams may never end: end the process.")
+        with pytest.raises(FusedTPError, match="does not copy to the memory of some rank"):
+            engine.raise_if_failed()
+        ended = threading.Thread(target=lambda: (engine.stop(), engine._slots.clear()), daemon=True)
+        del core
+        ended.start()
+        ended.join(20)
+        assert not ended.is_alive(), "it waits for the device"
+    finally:
+        double_knobs().cuda_double_stall(0)
+    until = time.monotonic() + 20
+    while not memory.view(torch.int64)[:2].gt(1).all():  # the gates are closed after all, in memory that is still there
+        assert time.monotonic() < until
 
 
 @NEEDS_CORE

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import Tensor
 
 from fused_tp.transport import gloo
 from fused_tp.transport.failure import Call, RankStatus
@@ -46,6 +49,61 @@ def test_messages_are_waited_for_in_slices() -> None:
     assert both.wait_for(60.0) and both.wait_for(0.0)
     peers.append(both.peer)
     assert list(dict.fromkeys(peers)) == [1, 2, None]
+
+
+class Stream:
+    """What a GPU is asked to do, done when the host waits for it; the only stream there is."""
+
+    steps: ClassVar[list[Callable[[], object]]] = []
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None:
+        while self.steps:
+            self.steps.pop(0)()
+
+
+class OnGpu(Tensor):
+    """A tensor of the CPU that says otherwise: what does not block the host is done by the `Stream`."""
+
+    is_cuda = True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not Tensor.copy_ or not kwargs.get("non_blocking"):
+            return super().__torch_function__(func, types, args, kwargs)
+        to, source = (x.as_subclass(Tensor) for x in args)
+        Stream.steps.append(lambda: to.copy_(source))
+        return args[0]
+
+
+def test_what_a_gpu_sends_and_receives_is_in_the_order_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    real = torch.empty
+    pinned: list[bool] = []
+
+    def empty(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:  # there is no GPU to pin it for
+        pinned.append(pin_memory)
+        return real(*shape, **how)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    x = torch.zeros(4)
+    Stream.steps.append(lambda: x.fill_(1.0))  # what makes it is still under way
+    host = gloo.on_host(x.as_subclass(OnGpu))
+    assert torch.equal(host, torch.ones(4)) and not Stream.steps
+    Stream.steps.append(lambda: x.fill_(2.0))
+    Stream().synchronize()
+    assert torch.equal(host, torch.ones(4)), "it is a copy"
+    # Received: behind what the stream still does with the memory, and before what it does next.
+    room, seen = gloo.host_room(x.as_subclass(OnGpu)).fill_(3.0), []
+    Stream.steps.append(lambda: seen.append(x.clone()))
+    gloo.from_host(room, x.as_subclass(OnGpu))
+    Stream.steps.append(lambda: seen.append(x.clone()))
+    Stream().synchronize()
+    assert [one[0].item() for one in seen] == [2.0, 3.0]
+    assert pinned == [True, True]
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), OverflowError("too long")])

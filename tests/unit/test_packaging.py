@@ -199,6 +199,72 @@ def test_what_fails_is_named(unpacked_sdist: Path, tmp_path: Path) -> None:
         assert "native core was not built" in done.stdout and "heap.cpp" in done.stdout
 
 
+FROM_A_CHECKOUT = """
+import sys
+from importlib.util import find_spec, spec_from_file_location
+from pathlib import Path
+
+here, elsewhere = Path.cwd(), Path(sys.argv[1])
+
+class Editable:  # an editable installation of another checkout
+    def find_spec(self, name, path=None, target=None):
+        place = elsewhere / name.removeprefix("fused_tp.") / "__init__.py"
+        return spec_from_file_location(name, place) if name.startswith("fused_tp.") and place.exists() else None
+
+sys.meta_path.append(Editable())
+import fused_tp
+assert Path(fused_tp.__file__).parents[1] == here
+for folder in ("triton_kernels", "examples", "benchmarks"):
+    assert folder not in sys.modules and f"fused_tp.{folder}" not in sys.modules
+    found = find_spec(f"fused_tp.{folder}")
+    assert found is not None and Path(found.origin).parents[1] == here, found
+    assert found.submodule_search_locations == [str(here / folder)], found
+    assert __import__(f"fused_tp.{folder}") is fused_tp
+import fused_tp.triton_kernels.comm.protocol, fused_tp.benchmarks.case
+assert fused_tp.triton_kernels.comm.protocol.ENDED == 1 and "triton_kernels" not in sys.modules
+"""
+BESIDE_OTHERS = """
+import sys
+from importlib.util import find_spec
+import fused_tp
+assert not any("fused_tp" in type(finder).__module__ for finder in sys.meta_path), sys.meta_path
+assert find_spec("fused_tp.triton_kernels") is None and find_spec("triton_kernels") is not None
+"""
+
+
+def run_uninstalled(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Python in `folder`, with the libraries of this environment but none of its .pth files."""
+    return subprocess.run(
+        [sys.executable, "-S", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(Path(torch.__file__).parents[1])])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_a_checkout_runs_without_an_installation(tmp_path: Path) -> None:
+    """As the documentation of `benchmarks.gpu` says: `python setup.py build_ext --inplace && python -m ...`."""
+    tree, other, site = (tmp_path / name for name in ("tree", "other", "site"))
+    for folder in ("csrc", "fused_tp", "triton_kernels", "examples", "benchmarks"):
+        shutil.copytree(REPOSITORY / folder, tree / folder, ignore=LEFT_OUT)
+    for folder in ("triton_kernels", "examples", "benchmarks"):
+        for place in (other, site):
+            (place / folder).mkdir(parents=True)
+            (place / folder / "__init__.py").write_text("raise AssertionError('of somebody else')\n")
+    done = run_uninstalled(tree, "-c", FROM_A_CHECKOUT, other)
+    assert done.returncode == 0, done.stderr
+    for module in ("fused_tp.benchmarks.gpu", "benchmarks.gpu"):
+        done = run_uninstalled(tree, "-m", module, "--help")
+        assert done.returncode == 0 and "--quick" in done.stdout, done.stderr
+    # Installed, what lies beside the package is of others, also where they have the names of our folders.
+    shutil.copytree(tree / "fused_tp", site / "fused_tp")
+    done = run_uninstalled(site, "-c", BESIDE_OTHERS)
+    assert done.returncode == 0, done.stderr
+
+
 def compile_device_kernels() -> None:
     builder = native_build()
     with tempfile.TemporaryDirectory() as unused:

@@ -151,13 +151,14 @@ def region_offset(world_size: int) -> int:
 class GatherWorkspace(Workspace):
     """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers, which only this one does."""
 
+    halves = 1  # see above
+
     def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16)
         self.handle = handle
         # Where the buffer begins in what the handle's `get_buffer` gives, the same on all ranks.
         self.begin = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
         self.nbytes = buffer.nbytes
-        self.half_bytes = 0  # both halves are one: see above
         self.loaded: set[Any] = set()  # calls whose kernels are on the device
 
     def require(self, needed: int) -> None:

@@ -100,6 +100,7 @@ class Workspace:
         counters: most rows of tiles that a launch may count.
 
     Attributes:
+        halves: of the buffer, which calls use in turn; 1: all calls use the same.
         multicast_address: where one store reaches `buffer` on all ranks at once; 0 without NVLink SHARP.
 
     It may be used in CUDA graphs: make it before the capture, with room for the largest call (`needed_bytes`), and see
@@ -109,6 +110,8 @@ class Workspace:
         ValueError: a buffer that is not what `handle` reaches, or not at a multiple of 64 bytes on every rank.
     """
 
+    halves = 2
+
     def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, counters: int = COUNTERS) -> None:
         self.rank = handle.rank
         self.world_size = handle.world_size
@@ -117,7 +120,7 @@ class Workspace:
         multicast = getattr(handle, "multicast_ptr", 0) or 0
         self.multicast_address: int = multicast and multicast + offset
         self.timeout_ns = int(timeout_seconds * 1e9)
-        self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT
+        self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT if self.halves == 2 else 0
         self.counters = counters
         device = buffer.device
         self.buffer, self._handle = buffer, handle  # keep the memory, the peers' too where ranks are threads
@@ -179,13 +182,17 @@ class Workspace:
     def _begin(self) -> None:
         from .signals import begin_kernel
 
-        begin_kernel[(1,)](**self.arguments(), WORLD=self.world_size)
+        begin_kernel[(1,)](**self._begin_arguments())
 
     def _load_begin(self) -> None:
         from .signals import begin_kernel
 
         with torch.cuda.device(self.buffer.device):
-            begin_kernel.warmup(**self.arguments(), WORLD=self.world_size, grid=(1,))[1, 1, 1]
+            begin_kernel.warmup(**self._begin_arguments(), grid=(1,))[1, 1, 1]
+
+    def _begin_arguments(self) -> dict[str, Any]:
+        # It waits for nothing. Triton compiles another variant for another kind of deadline, and that may have changed.
+        return self.arguments(timeout_ns=0) | {"WORLD": self.world_size}
 
     def stop_waiting(self, rank: int | None = None) -> None:
         """Ends every wait of this rank's kernels for `rank`, or for all, as if its deadline had passed; later ones too.

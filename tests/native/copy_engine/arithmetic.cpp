@@ -25,7 +25,6 @@ void words_are_distinct(const Layout& layout) {
   for (int word : words) EXPECT(layout.is_flag(word));
   for (int index = 0; index < kChannels; ++index) {
     for (int position = 0; position < layout.run(); ++position) words.insert(layout.order(index) + position);
-    EXPECT(layout.arrived(index, 0) % 2 == 0 && layout.order(index) % 2 == 0);
     words.insert({layout.begun(index), layout.drained(index)});
   }
   EXPECT(*words.begin() == layout.first_flag() && *words.rbegin() == layout.words() - 1);
@@ -51,13 +50,22 @@ void places_do_not_overlap(const Layout& layout, int64_t gather_bytes, int64_t s
   EXPECT(end <= layout.bytes());
 }
 
+void what_kernels_are_given_is_aligned(int world) {
+  const Layout layout(world, 1, 1);
+  EXPECT(8 * expired_word(world) % 16 == 0);
+  for (int index = 0; index < kChannels; ++index) {
+    EXPECT(8 * layout.arrived(index, 0) % 16 == 0 && 8 * layout.order(index) % 16 == 0);
+    EXPECT(layout.stage(index) % kAlignment == 0 && layout.slot(index, 0) % kAlignment == 0);
+  }
+}
+
 void progress_is_odd_while_waiting(int world) {
   std::set<int> words{kGateProgress};
   for (Wait wait : {Wait::kPull, Wait::kSend, Wait::kReceive})
     for (int peer = 0; peer < world; ++peer) words.insert(progress_of(wait, peer, world));
   EXPECT(static_cast<int>(words.size()) == progress_words(world) && *words.rbegin() == progress_words(world) - 1);
-  words.insert({passed_word(world), expired_word(world)});
-  EXPECT(static_cast<int>(words.size()) == told_words(world) && *words.rbegin() == told_words(world) - 1);
+  EXPECT(words.insert(passed_word(world)).second && words.insert(expired_word(world)).second);
+  EXPECT(*words.rbegin() == told_words(world) - 1);
   for (uint64_t call : {uint64_t{0}, uint64_t{12345678901}}) {
     EXPECT(waiting(call) % 2 == 1 && done(call) % 2 == 0 && (waiting(call) - 1) / 2 == call);
     for (int which = 0; which < 2; ++which) EXPECT(at_gate(call, which) % 2 == 1 && at_gate(call, which) / 8 == call);
@@ -77,4 +85,5 @@ int main() {
         places_do_not_overlap(layout, gather_bytes, scatter_bytes);
         progress_is_odd_while_waiting(world);
       }
+  for (int world = 1; world <= 64; ++world) what_kernels_are_given_is_aligned(world);
 }

@@ -364,7 +364,7 @@ struct MemoryOp {  // CUstreamBatchMemOpParams, of waits and writes
 EXPORT int cuStreamBatchMemOp_v2(Stream stream, unsigned count, MemoryOp* ops, unsigned) {
   ++stream_calls;
   constexpr unsigned kWaitValue64 = 4, kWriteValue64 = 5;
-  if (count > 256) return kInvalidValue;
+  if (count >= 256) return kInvalidValue;  // as cuda.h says: "Must be less than 256"
   for (unsigned i = 0; i < count; ++i) {
     const MemoryOp op = ops[i];
     if (op.operation == kWaitValue64) {
@@ -471,7 +471,9 @@ EXPORT int cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* host, unsi
   return kSuccess;
 }
 
+// The driver waits for the device before it frees pinned memory.
 EXPORT int cuMemFreeHost(void* host) {
+  pass_stall();
   std::free(host);
   return kSuccess;
 }
