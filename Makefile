@@ -29,6 +29,7 @@ PIP := $(BIN)/python -m pip install -q --no-compile -c constraints.txt
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 ARCH ?= 90
+WHEEL_ARCHS ?= 80 90 100
 
 .PHONY: all install demo test test-all test-long lint format docs wheel gpu-kernels bench soak clean
 all: test
@@ -96,10 +97,15 @@ docs: $(VENV)/installed $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -q -W --keep-going -n -d build/docs docs out/docs
 
 # The CPU core and the device kernels for all GPUs, tagged by the oldest glibc that they run on.
-wheel: $(VENV)/installed $(VENV)/installed-release
-	rm -rf build/lib* build/wheel
+# With it come the Triton kernels that are launched most, compiled for WHEEL_ARCHS with this Triton and this Python;
+# others are compiled when they are first launched.
+wheel: $(VENV)/installed $(VENV)/installed-release $(VENV)/installed-triton
+	rm -rf build/lib* build/wheel triton_kernels/compiled
+	for arch in $(WHEEL_ARCHS); do $(BIN)/python -m fused_tp.selftest.kernel_cache --arch $$arch \
+		--out triton_kernels/compiled/sm_$$arch.tar.xz || exit; done
 	FUSED_TP_CUDA=1 $(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
+	rm -rf triton_kernels/compiled
 
 # Compiled Triton kernels for a GPU that need not be here, for this virtual environment's Triton and Python.
 gpu-kernels: $(VENV)/installed $(VENV)/installed-triton

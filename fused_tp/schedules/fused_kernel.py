@@ -81,7 +81,10 @@ class FusedKernel(KernelSchedule):
 
     @staticmethod
     def load() -> None:
-        """Imports the kernels. Raises what that raises."""
+        """Import the kernels, and put those that came compiled where Triton finds them. Raises what that raises."""
+        from fused_tp.triton_kernels.archive import install_shipped
+
+        install_shipped()
         import fused_tp.triton_kernels.attention.ring_forward
         import fused_tp.triton_kernels.gemm.all_gather_gemm
         import fused_tp.triton_kernels.gemm.gemm_all_reduce

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -78,9 +79,12 @@ class TritonFlash(AttentionKernel):
         )
 
 
+@cache
 def _kernels() -> ModuleType:
     from fused_tp.triton_kernels import attention
+    from fused_tp.triton_kernels.archive import install_shipped
 
+    install_shipped()
     return attention
 
 
