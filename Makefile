@@ -1,6 +1,7 @@
 # Everything from a fresh clone: each target makes .venv and installs into it what it needs, as constraints.txt pins it.
 #   make demo     train a small model on one process and over ranks of this machine, and compare; into out/demo
 #   make test     the contract of the public API, in minutes         make test-all  that, tools, sanitizers; test-long: sweeps
+#   make test-matrix  the core of the tests on other versions of Python and torch
 #   make lint     ruff, mypy, import-linter, clang-format            make format    rewrite to what lint wants
 #   make docs     the documentation, into out/docs                   make wheel     a wheel for other machines, into dist
 #   make gpu-kernels  what `fused-tp selftest` launches, compiled for ARCH (90), as one archive in dist
@@ -31,7 +32,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 ARCH ?= 90
 WHEEL_ARCHS ?= 80 90 100
 
-.PHONY: all install demo test test-all test-long lint format docs wheel gpu-kernels bench soak clean
+.PHONY: all install demo test test-all test-long test-matrix lint format docs wheel gpu-kernels bench soak clean
 all: test
 
 install: $(VENV)/installed
@@ -80,6 +81,10 @@ test-all:
 
 test-long:
 	$(BIN)/python -m pytest -q -m long $(ARGS)
+
+# The core of the tests on other versions of Python and torch, which take several GB each.
+test-matrix: $(VENV)/installed $(VENV)/installed-matrix
+	$(BIN)/python -m nox $(ARGS)
 
 lint: $(VENV)/installed $(VENV)/installed-dev
 	$(BIN)/ruff check .

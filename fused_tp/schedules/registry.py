@@ -478,7 +478,10 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
 
 _SYMMETRIC: dict[str, Any] = {"transport": "symmetric memory", "devices": ("cuda",), "max_ranks": MAX_RANKS}
 _UNEVEN = "symmetric memory (by messages where rows do not divide evenly by the ranks, or into 16 bytes)"
-_UNBOUNDED = "torch's kernels wait for peers without a deadline (FUSED_TP_TIMEOUT bounds their set-up only)"
+_TORCH_KERNELS = (
+    "torch's kernels wait for peers without a deadline (FUSED_TP_TIMEOUT bounds their set-up only), and without a "
+    "multicast switch their all-reduces of 16-bit numbers round after every addition"
+)
 _TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
 _device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
 _copy_engines_available = _in_symmetric_memory("copy engines", copy_engine_available)
@@ -507,7 +510,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             _UNEVEN,
             ("cuda",),
             SYMM_MEM_RANKS,
-            _UNBOUNDED,
+            _TORCH_KERNELS,
         ),
         ScheduleSpec(
             "fused_kernel",

@@ -574,6 +574,7 @@ def test_what_is_refused_by_the_size_of_a_group_and_by_dtype(monkeypatch: pytest
     assert found is not None and "torch's symm_mem ops sum bfloat16 and float32, not float16" in found.reason
     found = explain_for("all_gather", (4, 8), dtype=torch.float16, world_size=8, **place).forward
     assert found is not None and "without a deadline (FUSED_TP_TIMEOUT bounds their set-up only)" in found.reason
+    assert "round after every addition" in found.reason
 
 
 def compiled(group: Any) -> None:
