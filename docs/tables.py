@@ -317,11 +317,19 @@ def seconds_by_file(junit: str) -> dict[str, int]:
     return {name: round(spent) for name, spent in sorted(seconds.items()) if spent >= 0.5}
 
 
+def gpu_measured() -> str:
+    """Steps of the selftest on GPUs."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    import gpu_results
+
+    return gpu_results.table(gpu_results.results())
+
+
 def all_tables() -> dict[str, str]:
     made: tuple[Callable[[], str], ...] = (
         settings, install_settings, schedules, support, defaults, styles, models, model_types, predictions, planner,
         machines,
-        tests,
+        tests, gpu_measured,
     )  # fmt: skip
     return {make.__name__: make() for make in made}
 

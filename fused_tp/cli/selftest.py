@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from fused_tp.cli import make_place, positive
 from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, Step, run_steps, table
@@ -48,11 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the steps, print their table, write selftest.json: see the exit status in `--help`."""
     begun = time.time()
-    obstacle, arch, gpus = _gpu()
-    arch = arguments.arch or arch or 90
+    machine = _gpus()
+    arch = arguments.arch or machine.arch or 90
     try:
         chosen = [
-            step for step in steps(arch, arguments.kernels, gpus, arguments.out) if re.search(arguments.only, step.name)
+            step
+            for step in steps(arch, arguments.kernels, machine.count, arguments.out)
+            if re.search(arguments.only, step.name)
         ]
         if not chosen:
             raise ValueError(f"--only {arguments.only!r} matches no step; --list names them.")
@@ -67,14 +70,15 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     shutil.rmtree(arguments.out, ignore_errors=True)
     outcomes: list[Outcome] = []
-    for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _say, obstacle):
+    for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _say, machine.obstacle):
         outcomes.append(outcome)
         _say(f"{outcome.name}: {outcome.state}{': ' * bool(outcome.note)}{outcome.note}")
     report = {
         "date": time.strftime("%Y-%m-%d", time.gmtime(begun)),
         "seconds": time.time() - begun,
         "arch": arch,
-        "gpu": "" if obstacle else gpus,
+        "gpu": machine.name,
+        "gpus": machine.count,
         "steps": [vars(one) for one in outcomes],
     }
     (arguments.out / "selftest.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -133,18 +137,37 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
     return found
 
 
-def _gpu() -> tuple[str, int, int]:
-    """(why no step can use a GPU, or empty; architecture of its kernels; number of GPUs)."""
+class Gpus(NamedTuple):
+    """The GPUs of this machine.
+
+    Attributes:
+        obstacle: why no step can use them, as a sentence; empty: they can.
+        arch: of their kernels, as in sm_90; 0 without one.
+        count: of GPUs.
+        name: of the first one.
+    """
+
+    obstacle: str
+    arch: int = 0
+    count: int = 0
+    name: str = ""
+
+
+def _gpus() -> Gpus:
     import torch
 
     if not torch.cuda.is_available():
-        return "torch finds no NVIDIA GPU on this machine", 0, 0
-    major, minor = torch.cuda.get_device_capability()
+        return Gpus("torch finds no NVIDIA GPU on this machine")
+    name, count, (major, minor) = (
+        torch.cuda.get_device_name(),
+        torch.cuda.device_count(),
+        torch.cuda.get_device_capability(),
+    )
     if major < 8:
-        return f"{torch.cuda.get_device_name()} is older than sm_80", 0, torch.cuda.device_count()
+        return Gpus(f"{name} is older than sm_80", 0, count, name)
     from fused_tp.triton_kernels.device import kernels_of
 
-    return "", kernels_of(10 * major + minor), torch.cuda.device_count()
+    return Gpus("", kernels_of(10 * major + minor), count, name)
 
 
 def _say(line: str) -> None:

@@ -92,7 +92,7 @@ def test_exit_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     obstacle = "no GPU" if gpu is None else ""
-    monkeypatch.setattr(selftest, "_gpu", lambda: (obstacle, 90, 1))
+    monkeypatch.setattr(selftest, "_gpus", lambda: selftest.Gpus(obstacle, 90, 1, "H100"))
     monkeypatch.setattr(selftest, "steps", lambda *_: [step("only", code, gpu=gpu is not False)])
     assert main(["selftest", "--out", str(tmp_path)]) == status
     report = json.loads((tmp_path / "selftest.json").read_text())
