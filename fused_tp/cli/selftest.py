@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         chosen = [
             step
-            for step in steps(arch, arguments.kernels, machine.count, arguments.out)
+            for step in steps(arch, arguments.kernels, machine.number, arguments.out)
             if re.search(arguments.only, step.name)
         ]
         if not chosen:
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
         "seconds": time.time() - begun,
         "arch": arch,
         "gpu": machine.name,
-        "gpus": machine.count,
+        "gpus": machine.number,
         "steps": [vars(one) for one in outcomes],
     }
     (arguments.out / "selftest.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -143,13 +143,13 @@ class Gpus(NamedTuple):
     Attributes:
         obstacle: why no step can use them, as a sentence; empty: they can.
         arch: of their kernels, as in sm_90; 0 without one.
-        count: of GPUs.
+        number: of GPUs.
         name: of the first one.
     """
 
     obstacle: str
     arch: int = 0
-    count: int = 0
+    number: int = 0
     name: str = ""
 
 
