@@ -221,13 +221,15 @@ def longer(timeout_ns: int, times: int) -> int:
 class RingWorkspace(GatherWorkspace):
     """The memory of one rank's calls of ring attention, which only they use; of at least `KeysLayout.nbytes` bytes."""
 
-    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
+    ) -> None:
         # Before the barrier at the end of what follows: behind it a peer's kernel may run and wait for this rank, and
         # nothing says that the driver makes streams meanwhile.
         self.streams: list[torch.cuda.Stream] = []
         if buffer.is_cuda:
             self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), urgent=True)
-        super().__init__(buffer, handle, timeout_seconds=timeout_seconds)
+        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, rescue=rescue)
 
     def keys(self, rank: int, layout: KeysLayout) -> Tensor:
         """The memory of `rank`, in the shape of `layout`.
