@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks.local_ranks import LocalRank, run_local
+from fused_tp.schedules import fused_kernel
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.transport.copy_engine import CopyEngine
 from fused_tp.triton_kernels.attention import ring_keys
@@ -60,6 +61,23 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
         gc.enable()
     assert found[0] == [0, 1] and found[1] == [2] and sorted(found[2]) == [0, 1]
     assert streams.own_streams(streams, device, 1, urgent=True) == [3]  # not those of another priority
+
+
+@pytest.mark.parametrize(
+    ("queues", "few"), [(None, False), ("1", True), ("7", True), ("8", False), ("32", False), ("many", False)]
+)
+def test_copies_come_first_where_streams_share_queues(
+    monkeypatch: pytest.MonkeyPatch, queues: str | None, few: bool
+) -> None:
+    """Of CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron wants it, a ring of three groups of heads would not end."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    assert ring_keys.runs_at_once(x) is not few
+    assert fused_kernel.runs_at_once(x) is not few
 
 
 class Driver:

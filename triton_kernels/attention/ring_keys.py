@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..comm.gather import PULLED, READY, GatherWorkspace, LaunchOf, begin_stage, end_stage, run
 from ..comm.signals import flag_at, join, put, wait
-from ..comm.streams import own_streams
+from ..comm.streams import own_streams, queues_are_few
 from ..comm.workspace import DATA_ALIGNMENT, OPS, Handle
 from .blocks import Rows, load_block, rows_of, store_block
 from .configs import padded
@@ -353,10 +353,10 @@ class KeysPuller:
 def runs_at_once(x: Tensor) -> bool:
     """Whether a kernel and the copies it waits for run at once where x is; if not, the copies must come first.
 
-    Nothing promises that of branches of a CUDA graph, nor where every launch is waited for.
+    Nothing promises that of branches of a CUDA graph, nor where streams share queues or every launch is waited for.
     """
     blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
-    return x.is_cuda and not blocking and not torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and not blocking and not queues_are_few() and not torch.cuda.is_current_stream_capturing()
 
 
 def staged_on(x: Tensor) -> torch.cuda.Event | None:
