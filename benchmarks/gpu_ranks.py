@@ -34,14 +34,14 @@ def prepare(
 
     kind = kind or Workspace
     buffer, handle = rank.allocate(nbytes)
-    workspace = kind(buffer, handle, timeout_seconds=timeout_seconds)
+    workspace = kind(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
     with rank.in_turn():
         workspace.stop_waiting()
         if rank.device.type == "cuda":
             torch.cuda.synchronize(rank.device)  # it goes by a stream of its own
         rehearse(workspace)
     del workspace  # the next one takes its memory and its streams
-    return kind(buffer, handle, timeout_seconds=timeout_seconds)
+    return kind(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
 
 
 class CopiedGather:

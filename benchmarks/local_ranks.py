@@ -95,6 +95,8 @@ class LocalRank(KernelMemory):
         serialized_by: itself; ranks of one device must not wait for each other's turn.
     """
 
+    shares_gpu = True
+
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
         self.serialized_by = self

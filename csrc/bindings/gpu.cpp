@@ -222,17 +222,25 @@ void bind_copy_engine(py::module_& m) {
   py::class_<Workspace::Call>(m, "CopyEngineCall", "One call of an op, from its first message to its gates.");
   py::class_<Workspace, Holder>(m, "CopyEngineWorkspace", "Gathers and scatters of one group by copy engines.")
       .def(py::init([](const std::string& library, int device, int rank, const std::vector<Address>& addresses,
-                       int64_t gather_bytes, int64_t scatter_bytes) {
+                       int64_t gather_bytes, int64_t scatter_bytes, const std::vector<Address>& streams,
+                       const py::object&) {
              require(rank >= 0 && rank < static_cast<int>(addresses.size()),
                      "rank must be one of those that addresses is for");
              require(gather_bytes >= 0 && scatter_bytes >= 0, "sizes must not be negative");
+             require(streams.empty() || streams.size() >= (addresses.size() > 1 ? 3 : 2),
+                     "streams must be the watchdog's, one that sends, and one or more that fetch; or none");
+             std::vector<Stream> given;
+             for (const Address stream : streams) given.push_back(to_stream(stream));
              auto driver = Driver::open(library);
              require(driver->has_stream_memory_ops(device), "this device's streams cannot wait for a word of memory");
              return Holder(new Workspace(std::move(driver), device, rank,
                                          std::vector<driver::DeviceAddress>(addresses.begin(), addresses.end()),
-                                         gather_bytes, scatter_bytes));
+                                         gather_bytes, scatter_bytes, std::move(given)));
            }),
-           "library"_a, "device"_a, "rank"_a, "addresses"_a, "gather_bytes"_a, "scatter_bytes"_a, NoGil())
+           "library"_a, "device"_a, "rank"_a, "addresses"_a, "gather_bytes"_a, "scatter_bytes"_a,
+           "streams"_a = std::vector<Address>(), "owner"_a = py::none(), NoGil(), py::keep_alive<1, 9>(),
+           "`streams`: handles of the watchdog's, of one that sends and of those that fetch, kept by `owner`; none: it "
+           "makes its own.")
       .def_static(
           "bytes",
           [](int world, int64_t gather_bytes, int64_t scatter_bytes) {

@@ -42,7 +42,7 @@ std::string seconds_text(int64_t ns) {
 }  // namespace
 
 StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
-                               std::vector<DeviceAddress> addresses, std::vector<Stream> sides)
+                               std::vector<DeviceAddress> addresses, std::vector<Stream> sides, Stream rescue)
     : driver_(std::move(driver)),
       device_(device),
       protocol_(protocol),
@@ -53,7 +53,7 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
       gates_(closed_ + 8),
       nan_(static_cast<size_t>(aligned(static_cast<int64_t>(gates_ + 16)))),
       pinned_(driver_, device, nan_ + kNanBytes),
-      rescue_(driver_, device, driver::Priority::kGreatest),
+      rescue_(rescue),
       deadlines_(static_cast<size_t>(progress_words(protocol.layout().world()))),
       forks_(count_forks()),
       lost_(static_cast<size_t>(protocol.layout().world())) {
@@ -65,20 +65,24 @@ StreamWatchdog::StreamWatchdog(std::shared_ptr<const Driver> driver, int device,
 }
 
 StreamWatchdog::~StreamWatchdog() {
-  bool stuck = true;
+  bool stuck = true, stopped = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopped = stopping_;  // then its streams may have other owners already
+  }
   try {
     Driver::Device guard(*driver_, device_);
     const auto until = Clock::now() + kCloseSeconds;
-    while (under_way() && Clock::now() < until) {
+    while (!stopped && under_way() && Clock::now() < until) {
       // What is still under way has no reader, and streams that wait for ever would hold up the whole device.
       if (failure() == Failure::kNone) abort("it was closed while calls were under way");
       std::this_thread::sleep_for(kRescueLook);
     }
-    stuck = under_way() || !driver_->idle(rescue_.get());
+    stuck = under_way() || !driver_->idle(rescue_);
   } catch (const std::exception&) {  // the device is gone; there is nothing left to wait for
   }
   stop();
-  // To free it, the driver would wait for streams that never end, and they still write there.
+  // To free it, the driver would wait for streams that may never end, and they may still write there.
   if (stuck) pinned_.leave();
 }
 
@@ -212,11 +216,11 @@ void StreamWatchdog::read_gates(int64_t now_ns) {
     if (now_ns - gates_read_ns_ < kReadGatesNs) return;
     gates_read_ns_ = now_ns;
     const DeviceAddress own = addresses_[static_cast<size_t>(protocol_.rank())];
-    driver_->copy(pinned(gates_), own + 8 * static_cast<size_t>(protocol_.layout().gate(0)), 16, rescue_.get());
+    driver_->copy(pinned(gates_), own + 8 * static_cast<size_t>(protocol_.layout().gate(0)), 16, rescue_);
     reading_gates_ = true;
     return;
   }
-  if (!driver_->idle(rescue_.get())) return;
+  if (!driver_->idle(rescue_)) return;
   reading_gates_ = false;
   const auto* gates = reinterpret_cast<const uint64_t*>(static_cast<const char*>(pinned_.data()) + gates_);
   for (int which = 0; which < 2; ++which) {
@@ -265,6 +269,8 @@ void StreamWatchdog::fail(const Closing& closing, const std::string& sentence) {
 bool StreamWatchdog::under_way() const {
   for (int number = 0; number < progress_words(protocol_.layout().world()); ++number)
     if (word(number).load(std::memory_order_acquire) % 2 == 1) return true;
+  const std::unique_lock<std::mutex> lock(capturing_, std::try_to_lock);
+  if (!lock.owns_lock()) return true;
   return std::any_of(sides_.begin(), sides_.end(),
                      [this](Stream side) { return !driver_->capturing(side) && !driver_->idle(side); });
 }
@@ -276,7 +282,7 @@ bool StreamWatchdog::rescue() {
   const DeviceAddress own = addresses_[static_cast<size_t>(protocol_.rank())];
   // All of Protocol::force in one: the flags are side by side.
   driver_->copy(own + 8 * static_cast<size_t>(layout.first_flag()), pinned(ones_),
-                8 * static_cast<size_t>(layout.flags()), rescue_.get());
+                8 * static_cast<size_t>(layout.flags()), rescue_);
   const uint64_t progress = told(kGateProgress) & ~driver::GraphDeadline::kSeen;
   forget_passed(progress);
   if (progress % 2 == 1) {
@@ -299,14 +305,14 @@ bool StreamWatchdog::rescue() {
 void StreamWatchdog::write(const Steps& steps) {
   for (const Step& step : steps)
     driver_->copy(addresses_[static_cast<size_t>(step.rank)] + 8 * static_cast<size_t>(step.word),
-                  pinned(step.value == kOpen ? ones_ : closed_), 8, rescue_.get());
+                  pinned(step.value == kOpen ? ones_ : closed_), 8, rescue_);
 }
 
-bool StreamWatchdog::settle() { return driver_->synchronize(rescue_.get(), kSettleSeconds); }
+bool StreamWatchdog::settle() { return driver_->synchronize(rescue_, kSettleSeconds); }
 
 void StreamWatchdog::fill(const Memory& memory) {
   for (size_t start = 0; start < memory.bytes; start += kNanBytes)
-    driver_->copy(memory.address + start, pinned(nan_), std::min(kNanBytes, memory.bytes - start), rescue_.get());
+    driver_->copy(memory.address + start, pinned(nan_), std::min(kNanBytes, memory.bytes - start), rescue_);
 }
 
 void StreamWatchdog::forget_passed(uint64_t progress) {

@@ -51,9 +51,10 @@ constexpr uint64_t call_number(uint64_t count, Op op) { return count * 8 + stati
 
 class StreamWatchdog {
  public:
-  // `addresses`: of the ranks' workspaces. `sides`: streams that are to go on too.
+  // `addresses`: of the ranks' workspaces. `sides`: streams that are to go on too. `rescue`: a stream in which nothing
+  // waits.
   StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
-                 std::vector<DeviceAddress> addresses, std::vector<Stream> sides);
+                 std::vector<DeviceAddress> addresses, std::vector<Stream> sides, Stream rescue);
   ~StreamWatchdog();
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
@@ -75,6 +76,9 @@ class StreamWatchdog {
   // Of the first failure; the sentence names op, call and ranks.
   Failure failure() const { return failure_.load(std::memory_order_acquire); }
   std::string sentence() const;
+
+  // Held while a graph is made in `sides`: the driver ends a capture whose stream is asked whether it is idle.
+  std::mutex& capturing() { return capturing_; }
 
   // Ends the thread: nothing is looked after any more.
   void stop();
@@ -107,7 +111,7 @@ class StreamWatchdog {
   // Progress words; what is copied elsewhere: 1 for each flag, what a closed gate says, 0xFF; gates as last read.
   size_t ones_, closed_, gates_, nan_;
   driver::PinnedMemory pinned_;
-  driver::OwnStream rescue_;
+  Stream rescue_;
   std::vector<driver::GraphDeadline> deadlines_;
   bool reading_gates_ = false;
   bool stuck_ = false;  // not even the gates can be closed; of the thread alone
@@ -118,6 +122,7 @@ class StreamWatchdog {
   std::vector<std::atomic<bool>> lost_;  // by rank
   std::atomic<Failure> failure_{Failure::kNone};
 
+  mutable std::mutex capturing_;
   mutable std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   std::string sentence_;

@@ -15,20 +15,6 @@ constexpr int kMostIn = 4;
 // Each takes some memory of the device's; training repeats what one step does.
 constexpr size_t kMostGraphs = 512;
 
-std::vector<std::unique_ptr<driver::OwnStream>> make_streams(const std::shared_ptr<const Driver>& driver, int device,
-                                                             int count) {
-  std::vector<std::unique_ptr<driver::OwnStream>> made;
-  for (int i = 0; i < count; ++i)
-    made.push_back(std::make_unique<driver::OwnStream>(driver, device, driver::Priority::kGreatest));
-  return made;
-}
-
-std::vector<Stream> handles(const driver::OwnStream& out, const std::vector<std::unique_ptr<driver::OwnStream>>& in) {
-  std::vector<Stream> all{out.get()};
-  for (const auto& stream : in) all.push_back(stream->get());
-  return all;
-}
-
 Place in_private(const Memory& memory) { return {kPrivate, static_cast<int64_t>(memory.address)}; }
 
 void require_room(size_t bytes, int64_t room, const char* what) {
@@ -40,41 +26,45 @@ void require_room(size_t bytes, int64_t room, const char* what) {
 }  // namespace
 
 Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank, std::vector<DeviceAddress> addresses,
-                     int64_t gather_bytes, int64_t scatter_bytes)
+                     int64_t gather_bytes, int64_t scatter_bytes, std::vector<Stream> streams)
     : driver_(std::move(driver)),
       device_(device),
       protocol_(Layout(static_cast<int>(addresses.size()), gather_bytes, scatter_bytes), rank),
       addresses_(std::move(addresses)),
       events_(driver_, device),
-      out_(driver_, device, driver::Priority::kGreatest),
-      in_(make_streams(driver_, device, std::min(layout().world() - 1, kMostIn))),
-      watchdog_(driver_, device, protocol_, addresses_, handles(out_, in_)) {
+      streams_(streams.empty() ? make_streams() : std::move(streams)),
+      out_(streams_.at(1)),
+      in_(streams_.begin() + 2, streams_.end()),
+      watchdog_(driver_, device, protocol_, addresses_, {streams_.begin() + 1, streams_.end()}, streams_[0]) {
   const Driver::Device guard(*driver_, device_);
   driver::PinnedMemory words(driver_, device, 8 * static_cast<size_t>(layout().words()));
   for (int word = 0; word < layout().words(); ++word)
     static_cast<uint64_t*>(words.data())[word] = layout().first_value(word);
-  driver_->copy(addresses_.at(static_cast<size_t>(rank)), words.device_address(), words.bytes(), out_.get());
-  if (!driver_->synchronize(out_.get(), 60)) {
+  driver_->copy(addresses_.at(static_cast<size_t>(rank)), words.device_address(), words.bytes(), out_);
+  if (!driver_->synchronize(out_, 60)) {
     words.leave();  // to free it, the driver would wait for the copy
     throw std::runtime_error("the device did not copy " + std::to_string(words.bytes()) + " bytes within 60 s");
   }
 }
 
-std::vector<Stream> Workspace::streams() const { return handles(out_, in_); }
-
-std::vector<Stream> Workspace::in_handles() const {
-  std::vector<Stream> found;
-  for (const auto& stream : in_) found.push_back(stream->get());
-  return found;
+std::vector<Stream> Workspace::make_streams() {
+  std::vector<Stream> made;
+  for (int i = 0; i < 2 + std::min(layout().world() - 1, kMostIn); ++i) {
+    made_.push_back(std::make_unique<driver::OwnStream>(driver_, device_, driver::Priority::kGreatest));
+    made.push_back(made_.back()->get());
+  }
+  return made;
 }
 
 bool Workspace::quiet(double seconds) {
   const Driver::Device guard(*driver_, device_);
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  const std::vector<Stream> sides = streams();
+  const auto idle = [this] {
+    const std::lock_guard<std::mutex> lock(watchdog_.capturing());
+    return std::all_of(streams_.begin() + 1, streams_.end(), [this](Stream side) { return driver_->idle(side); });
+  };
   while (true) {
-    if (passed() && std::all_of(sides.begin(), sides.end(), [this](Stream side) { return driver_->idle(side); }))
-      return true;
+    if (passed() && idle()) return true;
     if (std::chrono::steady_clock::now() >= until) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -119,7 +109,8 @@ void Workspace::run(Stream stream, Give&& give) {
 
 // `give(streams)` puts work into the first of `streams`, and into others that wait for it and that it waits for.
 template <typename Give>
-void Workspace::repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams, Give&& give) {
+void Workspace::repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams,
+                       const std::vector<Stream>& capture, Give&& give) {
   if (graphs_.size() == kMostGraphs && quiet(0)) graphs_.clear();
   const auto found = graphs_.find(key);
   if (found == graphs_.end()) {
@@ -128,11 +119,10 @@ void Workspace::repeat(std::vector<uint64_t> key, const std::vector<Stream>& str
     return;
   }
   if (!found->second) {
-    while (recorded_.size() < streams.size())
-      recorded_.push_back(std::make_unique<driver::OwnStream>(driver_, device_, driver::Priority::kGreatest));
-    std::vector<Stream> recorded;
-    for (size_t i = 0; i < streams.size(); ++i) recorded.push_back(recorded_[i]->get());
-    found->second = std::make_unique<const driver::Graph>(driver_, device_, recorded[0], [&] { give(recorded); });
+    // In streams that have work to do, which a capture leaves alone. Streams for this alone would each take one of the
+    // GPU's queues; made here, peers' kernels may run that wait for this rank.
+    const std::lock_guard<std::mutex> lock(watchdog_.capturing());
+    found->second = std::make_unique<const driver::Graph>(driver_, device_, capture[0], [&] { give(capture); });
   }
   found->second->launch(streams[0]);
 }
@@ -146,17 +136,16 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   const Driver::Device guard(*driver_, device_);
   const int index = static_cast<int>(gathers_++ % kChannels);
   const SharedEvent begun = record(stream);
-  driver_->wait(out_.get(), begun->get());
-  run(out_.get(),
-      [&] { protocol_.stage(steps_, index, call.number, in_private(shard), static_cast<int64_t>(shard.bytes)); });
+  driver_->wait(out_, begun->get());
+  run(out_, [&] { protocol_.stage(steps_, index, call.number, in_private(shard), static_cast<int64_t>(shard.bytes)); });
   call.sent = true;
   call.arrived.assign(static_cast<size_t>(world), nullptr);
   // Not before the own shard is there: whatever the order in which a graph serves its branches, none that waits for a
   // peer may hold up what that peer waits for. It takes no time, as the peers have to put theirs there too.
-  const SharedEvent staged = record(out_.get());
-  for (const auto& in : in_) driver_->wait(in->get(), staged->get());
+  const SharedEvent staged = record(out_);
+  for (const Stream in : in_) driver_->wait(in, staged->get());
   if (!driver_->capturing(stream)) {
-    if (std::exchange(fetched_, false)) spread(in_handles());
+    if (std::exchange(fetched_, false)) spread(in_);
     pulled_ = true;
   }
   for (int distance = 1; distance < world; ++distance) {
@@ -188,15 +177,14 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
   const auto key = [&](uint64_t which) { return std::vector<uint64_t>{which, static_cast<uint64_t>(index), number}; };
   // Messages of a channel are sent, and pulled, in the order of calls: behind all that streams of our own still send,
   // and of `in_` a graph's launch knows but the first.
-  const std::vector<Stream> in = in_handles();
   if (std::exchange(pulled_, false)) {
-    driver_->wait(stream, record(out_.get())->get());
-    join(in);
+    driver_->wait(stream, record(out_)->get());
+    join(in_);
   }
   std::vector<uint64_t> staged = key(0), fetched = key(1);
   staged.insert(staged.end(), {shard.address, shard.bytes, own.address, own.bytes});
   for (const Memory& memory : to) fetched.insert(fetched.end(), {memory.address, memory.bytes});
-  repeat(std::move(staged), {stream}, [&](const std::vector<Stream>& streams) {
+  repeat(std::move(staged), {stream}, {out_}, [&](const std::vector<Stream>& streams) {
     run(streams[0], [&] {
       protocol_.offer(steps_, index, number, in_private(shard), in_private(own), static_cast<int64_t>(shard.bytes),
                       own.bytes > 0);
@@ -205,7 +193,7 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
   call.offered = index;
   if (world == 1) return index;
   fetched_ = true;
-  repeat(std::move(fetched), in, [&](const std::vector<Stream>& streams) { fetch(streams, index, number, to); });
+  repeat(std::move(fetched), in_, in_, [&](const std::vector<Stream>& streams) { fetch(streams, index, number, to); });
   return index;
 }
 
@@ -243,12 +231,12 @@ int Workspace::scatter() {
 void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory block) {
   require_room(block.bytes, layout().slot_bytes(), "a block");
   const Driver::Device guard(*driver_, device_);
-  driver_->wait(out_.get(), record(stream)->get());
-  run(out_.get(), [&] {
+  driver_->wait(out_, record(stream)->get());
+  run(out_, [&] {
     protocol_.push(steps_, scatter, call.number, peer, in_private(block), static_cast<int64_t>(block.bytes));
   });
   call.sent = true;
-  pushed_[scatter] = record(out_.get());
+  pushed_[scatter] = record(out_);
 }
 
 void Workspace::receive(const Call& call, Stream stream, int scatter) {
@@ -273,7 +261,7 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   const int world = layout().world();
   for (int distance = world - 1; distance > 0 && distance >= world - static_cast<int>(in_.size()); --distance)
     wait_for(call, stream, peer_at(rank(), distance, world));  // the last of each stream
-  if (call.sent) driver_->wait(stream, record(out_.get())->get());
+  if (call.sent) driver_->wait(stream, record(out_)->get());
   const bool captured = driver_->capturing(stream);
   const uint64_t passage = ++passages_;
   watchdog_.expect(passage, std::move(results), captured);
@@ -307,7 +295,7 @@ SharedEvent Workspace::record(Stream stream) {
 Stream Workspace::in_of(int peer) const {
   const int world = layout().world();
   const int distance = (peer - rank() + world) % world;
-  return in_[static_cast<size_t>(distance - 1) % in_.size()]->get();
+  return in_[static_cast<size_t>(distance - 1) % in_.size()];
 }
 
 }  // namespace fused_tp::copy_engine

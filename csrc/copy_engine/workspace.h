@@ -26,9 +26,10 @@ using driver::SharedEvent;
 class Workspace {
  public:
   // `addresses`: of the ranks' workspaces, each of Layout::bytes() or more. Ranks may call each other only once all
-  // have made theirs.
+  // have made theirs. `streams`: the watchdog's, which others may use for copies that wait for nothing; `out`; those of
+  // `in`. None: it makes all of them, `in` one for each peer, but no more than kMostIn.
   Workspace(std::shared_ptr<const Driver> driver, int device, int rank, std::vector<DeviceAddress> addresses,
-            int64_t gather_bytes, int64_t scatter_bytes);
+            int64_t gather_bytes, int64_t scatter_bytes, std::vector<Stream> streams = {});
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
@@ -36,8 +37,6 @@ class Workspace {
   int rank() const { return protocol_.rank(); }
   StreamWatchdog& watchdog() { return watchdog_; }
   bool forked() const { return driver_->forked(); }
-  std::vector<Stream> streams() const;  // our own
-
   // True once all that was enqueued has ended, false if it has not after that many seconds. Waits on the host.
   bool quiet(double seconds);
 
@@ -73,13 +72,15 @@ class Workspace {
  private:
   template <typename Give>
   void run(Stream stream, Give&& give);
+  std::vector<Stream> make_streams();
   void take_turn(Stream stream);
   void fetch(const std::vector<Stream>& streams, int index, uint64_t call, const std::vector<Memory>& to);
   void spread(const std::vector<Stream>& streams);
   void join(const std::vector<Stream>& streams);
-  std::vector<Stream> in_handles() const;
+  // `capture`: as many streams, of our own, in which the graph is made.
   template <typename Give>
-  void repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams, Give&& give);
+  void repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams, const std::vector<Stream>& capture,
+              Give&& give);
   DeviceAddress address(const Place& place) const;
   SharedEvent record(Stream stream);
   Stream in_of(int peer) const;
@@ -90,8 +91,10 @@ class Workspace {
   Protocol protocol_;
   std::vector<DeviceAddress> addresses_;
   driver::EventPool events_;
-  driver::OwnStream out_;
-  std::vector<std::unique_ptr<driver::OwnStream>> in_;
+  std::vector<std::unique_ptr<driver::OwnStream>> made_;
+  std::vector<Stream> streams_;  // given or made: the watchdog's, `out`, `in`
+  Stream out_;
+  std::vector<Stream> in_;
   Steps steps_;
   std::vector<driver::MemoryOp> ops_;
   uint64_t calls_ = 0;
@@ -105,8 +108,7 @@ class Workspace {
   uint64_t last_passage_ = 0;  // outside of captures
   // What is done again with the same memory: a graph from the second time on.
   std::map<std::vector<uint64_t>, std::unique_ptr<const driver::Graph>> graphs_;
-  std::vector<std::unique_ptr<driver::OwnStream>> recorded_;  // in which graphs are made; nothing runs there
-  StreamWatchdog watchdog_;                                   // last: it looks after the streams
+  StreamWatchdog watchdog_;  // last: it looks after the streams
 };
 
 }  // namespace fused_tp::copy_engine

@@ -259,8 +259,12 @@ class FusedKernel(KernelSchedule):
 def runs_at_once(x: Tensor) -> bool:
     """Whether a kernel and the copies that it waits for run at once where x is.
 
-    Nothing promises that of branches of a CUDA graph, nor where every launch is waited for.
+    Nothing promises that of branches of a CUDA graph, nor where streams share queues or every launch is waited for.
     """
+    from fused_tp.triton_kernels.comm.streams import queues_are_few
+
+    if queues_are_few():
+        return False
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "1" and not is_capturing(x.device)
 
 

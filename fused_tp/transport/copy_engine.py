@@ -47,6 +47,10 @@ OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_r
 _LEAST_BYTES = 1 << 16
 _ROUNDED_TO = 16 << 20
 
+# Streams that fetch shards. More gain nothing: a GPU has a few copy engines, and its links are shared by all of them.
+# Four ranks of one GPU, with all kinds of workspaces, must leave a queue of the GPU to each of their streams.
+_MOST_FETCHES, _MOST_FETCHES_OF_ONE_GPU = 4, 2
+
 # Failure of csrc/copy_engine/watchdog.h.
 _NONE, _TIMEOUT, _LOST, _ABORTED = range(4)
 
@@ -77,6 +81,7 @@ class _Slot:
     buffer: Tensor
     gather_bytes: int
     scatter_bytes: int
+    streams: _Streams | None  # None: those that the core has made
     captured: bool = False
     pending: int = 0  # calls that have begun and not ended
 
@@ -200,6 +205,17 @@ class Scatter:
         self._core.release(self._engine.stream(), self.number)
 
 
+class _Streams:
+    """Streams of one workspace of the native core, which go to others once it has ended: it keeps this object."""
+
+    def __init__(self, memory: KernelMemory) -> None:
+        self._memory = memory  # whose `rescue` it is
+        most = _MOST_FETCHES_OF_ONE_GPU if memory.shares_gpu else _MOST_FETCHES
+        own = memory.own_streams(self, 1 + min(memory.world_size - 1, most))
+        assert memory.rescue is not None
+        self.handles = [memory.rescue.cuda_stream, *(stream.cuda_stream for stream in own)]
+
+
 class CopyEngine(GroupKernels[_Slot]):
     """The copy engines of one group on one device.
 
@@ -284,10 +300,19 @@ class CopyEngine(GroupKernels[_Slot]):
             offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
             index = self.device.index or 0
-            made = core(LIBRARIES[self.device.type], index, self.rank, addresses, gather_bytes, scatter_bytes)
+            library = LIBRARIES[self.device.type]
+            outgrown = old if old is not None and (old.captured or old.pending) else None
+            streams = None
+            if old is not None and outgrown is None:
+                streams = old.streams
+            elif self._memory.rescue is not None:
+                streams = _Streams(self._memory)
+            handles = [] if streams is None else streams.handles
+            made = core(library, index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams)
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
-        used = old is not None and (old.captured or old.pending)
-        return self._keep("", _Slot(made, buffer, gather_bytes, scatter_bytes), old if used else None)
+        if old is not None and outgrown is None:
+            old.core.stop()  # its streams have other work from now on, which it would take for its own
+        return self._keep("", _Slot(made, buffer, gather_bytes, scatter_bytes, streams), outgrown)
 
 
 _engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()

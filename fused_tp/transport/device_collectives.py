@@ -194,8 +194,10 @@ def _workspace_class() -> Any:
     from fused_tp.triton_kernels.comm.workspace import Workspace
 
     class DeviceWorkspace(Workspace):
-        def __init__(self, buffer: Tensor, handle: Any, *, timeout_seconds: float) -> None:
-            super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0)
+        def __init__(
+            self, buffer: Tensor, handle: Any, *, timeout_seconds: float, rescue: torch.cuda.Stream | None
+        ) -> None:
+            super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0, rescue=rescue)
             self.native = core.DeviceWorkspace(
                 self.addresses.data_ptr(),
                 self.state.data_ptr(),

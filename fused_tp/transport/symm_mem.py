@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -71,7 +72,11 @@ def made_on_device(
 
 
 class KernelMemory(ABC):
-    """The ranks of a group as kernels see them."""
+    """The ranks of a group as kernels see them.
+
+    Streams share the GPU's queues, of which a process has 8, or up to 32 (CUDA_DEVICE_MAX_CONNECTIONS): what waits in
+    one holds up all that is behind it there. So the workspaces of a rank share the stream in which nothing waits.
+    """
 
     rank: int
     world_size: int
@@ -80,6 +85,19 @@ class KernelMemory(ABC):
     sms: int  # multiprocessors, of the rank that has fewest; ranks of one GPU have a share each
     pids: Mapping[int, int]  # processes of peers that can be watched from here, by rank
     serialized_by: Hashable  # ops in memories of an equal value are serialized with each other
+    shares_gpu = False  # ranks are threads of this process, on one GPU
+
+    @cached_property
+    def rescue(self) -> torch.cuda.Stream | None:
+        """Stream of this rank, on a GPU, in which nothing waits: copies there end the waits of other streams."""
+        return self.own_streams(self, 1)[0] if self.device.type == "cuda" else None
+
+    def own_streams(self, owner: object, count: int) -> list[torch.cuda.Stream]:
+        """`count` streams of the GPU's greatest priority, which belong to others only once `owner` is deleted."""
+        from fused_tp.triton_kernels.comm.streams import own_streams
+
+        made: list[torch.cuda.Stream] = own_streams(owner, self.device, count, urgent=True)
+        return made
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:

@@ -238,8 +238,8 @@ class GroupKernels(ABC, Generic[SlotT]):
 
 
 class Workspaces(GroupKernels[_Slot]):
-    """The workspaces of one group on one device, by kind of op. `kinds[kind]` makes one of a buffer, a handle and
-    `timeout_seconds`.
+    """The workspaces of one group on one device, by kind of op. `kinds[kind]` makes one of a buffer, a handle,
+    `timeout_seconds` and `rescue`, a stream that all kinds share.
     """
 
     def __init__(
@@ -330,7 +330,8 @@ class Workspaces(GroupKernels[_Slot]):
             old.turn.done.synchronize()
         with self._making(size, op):
             buffer, handle = self._memory.allocate(size)
-            workspace = self._kinds[kind](buffer, handle, timeout_seconds=_timeout_seconds())
+            how = {"timeout_seconds": _timeout_seconds(), "rescue": self._memory.rescue}
+            workspace = self._kinds[kind](buffer, handle, **how)
         slot = _Slot(workspace, size, workspace.state.is_cuda)
         return self._keep(kind, slot, old if old is not None and old.captured else None)
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from benchmarks.local_ranks import LocalRank, run_local
+from fused_tp.schedules import fused_kernel
+from fused_tp.schedules.fused_kernel import FusedKernel
+from fused_tp.transport.copy_engine import CopyEngine
 from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import streams
+from tests.native.doubles.libraries import double_knobs, gpu_double
+from tests.native_build import use_driver
 
 pytestmark = pytest.mark.full
 
@@ -53,6 +63,23 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
     assert streams.own_streams(streams, device, 1, urgent=True) == [3]  # not those of another priority
 
 
+@pytest.mark.parametrize(
+    ("queues", "few"), [(None, False), ("1", True), ("7", True), ("8", False), ("32", False), ("many", False)]
+)
+def test_copies_come_first_where_streams_share_queues(
+    monkeypatch: pytest.MonkeyPatch, queues: str | None, few: bool
+) -> None:
+    """Of CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron wants it, a ring of three groups of heads would not end."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
+    assert ring_keys.runs_at_once(x) is not few
+    assert fused_kernel.runs_at_once(x) is not few
+
+
 class Driver:
     """As much of libcuda as makes a stream; notes its priority."""
 
@@ -84,3 +111,115 @@ def test_what_a_kernel_waits_for_has_the_greatest_priority(monkeypatch: pytest.M
     buffer, handle = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)), SimpleNamespace(world_size=3)
     with pytest.raises(LookupError, match="2 streams, urgent: True"):
         ring_keys.RingWorkspace(cast("Any", buffer), cast("Any", handle), timeout_seconds=1)
+
+
+# ---- how many a GPU has at once ------------------------------------------------------------------------------------
+
+QUEUES = 32  # of a GPU, at most (CUDA_DEVICE_MAX_CONNECTIONS); streams that share one wait for each other
+RANKS = 4  # of one GPU, as in tests/gpu and benchmarks.gpu
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """Streams are those of the driver's double; how many it has been asked for since."""
+    use_driver(gpu_double())
+    library, count = ctypes.CDLL(str(gpu_double())), double_knobs().cuda_double_streams_made
+    before = count()
+
+    def create(index: int, urgent: bool) -> Any:
+        return SimpleNamespace(cuda_stream=streams.new_stream(library, index, urgent))
+
+    def own_streams(rank: LocalRank, owner: object, count: int) -> Any:
+        return streams.own_streams(owner, torch.device("cuda", 0), count, urgent=True)
+
+    rescue = cached_property(lambda rank: rank.own_streams(rank, 1)[0])
+    rescue.__set_name__(LocalRank, "rescue")
+    monkeypatch.setattr(streams, "_create", create)
+    monkeypatch.setattr(streams, "_free", {})
+    monkeypatch.setattr(LocalRank, "own_streams", own_streams)
+    monkeypatch.setattr(LocalRank, "rescue", rescue)
+    yield lambda: count() - before
+    gc.collect()  # what gives streams back does so to the pool of this test
+    use_driver(None)
+
+
+def gather(engine: CopyEngine, rank: LocalRank, length: int, number: int, offered: bool) -> None:
+    """One gather by copy engines, waited for by a kernel or by the caller's stream."""
+    shard, gathered = torch.full((length,), 10.0 * number + rank.rank), torch.zeros(RANKS, length)
+    with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
+        if offered:
+            words = call.offer(shard, list(gathered)).arrived
+            until = time.monotonic() + 30
+            while not all(words[peer] for peer in range(RANKS) if peer != rank.rank):
+                assert time.monotonic() < until
+                time.sleep(1e-4)
+        else:
+            call.gather(shard, list(gathered))
+            gathered[rank.rank].copy_(shard)
+            for peer in range(RANKS):
+                call.wait_for(peer)
+        assert torch.equal(gathered, (10.0 * number + torch.arange(RANKS))[:, None].expand(RANKS, length))
+        call.finish(gathered)
+
+
+@pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
+def test_each_stream_of_four_ranks_has_a_queue_of_its_own(
+    driver: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait that shares a queue with what it waits for never ends. All kinds of workspaces are there at once."""
+    pytest.importorskip("triton", reason="needs Triton")
+    monkeypatch.setattr(ring_keys.GatherWorkspace, "__init__", lambda self, *_, **__: None)  # the ring's own are made
+
+    def ranks(rank: LocalRank) -> object:
+        def make(buffer: Any, handle: Any, *, timeout_seconds: float, rescue: Any) -> Any:
+            assert rescue is rank.rescue
+            return SimpleNamespace(state=torch.empty(0), expired=lambda: None, buffer=buffer)
+
+        def make_ring(buffer: Any, handle: Any, **how: Any) -> Any:
+            on_gpu: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+            ring = ring_keys.RingWorkspace(on_gpu, handle, **how)
+            assert len(ring.streams) == ring_keys.MAX_STREAMS
+            made = make(buffer, handle, **how)
+            made.ring = ring
+            return made
+
+        main = streams.own_streams(rank, torch.device("cuda", 0), 1)
+        engine, kernels = CopyEngine(rank), FusedKernel(rank, None).workspaces
+        kinds = {*kernels._kinds, "device", "overlapped gather"}
+        assert kinds == {"sum", "gather", "ring", "device", "overlapped gather"}, "a kind that this does not know"
+        kernels._kinds = {kind: make_ring if kind == "ring" else make for kind in kinds}
+        for kind in sorted(kinds):
+            kernels.reserve(kind, 1 << 20, "op")
+        for length in (100, 1 << 16):  # then it has grown
+            for number in range(6):
+                gather(engine, rank, length, number, offered=number != 3)
+        rank.barrier()
+        engine.stop()
+        return main, engine, kernels
+
+    kept = run_local(RANKS, ranks, timeout=120)
+    assert driver() == RANKS * 7  # main, rescue, two of rings; one that sends and two that fetch
+    assert driver() <= QUEUES - 4  # the default stream, and what torch and a benchmark make for themselves
+    del kept
+
+
+@pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
+def test_streams_of_an_outgrown_workspace_go_on_with_the_next(driver: Callable[[], int]) -> None:
+    """And come back once the last has ended; one that a graph may still use keeps its own."""
+
+    def ranks(rank: LocalRank) -> list[int]:
+        engine, counts = CopyEngine(rank), []
+        for length in (100, 1 << 16, 1 << 18):
+            for number in range(5):
+                gather(engine, rank, length, number, offered=True)
+            rank.barrier()
+            counts.append(driver())
+            rank.barrier()
+            engine._slots[""].captured = length == 1 << 16
+        engine.stop()
+        return counts
+
+    per_rank = 4
+    assert run_local(RANKS, ranks, timeout=120) == [[RANKS * n for n in (per_rank, per_rank, 2 * per_rank - 1)]] * RANKS
+    gc.collect()
+    assert len(streams._free[0, True]) == driver() == RANKS * (2 * per_rank - 1)

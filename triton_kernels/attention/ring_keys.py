@@ -40,7 +40,7 @@ from torch import Tensor
 from ..cache_keys import fix_cache_keys
 from ..comm.gather import PULLED, READY, GatherWorkspace, LaunchOf, begin_stage, end_stage, run
 from ..comm.signals import flag_at, join, put, wait
-from ..comm.streams import own_streams
+from ..comm.streams import own_streams, queues_are_few
 from ..comm.workspace import DATA_ALIGNMENT, OPS, Handle
 from .blocks import Rows, load_block, rows_of, store_block
 from .configs import padded
@@ -222,13 +222,15 @@ def longer(timeout_ns: int, times: int) -> int:
 class RingWorkspace(GatherWorkspace):
     """The memory of one rank's calls of ring attention, which only they use; of at least `KeysLayout.nbytes` bytes."""
 
-    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
+    ) -> None:
         # Before the barrier at the end of what follows: behind it a peer's kernel may run and wait for this rank, and
         # nothing says that the driver makes streams meanwhile.
         self.streams: list[torch.cuda.Stream] = []
         if buffer.is_cuda:
             self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), urgent=True)
-        super().__init__(buffer, handle, timeout_seconds=timeout_seconds)
+        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, rescue=rescue)
 
     def keys(self, rank: int, layout: KeysLayout) -> Tensor:
         """The memory of `rank`, in the shape of `layout`.
@@ -352,10 +354,10 @@ class KeysPuller:
 def runs_at_once(x: Tensor) -> bool:
     """Whether a kernel and the copies it waits for run at once where x is; if not, the copies must come first.
 
-    Nothing promises that of branches of a CUDA graph, nor where every launch is waited for.
+    Nothing promises that of branches of a CUDA graph, nor where streams share queues or every launch is waited for.
     """
     blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
-    return x.is_cuda and not blocking and not torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and not blocking and not queues_are_few() and not torch.cuda.is_current_stream_capturing()
 
 
 def staged_on(x: Tensor) -> torch.cuda.Event | None:

@@ -153,8 +153,10 @@ class GatherWorkspace(Workspace):
 
     halves = 1  # see above
 
-    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float) -> None:
-        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16)
+    def __init__(
+        self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
+    ) -> None:
+        super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16, rescue=rescue)
         self.handle = handle
         # Where the buffer begins in what the handle's `get_buffer` gives, the same on all ranks.
         self.begin = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()

@@ -9,6 +9,7 @@ launched in clusters can be such a kernel, so work that a kernel waits for has `
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: takes no turns with the default stream
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread is taken for one that harms a capture
+
+_DEFAULT_QUEUES = 8
 
 _free: dict[tuple[int, bool], list[torch.cuda.ExternalStream]] = {}
 _lock = threading.RLock()  # the garbage collector may give streams back in the middle of handing some out
@@ -89,3 +92,13 @@ def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
     if handle.value is None:
         raise RuntimeError("The CUDA driver made no stream: cuStreamCreateWithPriority gave none.")
     return handle.value
+
+
+def queues_are_few() -> bool:
+    """True where CUDA_DEVICE_MAX_CONNECTIONS leaves the GPU fewer queues than it has by default.
+
+    Streams then share queues, and work that a kernel waits for can be behind one that waits for this kernel. Megatron
+    sets it to 1.
+    """
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return given.isdecimal() and int(given) < _DEFAULT_QUEUES

@@ -98,6 +98,7 @@ class Workspace:
         handle: reaches the others' buffers. All ranks make their workspaces at the same time (there is a barrier).
         timeout_seconds: longest wait for a peer.
         counters: most rows of tiles that a launch may count.
+        rescue: a stream of a GPU in which nothing waits, which workspaces may share; None: one of its own.
 
     Attributes:
         halves: of the buffer, which calls use in turn; 1: all calls use the same.
@@ -112,7 +113,15 @@ class Workspace:
 
     halves = 2
 
-    def __init__(self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, counters: int = COUNTERS) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        handle: Handle,
+        *,
+        timeout_seconds: float,
+        counters: int = COUNTERS,
+        rescue: torch.cuda.Stream | None = None,
+    ) -> None:
         self.rank = handle.rank
         self.world_size = handle.world_size
         offset = _checked_offset(buffer, handle)
@@ -130,7 +139,9 @@ class Workspace:
         self.error = torch.zeros(protocol.ERROR_WORDS, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
         self._error_set = ctypes.c_int64.from_address(self.error.data_ptr() + 8 * protocol.ERROR_SET)
         self._stopped = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=buffer.is_cuda)
-        self._rescue = own_streams(self, device, 1)[0] if buffer.is_cuda else None
+        if rescue is None and buffer.is_cuda:
+            rescue = own_streams(self, device, 1, urgent=True)[0]
+        self._rescue = rescue
         self._expire(0)  # loads what `leave` needs: then a kernel may be waiting, and loading one may wait for that
         if buffer.is_cuda:
             self._load_begin()

@@ -169,6 +169,8 @@ int fault_of(const char* call) {
 // Of calls that put something into a stream, graphs as a whole and what is put into captures.
 std::atomic<long> stream_calls{0};
 
+std::atomic<long> streams_made{0};
+
 #define FAULT(call) \
   if (const int code = fault_of(#call)) return code
 #define NEED_CONTEXT \
@@ -192,6 +194,9 @@ EXPORT void cuda_double_fail(const char* call, int code) {
 
 // How many calls have put something into a stream.
 EXPORT long cuda_double_stream_calls() { return stream_calls.load(); }
+
+// How many streams the driver has been asked for.
+EXPORT long cuda_double_streams_made() { return streams_made.load(); }
 
 // A stream for a test, which lives until the process ends.
 EXPORT Stream cuda_double_stream() { return new CUstream_st(); }
@@ -297,6 +302,7 @@ EXPORT int cuThreadExchangeStreamCaptureMode(int* mode) {
 
 EXPORT int cuStreamCreateWithPriority(Stream* made, unsigned, int) {
   NEED_CONTEXT;
+  ++streams_made;
   *made = new CUstream_st();
   return kSuccess;
 }

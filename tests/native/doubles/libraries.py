@@ -54,7 +54,7 @@ def double_knobs() -> ctypes.CDLL:
     """cuda_double_stall(on), nccl_double_inject(error), ...: see the doubles."""
     knobs = ctypes.CDLL(str(gpu_double()))
     knobs.cuda_double_stream.restype = knobs.cuda_double_end_capture.restype = ctypes.c_void_p
-    knobs.cuda_double_stream_calls.restype = ctypes.c_long
+    knobs.cuda_double_stream_calls.restype = knobs.cuda_double_streams_made.restype = ctypes.c_long
     knobs.cuda_double_begin_capture.argtypes = [ctypes.c_void_p]
     knobs.cuda_double_end_capture.argtypes = [ctypes.c_void_p]
     knobs.cuda_double_replay.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
