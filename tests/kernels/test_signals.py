@@ -183,6 +183,7 @@ def test_a_barrier_compiles_to_releases_and_acquires():
     """Every wait is compiled where it stands: 63 times a loop over 63 ranks would take minutes."""
     source = ASTSource(fn=barrier_kernel, signature=KINDS, constexprs={"WORLD": 63})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    ptx = re.sub(r"\n\s*\.loc[^\n]*", "", ptx)  # Triton 3.9 notes the line of every instruction
     assert len(ptx) < 200_000
     # What the protocol rests on: the flag is put by a release, seen by an acquire, and both are for the system.
     assert ptx.count("st.release.sys.global.b64") == 1

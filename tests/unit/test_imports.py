@@ -20,7 +20,7 @@ VARIABLE = re.compile(r"\bFUSED_TP_[A-Z0-9_]+\b")
 # Imports every module of the package with the optional libraries taken away, and nothing may start or be left behind.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-import torch, torch.distributed as dist
+import torch, torch.distributed as dist, torch.distributed.fsdp  # torch itself looks for some of them
 
 class Missing:
     names = {*"transformers triton matplotlib rich psutil deepspeed megatron peft yaml pytest".split()}
