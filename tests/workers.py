@@ -515,9 +515,10 @@ def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
                 elif attribute == "_planner_cache":
                     cached.clear()
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import debug
 
-        _clear_sharding_prop_cache()
+        debug._clear_python_sharding_prop_cache()  # torch 2.10 has no name for the two together
+        debug._clear_fast_path_sharding_prop_cache()
     gc.collect()
     gc.freeze()  # what is alive now stays: mostly modules, which each collection would go through for half a second
 
