@@ -1,4 +1,4 @@
-"""What GPUs were measured to do, from benchmarks/results/gpu: a table of docs/benchmarks.md and README's status column.
+"""Pages made of the results of GPUs: the table of docs/benchmarks.md and the status column of README.
 
     python docs/gpu_results.py          # writes README's column anew
 

@@ -70,10 +70,11 @@ def unpack(archive: Path, cache: Path) -> int:
         if not group.startswith(_GROUP) or (cache / key / group).exists():
             continue
         folder = cache / key
-        folder.mkdir(parents=True, exist_ok=True)
         paths = {one: str(folder / one) for one in json.loads(listed)}
-        if any(Path(one).name != one for one in paths) or Path(key).name != key:
+        missing = [one for one in paths if f"{key}/{one}" not in files]
+        if missing or any(Path(one).name != one for one in (key, group, *paths)):
             raise ValueError(f"{archive} is no archive of kernels (it names {sorted(paths)} in {key}).")
+        folder.mkdir(parents=True, exist_ok=True)
         for one in paths:
             _write(folder / one, files[f"{key}/{one}"])
         _write(folder / group, json.dumps({"child_paths": paths}).encode())  # last: it makes the kernel be found
@@ -100,7 +101,7 @@ def install_shipped() -> int:
     count = 0
     for archive in sorted(SHIPPED.glob("*.tar.xz")) if SHIPPED.is_dir() else ():
         with contextlib.suppress(OSError):
-            stamp = hashlib.sha256(f"{archive.name} {archive.stat().st_size}".encode()).hexdigest()[:16]
+            stamp = hashlib.sha256(archive.read_bytes()).hexdigest()[:16]
             done = cache_folder() / f"fused_tp-{stamp}"
             if not done.exists():
                 count += unpack(archive, cache_folder())

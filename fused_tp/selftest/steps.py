@@ -26,6 +26,7 @@ RIGHT, WRONG, LATE, LEFT_OUT = "right", "wrong", "late", "left out"
 RESULT = "{result}"
 ALIVE = "import torch; assert float(torch.ones(8, device='cuda').sum()) == 8"
 ALIVE_SECONDS = 30.0
+_END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def run_steps(
     """
     begun = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
+    (out / "outcomes.jsonl").unlink(missing_ok=True)  # of an earlier run; nothing else there is touched
     chosen = affordable([step for step in steps if not (obstacle and step.needs_gpu)], seconds)
     for step in steps:
         left = seconds - (time.monotonic() - begun)
@@ -148,9 +150,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill all of the step, its own processes too."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait(10)
+        process.wait(_END_SECONDS)
+    except (ProcessLookupError, subprocess.TimeoutExpired):
+        return  # it is gone, or in the driver, which may hold it until the GPU answers
 
 
 def _read(result: Path) -> Any:

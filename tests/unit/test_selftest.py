@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -94,7 +96,9 @@ def test_exit_status(
     obstacle = "no GPU" if gpu is None else ""
     monkeypatch.setattr(selftest, "_gpus", lambda: selftest.Gpus(obstacle, 90, 1, "H100"))
     monkeypatch.setattr(selftest, "steps", lambda *_: [step("only", code, gpu=gpu is not False)])
+    (tmp_path / "of the user").write_text("kept")
     assert main(["selftest", "--out", str(tmp_path)]) == status
+    assert (tmp_path / "of the user").read_text() == "kept"
     report = json.loads((tmp_path / "selftest.json").read_text())
     assert [one["name"] for one in report["steps"]] == ["only"]
     assert "| only |" in capsys.readouterr().out
@@ -190,3 +194,11 @@ if sys.argv[2] == "pack":
         from fused_tp.triton_kernels.archive import unpack
 
         unpack(tmp_path / "text", tmp_path)
+    with pytest.raises(ValueError, match="is no archive of kernels"):
+        group = b'["../outside.cubin"]'
+        with tarfile.open(tmp_path / "leaves.tar.xz", "w:xz") as tar:
+            info = tarfile.TarInfo("KEY/__grp__k.json")
+            info.size = len(group)
+            tar.addfile(info, io.BytesIO(group))
+        unpack(tmp_path / "leaves.tar.xz", tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
