@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -92,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
     """All steps, in the order in which they run."""
-    from fused_tp.selftest.kernels import GROUPS
+    from fused_tp.selftest.kernels import ALONE, GROUPS
 
     def body(*words: str) -> list[str]:
         return [sys.executable, "-m", "fused_tp.selftest", RESULT, *words]
@@ -101,17 +102,21 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
         how = ["--quick", "--minutes", f"{minutes:g}", "--only", only, "--out", str(out / name)]
         return [sys.executable, "-m", "fused_tp.benchmarks.gpu", *how]
 
-    checks = {"attention": 4, "sums, 2 ranks": 2, "gathers, 2 ranks": 3, "rings, 2 ranks": 5}
+    checks = {"sums, 2 ranks": 2, "gathers, 2 ranks": 3, "collectives, 2 ranks": 4, "attention": 4, "rings, 2 ranks": 5}
     found = [
         Step("environment", body("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),
         Step("kernels", body("compile", str(arch), str(archive or "")), 10, 300, 1, False, ENVIRONMENT),
         Step("smoke", body("smoke"), 15, 75, 1, environment=ENVIRONMENT),
     ]
-    for group in sorted(GROUPS, key=lambda group: checks.get(group, 6)):
+    for group in sorted(set(GROUPS) - {ALONE}, key=lambda group: (checks.get(group, 6), GROUPS.index(group))):
         found.append(Step(group, body("kernels", group), 15, 90, checks.get(group, 7), environment=ENVIRONMENT))
     if gpus > 1:
-        tune = [sys.executable, "-m", "fused_tp", "tune", "--check-only", "--calls", "20"]
-        found.append(Step("schedules, processes", tune, 30, 180, 3, environment={"FUSED_TP_TIMEOUT": "30"}))
+        tune = [sys.executable, "-m", "fused_tp", "tune", "--folder", str(out / "tuned"), "--json", RESULT, "--calls"]
+        among = {"FUSED_TP_TIMEOUT": "30"}
+        found.append(Step("schedules, processes", [*tune, "20", "--check-only"], 30, 180, 3, environment=among))
+        # Also torch's own fused ops, which are schedules like ours.
+        measured = [*tune, "1", "--tokens", "16", "512", "4096"]
+        found.append(Step("speed of schedules, processes", measured, 60, 240, 5, environment=among))
     found += [
         Step(
             "speed of matmuls and attention",
@@ -130,10 +135,22 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
             environment=ENVIRONMENT,
         ),
     ]
-    if shutil.which("ncu"):
-        counted = ["ncu", "--clock-control", "none", "-k", "regex:gemm", "-c", "2", "--metrics", METRICS]
+    if memcheck := cuda_tool("compute-sanitizer"):
+        watched = [memcheck, "--tool", "memcheck", "--error-exitcode", "9", *body("kernels", ALONE)]
+        # One allocation of the driver for each tensor: within torch's large blocks nothing would be out of bounds.
+        one_by_one = {**ENVIRONMENT, "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        found.append(Step("memory accesses", watched, 60, 180, 10, environment=one_by_one))
+    if ncu := cuda_tool("ncu"):
+        counted = [ncu, "--clock-control", "none", "-k", "regex:gemm", "-c", "2", "--metrics", METRICS]
         found.append(Step("counters", [*counted, *body("smoke")], 20, 60, 9, environment=ENVIRONMENT))
     return found
+
+
+def cuda_tool(name: str) -> str | None:
+    """Where a program of the CUDA toolkit is; None if it is not there."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 class Gpus(NamedTuple):

@@ -9,6 +9,8 @@
 | copied | all-gather + matmul behind copy engines | FusedKernel |
 | ring, ring_in_groups | ring attention | ring_forward |
 | attention | attention of one rank, forward and backward | flash_attention, flash_backward |
+| collectives | all-reduce (+ residual + RMSNorm), all-gather of csrc/cuda: equal on all ranks | DeviceCollectives |
+| exchanges | reduce-scatter, all-to-all of csrc/cuda: each rank gets its share | DeviceCollectives |
 
 A call knows how to launch itself in a workspace and what must come out. Nothing here needs a GPU: without one, in
 `kernel_cache.recorded`, the same calls say what a GPU would compile.
@@ -30,8 +32,9 @@ from fused_tp.attention.plan import make_step, ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask, Scores
 from fused_tp.benchmarks.gpu_ranks import normal, prepare, prepare_copied
-from fused_tp.benchmarks.local_ranks import LocalRank
+from fused_tp.benchmarks.local_ranks import LocalGroup, LocalRank
 from fused_tp.runtime.partition import shard_range
+from fused_tp.transport.device_collectives import DeviceCollectives
 from fused_tp.triton_kernels.attention.backward import flash_backward
 from fused_tp.triton_kernels.attention.forward import flash_attention
 from fused_tp.triton_kernels.attention.launch import Terms
@@ -51,6 +54,7 @@ COPIED = ("copied",)
 DIRECT = ("direct",)
 RINGS = ("ring", "ring_in_groups")
 ATTENTION = ("attention",)
+NATIVE = ("collectives", "exchanges")
 # Odd ones, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles of each program.
 SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
 FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # each shape and dtype has kernels to compile
@@ -87,6 +91,8 @@ def make_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, l
     """
     if op in ATTENTION:
         return attention_call(rank, (shape[0], 8, 128), dtype, seed)
+    if op in NATIVE:
+        return native_call(rank, op, shape, dtype, seed)
     if op in RINGS:
         return ring_call(rank, op, (shape[0], 8, 64), dtype, seed)
     return (gather_call if op in COPIED + DIRECT else sum_call)(rank, op, shape, dtype, seed, launch)
@@ -229,6 +235,42 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ca
     return Call(attend, reference, 0, seq, lse=True)
 
 
+def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
+    """Every collective of the library of device kernels, of terms [m, n] and of 2 W heads for each of m tokens."""
+    m, n, _ = shape
+    world, device = rank.world_size, rank.device
+    terms = [normal(m, n, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
+    tokens = [normal(1, m, 2 * world, 24, dtype=dtype, device=device, seed=100 * seed + 50 + r) for r in range(world)]
+    bias, weight = (normal(n, dtype=dtype, device=device, seed=seed + i) for i in (7, 9))
+    residual = normal(m, n, dtype=dtype, device=device, seed=seed + 8, scale=10.0)
+    own, own_tokens = terms[rank.rank], tokens[rank.rank]
+    own_heads = slice(2 * rank.rank, 2 * rank.rank + 2)
+    heads = torch.cat(tokens, 1)[:, :, own_heads].contiguous()
+
+    def collect(device: DeviceCollectives) -> list[Tensor]:
+        found = [device.all_gather(own)]
+        for way in ("one_shot", "two_shot"):
+            found += [device.all_reduce(own, way, bias), *device.all_reduce_rms_norm(own, residual, weight, EPS, way)]
+        return found
+
+    def exchange(device: DeviceCollectives) -> list[Tensor]:
+        return [
+            device.reduce_scatter(own, None, bias),
+            device.sequence_to_heads(own_tokens),
+            device.heads_to_sequence(heads),
+        ]
+
+    def reference() -> list[Tensor]:
+        total = sum((term.double() for term in terms), start=bias.double())
+        if op == "exchanges":
+            return [total[slice(*shard_range(m, world, rank.rank))], heads.double(), own_tokens.double()]
+        summed = total - bias.double() + residual.double()
+        return [torch.cat(terms).double(), *[total, rms_norm64(summed, weight, EPS), summed] * 2]
+
+    everywhere = op == "collectives"
+    return Call(collect if everywhere else exchange, reference, own.nbytes, world, everywhere=everywhere)
+
+
 # -- references --------------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +347,31 @@ def prepared(rank: LocalRank, op: str, calls: Sequence[Call], timeout_seconds: f
         rank.synchronize()
         del kept
 
+    if op in NATIVE:
+        return _prepared_natives(rank, calls)
     if op in COPIED:
         return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
     return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=workspace_kind(op))
+
+
+class _Natives(DeviceCollectives):
+    """The library's collectives, which say of failures what a workspace of kernels says."""
+
+    def expired(self) -> str | None:
+        """Why calls have failed, if any has."""
+        failure = self._failure()
+        return None if failure is None else str(failure)
+
+
+def _prepared_natives(rank: LocalRank, calls: Sequence[Call]) -> _Natives:
+    with rank.in_turn():
+        alone = _Natives(LocalGroup(1, rank.device).rank(0))
+        results = [result for call in calls for result in call.launch(alone)]
+        kept = [result.new_empty(rank.world_size, *result.shape) for result in results]  # memory for all ranks' shares
+        rank.synchronize()
+        del kept, results
+    device = _Natives(rank)
+    max(calls, key=lambda call: call.nbytes).launch(device)  # its workspace is large enough for the others
+    rank.barrier()
+    return device

@@ -19,6 +19,7 @@ from fused_tp.selftest.kernel_calls import (
     COPIED,
     DIRECT,
     FEW_SHAPES,
+    NATIVE,
     RINGS,
     SHAPES,
     SUMS,
@@ -31,6 +32,7 @@ from fused_tp.selftest.kernel_calls import (
 
 CYCLES_PER_MS = 2_000_000  # of `torch.cuda._sleep`, about
 CASE_SECONDS = 60.0
+ALONE = "one rank"
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,16 @@ class Case:
 
     @property
     def compiled_ahead(self) -> bool:
-        """True if its kernels can be named without a GPU; copy engines need their driver to begin a call."""
-        return self.op not in COPIED
+        """True if Triton's kernels of it can be named without a GPU; copy engines need their driver to begin a call."""
+        return self.op not in COPIED + NATIVE
 
 
 def _cases() -> tuple[Case, ...]:
     bf16, every, few = torch.bfloat16, tuple(SHAPES), tuple(FEW_SHAPES)
-    groups = {"sums": SUMS, "gathers": (*DIRECT, *COPIED), "rings": RINGS}
+    groups = {"sums": SUMS, "gathers": (*DIRECT, *COPIED), "rings": RINGS, "collectives": NATIVE}
     found = [Case("attention", op, 1, dtype, few) for op in ATTENTION for dtype in (bf16, torch.float32)]
+    # Nobody waits for another there, so that a tool may run one kernel after the other.
+    found += [Case(ALONE, op, 1, bf16, few) for op in (*ATTENTION, *SUMS, *DIRECT, *RINGS, *NATIVE)]
     for group, ops in groups.items():
         found += [Case(f"{group}, 2 ranks", op, 2, bf16, every) for op in ops]
         found += [Case(f"{group}, 2 ranks", op, 2, bf16, every, 3, late=(1,)) for op in ops]

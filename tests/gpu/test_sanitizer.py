@@ -8,12 +8,12 @@ touches.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 
+from fused_tp.cli.selftest import cuda_tool
 from tests.workers import REPOSITORY
 
 pytestmark = pytest.mark.gpu
@@ -22,15 +22,9 @@ CASES = "runs_alone or (every_config and bf16)"  # of test_fused_kernels
 FOUND = 9  # what the tool exits with where it has found something
 
 
-def sanitizer() -> str | None:
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
-    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
-    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
-
-
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_clean(tool: str) -> None:
-    program = sanitizer()
+    program = cuda_tool("compute-sanitizer")
     if program is None:
         pytest.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
     environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1"}

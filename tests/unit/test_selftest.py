@@ -148,6 +148,30 @@ def test_tune_checks_with_threads_where_there_is_one_gpu(
     assert "--ranks is 4 and --dtypes is fp16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cases of the device kernels, which run in their CPU build here; one that is off is found."""
+    import torch
+
+    from fused_tp.selftest import kernel_calls, kernels
+    from tests.native_build import cpu_device_library, use_library
+
+    use_library(cpu_device_library())
+    try:
+        if wrong:
+            reduce = kernel_calls._Natives.all_reduce
+            monkeypatch.setattr(
+                kernel_calls._Natives, "all_reduce", lambda device, *how: reduce(device, *how) + 0.25 * device.rank
+            )
+        cases = [case for case in kernels.CASES if case.op in kernel_calls.NATIVE and case.dtype.itemsize < 4]
+        assert {case.world for case in cases} == {1, 2, 3, 4}
+        for case in cases:
+            problem = kernels.check(case, torch.device("cpu"))
+            assert bool(problem) == (wrong and case.world > 1 and case.op == "collectives"), f"{case.name}: {problem}"
+    finally:
+        use_library(None)
+
+
 def test_kernels_are_found_on_another_machine(tmp_path: Path) -> None:
     """Compiled here and packed; there, with another home and in another process, nothing compiles."""
     script = """
