@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.native_build import REPOSITORY, cache, native_build
+from tests.native_build import cache, native_build
 
-from .sass import spills_in_hot_loops
+from . import sass
 from .variants import ARCHS, Variant, all_variants
 
 # What multiplies matrices on each architecture, in PTX.
@@ -165,25 +165,16 @@ def _digest(variant: Variant) -> str:
     settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
     settings.pop("TRITON_CACHE_DIR", None)
     source, _, options = _source(variant)
-    launched = (
-        _device_code(),
-        sorted(source.signature.items()),
-        str(source.attrs),
-        str(sorted(source.constants.items())),
-    )
-    what = variant.kernel, variant.name, variant.arch, variant.matrix_instruction, sorted(Resources.__annotations__)
-    whole = triton.__version__, launched, options.hash(), what, sorted(settings.items())
+    what = variant.kernel, variant.name, variant.arch, variant.matrix_instruction
+    # Triton's hash is of the kernel, all that it calls and its constants: see triton_kernels/cache_keys.py.
+    whole = triton.__version__, source.hash(), options.hash(), what, sorted(settings.items()), _measuring_code()
     return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
 @functools.cache
-def _device_code() -> str:
-    """A digest of all kernels' files and of this one, which measures. Rejected: Triton's hash of a kernel, which
-    depends on the functions that a process has hashed before: another would not find what this one has kept."""
-    digest = hashlib.sha256()
-    for file in (Path(__file__), *sorted((REPOSITORY / "triton_kernels").rglob("*.py"))):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+def _measuring_code() -> str:
+    """A digest of the code that measures."""
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, sass.__file__))).hexdigest()
 
 
 def _measured(variant: Variant) -> Resources:
@@ -199,7 +190,7 @@ def _measured(variant: Variant) -> Resources:
         instruction=instruction.group(0) if instruction else "",
         needs_matrix_instruction=variant.matrix_instruction,
         **(used := _registers_and_spills(kernel.asm["cubin"])),
-        hot_spills=spills_in_hot_loops(kernel.asm["cubin"]) if used["spilled_bytes"] else 0,
+        hot_spills=sass.spills_in_hot_loops(kernel.asm["cubin"]) if used["spilled_bytes"] else 0,
     )
 
 
