@@ -6,7 +6,9 @@ loader that deals samples out to them, most often) train on a mixture of samples
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,23 @@ def is_due(call: int) -> bool:
     """Whether ranks compare what they have at this call, counted from 1. Not while a CUDA graph is captured."""
     every = settings.batch_check_every()
     return every > 0 and (call <= FIRST_CALLS or call % every == 0) and not is_capturing()
+
+
+_suspended = threading.local()
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """A context for forward passes of this thread that no check counts."""
+    _suspended.now = True
+    try:
+        yield
+    finally:
+        _suspended.now = False
+
+
+def is_suspended() -> bool:
+    return torch.compiler.is_compiling() or getattr(_suspended, "now", False)
 
 
 def is_capturing() -> bool:
@@ -78,7 +97,7 @@ class BatchCheck:
         self.calls = {True: 0, False: 0}  # in training mode and not, where ranks may sample their own tokens
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+        if is_suspended():
             return
         call = self.calls[model.training] = self.calls[model.training] + 1
         if is_due(call):

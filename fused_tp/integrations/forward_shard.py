@@ -70,6 +70,7 @@ class CpContext:
         which is drawn by head, then differs between them also where their random numbers are the same; and it must not
         where all hold all heads.
         """
+        _count_attention()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         keywords |= {"layout": self.layout, "cu_seqlens": self.cu_seqlens, "seq_len": self.seq_len}
         keywords["first_head"] = self.tp_rank * q.shape[2] if heads_sharded else 0
@@ -194,15 +195,25 @@ def running_node() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunningForward:
-    """A forward pass of a parallel model that is running, and what it runs in."""
+    """A running forward pass of a parallel model.
+
+    Attributes:
+        node: where it runs inside of a backward: see `running_node`.
+        outer: the forward pass that it runs inside of.
+        cache: of which each CP rank holds a part, in a forward pass that is not cut.
+        attended: how often it has called attention over the CP ranks.
+        traced: it has done so in a traced program, which does not count.
+    """
 
     owner: object
     shard: ForwardShard | None
-    node: int | None  # where it runs inside of a backward: see `running_node`
+    node: int | None
     outer: RunningForward | None
-    cache: object | None = None  # of which each CP rank holds a part, in a forward pass that is not cut
+    cache: object | None = None
+    attended: int = 0
+    traced: bool = False
 
 
 # One per thread, and not a ContextVar, whose `set` torch.compile cannot trace. Attributes are read through the
@@ -231,6 +242,17 @@ def running_shard() -> ForwardShard | None:
     return None if frame is None else frame.shard
 
 
+def _count_attention() -> None:
+    """Attention over the CP ranks is called: not again, in backward."""
+    frame = running_forward()
+    if frame is None:
+        return
+    if torch.compiler.is_compiling():
+        frame.traced = True
+    elif frame.node == running_node():
+        frame.attended += 1
+
+
 def enter_forward(owner: object, shard: ForwardShard | None, cache: object | None = None) -> None:
     """A forward pass of `owner` begins. It may run inside of one of another model."""
     node, outer = running_node(), running_forward()
@@ -244,13 +266,13 @@ def enter_forward(owner: object, shard: ForwardShard | None, cache: object | Non
     _current.frame = RunningForward(owner, shard, node, outer, cache)
 
 
-def leave_forward(owner: object) -> ForwardShard | None:
-    """... and ends: the forward pass around it is the current one again. Returns what `owner`'s was cut into.
+def leave_forward(owner: object) -> RunningForward | None:
+    """The forward pass of `owner` ends: the one around it is the current one again.
 
-    None also where none of `owner` is running, since one that was refused has not begun.
+    Returns None where none of `owner` is running, since one that was refused has not begun.
     """
     frame = running_forward()
     if frame is None or frame.owner is not owner:
         return None
     _current.frame = frame.outer
-    return frame.shard
+    return frame

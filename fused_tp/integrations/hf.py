@@ -288,6 +288,15 @@ class TransformersSequence(SequenceSharding):
             mesh, length = self.parallelism.tp_mesh, state.local_len
             output.last_hidden_state = gather(output.last_hidden_state, 1, group=mesh, gather_size=length)
 
+    def attention_layers(self, model: nn.Module) -> int:
+        text, (state, _) = type(self.config.get_text_config()), STATE_LAYERS.get(self.config.model_type, ("", None))
+        return sum(
+            type(module).__name__.endswith("Attention")
+            and type(module).__name__ != state
+            and type(getattr(module, "config", None)) is text  # others are of images and sounds, which are not cut
+            for module in model.modules()
+        )
+
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         return super().is_cached(arguments) or arguments.get("use_cache") is True
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from fused_tp.integrations.batch_check import is_due, of_all_ranks
+from fused_tp.integrations.batch_check import is_due, is_suspended, of_all_ranks
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
@@ -50,7 +50,7 @@ class ModuleCheck:
         self.calls = 0
 
     def __call__(self, model: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_suspended():
             return
         self.calls += 1
         if not is_due(self.calls):

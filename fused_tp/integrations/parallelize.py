@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.integrations.batch_check import BatchCheck
+from fused_tp.integrations.cut_check import check_verify, compared
 from fused_tp.integrations.expert_parallel import Dealing
 from fused_tp.integrations.grad_sync import GRADIENT_SYNCS, GradientSync, no_sync
 from fused_tp.integrations.gradient_check import GradientCheck
@@ -66,6 +67,7 @@ def parallelize(
     loss_parallel: bool = False,
     grad_sync: bool = True,
     parameters: str = "dtensor",
+    verify: str | bool | Mapping[str, Any] = "auto",
 ) -> Model:
     """Make `model` compute over the ranks of `mesh`, in place; its callers need not change.
 
@@ -151,13 +153,17 @@ def parallelize(
         parameters: "dtensor" as above; "plain": each is a plain tensor of this rank's part, for what knows no DTensors
             (DeepSpeed, Megatron-Core, DistributedDataParallel). See `fused_tp.nn.plain_parameters_`. A norm over all
             gradients is then to be summed over the TP ranks: see `fused_tp.nn.clip_grad_norm_`.
+        verify: compare the cut model with the whole one: both compute a few pseudo-random tokens, in eval mode and
+            without gradients; random states, modes and buffers are left as they were. "auto": where the whole model has
+            values, takes such tokens, and computes them within a second; else a log line says why not. True: that it
+            is left out is an error. A dict: keyword arguments of forward to compare on. False: do not compare.
 
     Raises:
         TypeError: an argument of another type; a model that is sharded already.
         RankMismatchError: the ranks have made different models, or of different random states.
         ValueError: what cannot be served, in a sentence, before anything is changed: a mesh without these dims, TP
             sizes that do not divide the heads, a style or module the plan cannot have, sequence cuts that the model
-            cannot take.
+            cannot take. Or the cut model does not compute what the whole one did (`verify`); it is not to be used then.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp"))
@@ -170,12 +176,13 @@ def parallelize(
     check_bool(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, grad_sync=grad_sync)
     if parameters not in ("dtensor", "plain"):
         raise ValueError(f"parameters is {parameters!r}; it must be 'dtensor' or 'plain'.")
+    check_verify(verify)
     peft = _peft()
     if peft and isinstance(model, peft.PeftModel):
         keywords: dict[str, Any] = {"tp_dim": tp_dim, "cp_dim": cp_dim, "ep_dim": ep_dim, "plan": plan}
         keywords["ulysses_size"] = ulysses_size
         keywords |= {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "grad_sync": grad_sync}
-        keywords["parameters"] = parameters
+        keywords |= {"parameters": parameters, "verify": verify}
         parallelize(peft.base_model(model), mesh, **keywords)
         model.save_pretrained = partial(peft.save_pretrained, model)
         return model
@@ -188,7 +195,8 @@ def parallelize(
             "DTensors."
         )
     own_dim = [] if ep_mesh is None or ep_mesh is tp_mesh or ep_mesh is cp_mesh else [ep_mesh]
-    check_equal_models(model, [*own_dim, *meshes])  # before what one rank may refuse and another not
+    sharing = [*own_dim, *meshes]
+    check_equal_models(model, sharing)  # before what one rank may refuse and another not
     if tp_mesh is None and (sequence_parallel or loss_parallel):
         asked = "sequence_parallel" if sequence_parallel else "loss_parallel"
         if tp_dim not in (mesh.mesh_dim_names or ()):
@@ -207,6 +215,28 @@ def parallelize(
     ulysses = None if cp_mesh is None or ulysses_size == 1 else _split(cp_mesh, ulysses_size)
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync, ulysses)
 
+    with compared(model, verify, sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
+        sequence = _cut(
+            model, mesh, parallelism, plan=plan, ep_dim=ep_dim, ep_mesh=ep_mesh, plain=parameters == "plain"
+        )
+    sequence.attends = sequence.attended if outcome.right else sequence.attention_layers(model)
+    return model
+
+
+def _cut(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    parallelism: Parallelism,
+    *,
+    plan: str | Mapping[str, Style],
+    ep_dim: str | None,
+    ep_mesh: DeviceMesh | None,
+    plain: bool,
+) -> SequenceSharding:
+    """Cut `model` over the ranks of `parallelism` and `ep_mesh`, once its arguments are known to be right."""
+    tp_mesh, cp_mesh, sequence_parallel = parallelism.tp_mesh, parallelism.cp_mesh, parallelism.sequence_parallel
+    meshes = [one for one in (tp_mesh, cp_mesh) if one is not None]
+    peft = _peft()
     adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
     # Without TP ranks the model's own plan says where a plain model's attention is, and of a transformers model nothing
@@ -220,13 +250,13 @@ def parallelize(
         if ep_mesh is not None:
             over_tp = ep_mesh is tp_mesh
             names = deal_experts_in(model, resolved, plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
-            both = None if over_tp or tp_mesh is None else _mesh_of_both(mesh, str(ep_dim), tp_dim)
+            both = None if over_tp or tp_mesh is None else _mesh_of_both(mesh, str(ep_dim), tp_mesh)
             factor = 1.0 if over_tp else 1 / ep_mesh.size()
             dealing = Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
         elif ep_dim is None or tp_mesh is not None:
             check_nothing_dealt(resolved, ep_dim)
         if tp_mesh is not None:
-            resolved = settle_between(model, resolved, cuts_logits=loss_parallel)
+            resolved = settle_between(model, resolved, cuts_logits=parallelism.loss_parallel)
             check_head_counts(model, resolved.modules, tp_mesh.size())
             check_experts(model, resolved)
         with without_input_hooks(model):
@@ -258,7 +288,7 @@ def parallelize(
     if tp_mesh is not None:
         memo = WeakIdKeyDictionary()
         config = getattr(model, "config", None)
-        sharding = Sharding(resolved, tp_mesh, meshes, sequence, config, dealing, plain=parameters == "plain")
+        sharding = Sharding(resolved, tp_mesh, meshes, sequence, config, dealing, plain=plain)
         with adapters.taken_out() if adapters else nullcontext():
             warn_of_small_share(model, resolved)
             shard_layers(model, sharding, memo)
@@ -280,10 +310,10 @@ def parallelize(
             experts = model.get_submodule(name)
             whole = Plan(parameters=dict.fromkeys(experts._parameters, "grouped_gemm"))
             replicate_parameters(experts, Sharding(whole, dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
-        if grad_sync:
+        if parallelism.grad_sync:
             replicate_parameters(model, Sharding(Plan(), dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
     materialize(model, mesh.device_type, hf=hf)
-    if parameters == "plain":
+    if plain:
         plain_parameters_(model)
     sequence.adapt(model)
     input_hooks.close()
@@ -296,8 +326,8 @@ def parallelize(
         model.register_forward_hook(GradientCheck(tp_mesh))
         model.register_forward_pre_hook(ModuleCheck(parallelism))
     syncs = [] if sequence.sync is None else [sequence.sync]
-    if own_dim and grad_sync:
-        syncs.append(GradientSync(own_dim[0], mean=True))
+    if ep_mesh not in (None, tp_mesh, cp_mesh) and parallelism.grad_sync:
+        syncs.append(GradientSync(ep_mesh, mean=True))
         model.register_forward_pre_hook(_Watch(syncs[-1]))
     setattr(model, GRADIENT_SYNCS, syncs)
     users: Any = model
@@ -306,7 +336,7 @@ def parallelize(
         if next(module.parameters(), None) is not None:  # others may be shared by models: activations of OpenAI GPT are
             setattr(module, MARK, parallelism)
     setattr(model, SHARDING, sharding)
-    return model
+    return sequence
 
 
 def _peft() -> ModuleType | None:
@@ -405,8 +435,8 @@ def _split(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, DeviceMesh 
     return inner, ring
 
 
-def _mesh_of_both(mesh: DeviceMesh, ep_dim: str, tp_dim: str) -> DeviceMesh:
-    names = mesh.mesh_dim_names or ()
+def _mesh_of_both(mesh: DeviceMesh, ep_dim: str, tp_mesh: DeviceMesh) -> DeviceMesh:
+    names, (tp_dim,) = mesh.mesh_dim_names or (), tp_mesh.mesh_dim_names or ("",)
     if names.index(ep_dim) > names.index(tp_dim):
         raise ValueError(
             f"mesh has the dims {names}; put {ep_dim!r} before {tp_dim!r}, whose ranks hold parts of the same experts."

@@ -17,6 +17,7 @@ from fused_tp.integrations.forward_shard import (
     CpContext,
     ForwardShard,
     LayerState,
+    RunningForward,
     StateHistory,
     enter_forward,
     leave_forward,
@@ -114,6 +115,8 @@ class SequenceSharding:
         self.joins = ""
         self.behind: tuple[str, ...] = ()
         self._loss: GlobalLoss | None = None
+        self.attends = 0  # how often a forward pass calls attention over the CP ranks, at least
+        self.attended = 0  # how often the last one has
 
     def prepare(self, model: nn.Module) -> None:
         """Change layers of `model` that stay in it, before others are replaced."""
@@ -182,6 +185,10 @@ class SequenceSharding:
     def entrances(self, model: nn.Module) -> list[nn.Module]:
         """Modules that a caller may call in the place of the model, and that ask for no state of themselves."""
         return []
+
+    def attention_layers(self, model: nn.Module) -> int:
+        """The number of layers that call attention over the CP ranks, as far as it is seen without a forward pass."""
+        return 0
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
         """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it, but perhaps for
@@ -429,11 +436,28 @@ class SequenceSharding:
     # ---- after forward ----
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        shard = leave_forward(self)
+        frame = leave_forward(self)
         try:
-            return None if output is None else self._whole_output(model, args, kwargs, output, shard)  # None: it raised
+            if output is None:  # it raised
+                return None
+            if frame is not None:
+                self._check_attended(model, frame)
+            return self._whole_output(model, args, kwargs, output, None if frame is None else frame.shard)
         finally:
             self._head_outputs.begin()  # which hold a graph
+
+    def _check_attended(self, model: nn.Module, frame: RunningForward) -> None:
+        """Refuse a forward pass in which a layer has attended to this rank's tokens alone."""
+        if frame.shard is None or frame.shard.cp is None or frame.traced or torch.compiler.is_compiling():
+            return
+        self.attended = frame.attended
+        if frame.attended < self.attends:
+            raise ValueError(
+                f"{type(model).__name__} has called attention over the context parallel ranks {frame.attended} times "
+                f"in this forward pass, and {self.attends} of its layers should: others have attended to this rank's "
+                "tokens alone. Something has replaced their forward or attention function, or they were taken out, "
+                "after parallelize. Do that before it, or use no cp_dim."
+            )
 
     def _whole_output(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, shard: ForwardShard | None

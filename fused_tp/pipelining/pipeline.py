@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fused_tp.integrations.batch_check import BatchCheck
+from fused_tp.integrations.cut_check import check_verify, compared
 from fused_tp.integrations.grad_sync import is_dealt, take_mean
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.parallelize import parallelize
@@ -85,6 +86,7 @@ def pipeline(
     loss_fn: Loss | None = None,
     example: Mapping[str, Any] | None = None,
     pp_dim: str = "pp",
+    verify: str | bool | Mapping[str, Any] = "auto",
     **inside: Unpack[Inside],
 ) -> Pipeline:
     """This rank's part of `model` as a pipeline over `mesh[pp_dim]`, whose `step(batch)` returns the loss of the batch.
@@ -110,6 +112,8 @@ def pipeline(
             transformers model). The loss of a batch is the mean of these. None: the model's own, `loss` of what forward
             returns for `labels` (not shifted; -100 does not count), a mean over targets: over those of the batch.
         example: keyword arguments of a forward pass on a few tokens, by which the model is examined; None: token ids.
+        verify: compare the pipeline with the whole model, as `parallelize` does; of a dict tensors have `microbatches`
+            rows, or a multiple.
         inside: keywords of `parallelize`, for each stage: tp_dim, cp_dim, ep_dim (one of these two), plan,
             sequence_parallel, loss_parallel, ulysses_size, grad_sync. With grad_sync gradients are summed over the
             context parallel ranks at the end of a step.
@@ -146,6 +150,7 @@ def pipeline(
             f"over {dims[0]!r} or {dims[1]!r}."
         )
     check_int("microbatches", microbatches, 1)
+    check_verify(verify)
     grad_sync, plan = keywords.pop("grad_sync"), keywords.pop("plan")
     check_bool(**{key: keywords[key] for key in ("sequence_parallel", "loss_parallel")}, grad_sync=grad_sync)
     if virtual_stages is not None:
@@ -187,38 +192,45 @@ def pipeline(
     if disable is not None and getattr(model, "_require_grads_hooks", None):
         disable()  # hooks that gradient_checkpointing_enable sets, and that parallel embeddings do not take
     stages: dict[int, Stage] = {}
-    refused: Exception | None = None
-    try:
-        for number, (part, boundary) in take_stages(model, found, parts, kind.stages_of(rank, ranks, of_rank)).items():
-            if number + 1 < len(parts):
-                setattr(part, PASSES_ON, True)
-            # A stage that has nothing to cut stays whole on all tensor parallel ranks.
-            whole_stage = concrete is not None and not keywords["sequence_parallel"] and not _within(part, concrete)
-            over = {dim: one for dim, one in meshes.items() if not (whole_stage and one is tp_mesh)}
-            if over:
-                named = mesh if len(over) == len(meshes) else next(iter(over.values()))
-                of_stage = keywords | {"loss_parallel": keywords["loss_parallel"] and not whole_stage}
-                parallelize(part, named, plan=_within(part, plan), grad_sync=False, **of_stage)
-            else:
-                materialize(part, mesh.device_type, hf=is_hf)
-            stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
-    except Exception as error:
-        refused = error
-    _agree(pp_mesh, refused)
-    _release(model, stages.values())
-    return Pipeline(
-        stages,
-        kind,
-        found,
-        parts,
-        pp_mesh,
-        tp_mesh,
-        cp_mesh,
-        microbatches,
-        tied,
-        sequence_parallel=keywords["sequence_parallel"],
-        grad_sync=grad_sync,
-    )
+    sharing = [pp_mesh, *meshes.values()]
+    with compared(model, verify, sharing, tp=tp_mesh, cp=cp_mesh, rows=microbatches) as outcome:
+        refused: Exception | None = None
+        try:
+            for number, (part, boundary) in take_stages(
+                model, found, parts, kind.stages_of(rank, ranks, of_rank)
+            ).items():
+                if number + 1 < len(parts):
+                    setattr(part, PASSES_ON, True)
+                # A stage that has nothing to cut stays whole on all tensor parallel ranks.
+                whole_stage = concrete is not None and not keywords["sequence_parallel"] and not _within(part, concrete)
+                over = {dim: one for dim, one in meshes.items() if not (whole_stage and one is tp_mesh)}
+                if over:
+                    named = mesh if len(over) == len(meshes) else next(iter(over.values()))
+                    of_stage = keywords | {"loss_parallel": keywords["loss_parallel"] and not whole_stage}
+                    how = of_stage | {"grad_sync": False, "verify": False}  # a stage does not run by itself
+                    parallelize(part, named, plan=_within(part, plan), **how)
+                else:
+                    materialize(part, mesh.device_type, hf=is_hf)
+                stages[number] = Stage(part, boundary, number, len(parts), is_hf, loss_fn)
+        except Exception as error:
+            refused = error
+        _agree(pp_mesh, refused)
+        _release(model, stages.values())
+        pipe = Pipeline(
+            stages,
+            kind,
+            found,
+            parts,
+            pp_mesh,
+            tp_mesh,
+            cp_mesh,
+            microbatches,
+            tied,
+            sequence_parallel=keywords["sequence_parallel"],
+            grad_sync=grad_sync,
+        )
+        outcome.cut, outcome.modules, outcome.run = pipe, [stage.model for stage in stages.values()], pipe.eval
+    return pipe
 
 
 def _example(model: nn.Module, is_hf: bool) -> dict[str, Any]:

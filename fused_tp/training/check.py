@@ -22,6 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.mesh import make_mesh
+from fused_tp.integrations.module_outputs import (
+    OutputComparison,
+    Outputs,
+    RankPart,
+    enclosing,
+    first_difference,
+    recorded,
+    relative_error,
+)
 from fused_tp.ops.arguments import check_int
 from fused_tp.ops.op import OPS
 from fused_tp.pipelining.pipeline import Pipeline, count_targets
@@ -29,7 +38,6 @@ from fused_tp.planning import build as planning
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.runtime.settings import environment
 from fused_tp.training.batches import data_parallel_place
-from fused_tp.training.check_outputs import OutputComparison, Outputs, RankPart, recorded, relative_error
 from fused_tp.training.check_report import Report
 
 Batch = Mapping[str, Any]
@@ -99,15 +107,15 @@ def check_model(
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            with recorded(whole) as outputs:
-                expected = _step_whole(whole, parts, mine, outputs)
-            comparison = OutputComparison(outputs, RankPart(mesh, *_rows_of(given)))
-            with comparison.watching(_models(parallel, whole)), _Communicated() as communicated:
+            with recorded(whole) as recording:
+                expected = _step_whole(whole, parts, mine, recording.outputs)
+            comparison = OutputComparison(recording, RankPart(mesh["tp"], mesh["cp"], *_rows_of(given)))
+            with comparison.watching(_models(parallel)), _Communicated() as communicated:
                 loss = _step_parallel(parallel, parts, mine)
             losses.append((sum(expected) / len(parts), loss, sum(expected[i] for i in mine) / len(mine)))
             if not step:
                 first = comparison, _gradient_errors(parallel, whole), communicated.counts
-    return _report(config, whole, outputs, losses, *first, tolerance=tolerance or TOLERANCE[dtype])
+    return _report(config, whole, recording.outputs, losses, *first, tolerance=tolerance or TOLERANCE[dtype])
 
 
 def random_batch(
@@ -177,9 +185,8 @@ def _rows_of(batch: Batch) -> tuple[int, tuple[int, ...]]:
     return seq, (*begins, seq) if len(begins) > 1 else ()
 
 
-def _models(parallel: nn.Module | Pipeline, whole: nn.Module) -> dict[nn.Module, nn.Module]:
-    stages = [stage.model for stage in parallel.stages.values()] if isinstance(parallel, Pipeline) else [parallel]
-    return dict.fromkeys(stages, whole)
+def _models(parallel: nn.Module | Pipeline) -> list[nn.Module]:
+    return [stage.model for stage in parallel.stages.values()] if isinstance(parallel, Pipeline) else [parallel]
 
 
 def _step_whole(model: nn.Module, parts: list[dict[str, Any]], mine: range, outputs: Outputs) -> list[float]:
@@ -287,12 +294,10 @@ def _report(
         for name in outputs
         if any(name in found["errors"] for found in ranks)
     }
-    wrong = {name for name, of_ranks in errors.items() if not max(of_ranks.values()) <= tolerance}
-    for name in [name for name in errors if name and name in wrong]:
-        around = next((one for one in _enclosing(name) if one in errors), name)
-        if around not in wrong:
-            skipped[name] = f"it returns something else, and {around or 'the model'} around it the right thing"
-            del errors[name]
+    for name in first_difference({name: max(of_ranks.values()) for name, of_ranks in errors.items()}, tolerance)[1]:
+        around = next((one for one in enclosing(name) if one in errors), "")
+        skipped[name] = f"it returns something else, and {around or 'the model'} around it the right thing"
+        del errors[name]
     worst = _largest(rank["gradients"] for rank in ranks)
     missing = {name: float("inf") for name, _ in whole.named_parameters() if name not in worst}
     report = Report(
@@ -321,13 +326,6 @@ _ADVICE = (
     "Dropout of what all ranks hold must draw the same on them: give them equal seeds. Dropout of a rank's part draws "
     "other numbers than the whole model does; set its p to 0 to compare the rest."
 )
-
-
-def _enclosing(name: str) -> Iterable[str]:
-    """The names of the modules around it, the nearest first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _largest(dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

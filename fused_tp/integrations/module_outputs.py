@@ -1,4 +1,4 @@
-"""What the modules of a parallel model return, next to what those of the whole model return for the same batch.
+"""Outputs of the modules of a parallel model, compared with those of the whole model for the same batch.
 
 A rank knows which part of each tensor it may hold: some of the tokens, in the order of its context parallel layout,
 some of the features or heads, or both. So it finds the matching part of the whole tensor by its shape, and sends
@@ -7,8 +7,9 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from math import inf
@@ -34,43 +35,86 @@ def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float
     if not found.numel():
         return 0.0
     wide = torch.complex128 if expected.is_complex() else torch.float64
-    found, expected = found.detach().to(wide), expected.detach().to(wide)
+    found, expected = found.detach().to(expected.device, wide), expected.detach().to(wide)
     difference = torch.where(found == expected, 0.0, (found - expected).abs()).max().item()  # inf - inf is nan
     finite = expected.abs()[expected.isfinite()]
     largest = finite.max().item() if finite.numel() else 0.0
     return difference / max(largest, scale, _SMALLEST) if difference == difference else inf
 
 
+@dataclass
+class Recording:
+    """Outputs of the modules of a whole model.
+
+    Attributes:
+        outputs: of each call, by the name of the module.
+        parameters: names of those of each module, its modules' included.
+    """
+
+    parameters: dict[str, set[str]]
+    outputs: Outputs = field(default_factory=dict)
+
+
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[Outputs]:
-    """A context that gives, at its end, what each module of `model` has returned inside of it."""
-    outputs: Outputs = {}
+def recorded(model: nn.Module, before_each: Callable[[], object] = lambda: None) -> Iterator[Recording]:
+    """A context in which outputs of all modules of `model` are recorded, on the CPU.
+
+    Args:
+        before_each: is called when a module returns; an exception ends the forward pass.
+    """
+    recording = Recording({name: _parameters_of(module) for name, module in model.named_modules()})
 
     def record(name: str, module: nn.Module, args: object, output: Any) -> None:
+        before_each()
         # Copies, as models write into tensors in place.
-        outputs.setdefault(name, []).append([t.detach().clone() for t in tensors_in(output)])
+        copies = [t.detach().to("cpu", copy=True) for t in tensors_in(output)]
+        recording.outputs.setdefault(name, []).append(copies)
 
     handles = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
     try:
-        yield outputs
+        yield recording
     finally:
         for handle in handles:
             handle.remove()
+
+
+def first_difference(errors: Mapping[str, float], bound: float) -> tuple[str | None, set[str]]:
+    """The first module whose output differs by more than `bound`, and those that differ inside of a right one.
+
+    The latter return something else than in the whole model (terms of a sum, another order), which is made good.
+    """
+    wrong = {name for name, error in errors.items() if not error <= bound}
+    others = set()
+    for name in filter(None, wrong):
+        around = next((one for one in enclosing(name) if one in errors), name)
+        if around not in wrong:
+            others.add(name)
+    return next((name for name in errors if name in wrong - others), None), others
+
+
+def enclosing(name: str) -> Iterator[str]:
+    """The names of the modules around it, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 class RankPart:
     """Which part of a tensor this rank may hold.
 
     Args:
-        mesh: of `make_mesh`.
+        tp, cp: meshes of one dim; None: nothing is cut over it.
         tokens: of a row, on all ranks together.
         documents: where packed documents begin, and the end; () for one document.
     """
 
-    def __init__(self, mesh: DeviceMesh, tokens: int, documents: tuple[int, ...]) -> None:
+    def __init__(
+        self, tp: DeviceMesh | None, cp: DeviceMesh | None, tokens: int, documents: tuple[int, ...] = ()
+    ) -> None:
         self._tokens = tokens
-        self._tp_ranks, self._tp_rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
-        own = CpContext(mesh["cp"], tokens, documents=documents).positions(torch.device("cpu"))
+        self._tp_ranks, self._tp_rank = (1, 0) if tp is None else (tp.size(), tp.get_local_rank())
+        cpu = torch.device("cpu")
+        own = torch.arange(tokens) if cp is None else CpContext(cp, tokens, documents=documents).positions(cpu)
         start, stop = shard_range(len(own), self._tp_ranks, self._tp_rank)
         self._positions = [own, own[start:stop]]  # the latter with sequence parallelism
 
@@ -104,28 +148,27 @@ class RankPart:
 
 
 class OutputComparison:
-    """Compares what the modules of a parallel model return, as they return it, with `expected`.
+    """Compares outputs of the modules of a parallel model, as they come, with the `expected` ones.
 
     Attributes:
         errors: by the name of a module, the largest of all its calls.
         skipped: why a module is not compared, by its name.
     """
 
-    def __init__(self, expected: Outputs, part: RankPart) -> None:
+    def __init__(self, expected: Recording, part: RankPart) -> None:
         self._expected, self._part = expected, part
         self._calls: dict[str, int] = {}
         self.errors: dict[str, float] = {}
         self.skipped: dict[str, str] = {}
 
     @contextmanager
-    def watching(self, models: Mapping[nn.Module, nn.Module]) -> Iterator[None]:
-        """A context in which the modules of these are compared; each with the whole model that it is (a part of)."""
+    def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """A context in which the modules of these are compared; each is the recorded model, or a part of it."""
         handles = []
-        for model, whole in models.items():
-            of_whole = dict(whole.named_modules())
+        for model in models:
             for name, module in model.named_modules():
                 # Else a pipeline's: in the place of others' layers, or around it, where nothing meant is returned.
-                if name in of_whole and _parameters_of(module) == _parameters_of(of_whole[name]):
+                if self._expected.parameters.get(name) == _parameters_of(module):
                     handles.append(module.register_forward_hook(partial(self._compare, name)))
         try:
             yield
@@ -138,7 +181,7 @@ class OutputComparison:
         if running_node() is not None:
             return  # activation checkpointing computes it again
         call = self._calls[name] = self._calls.get(name, 0) + 1
-        calls = self._expected.get(name, [])
+        calls = self._expected.outputs.get(name, [])
         found = tensors_in(output)
         if call > len(calls) or len(found) != len(calls[call - 1]):
             self.skipped[name] = f"it returns other numbers of tensors, or is called more than {len(calls)} times"

@@ -1,0 +1,414 @@
+"""Comparison of a cut model with the whole one: both compute a few pseudo-random tokens in eval mode, without gradient.
+
+| when | what happens |
+|---|---|
+| before the cut | parameters that hold one number (norms at 1, biases at 0) get noise, which shows wrong use |
+| | the whole model runs, and outputs of all its modules are recorded |
+| | the ranks agree whether all have these; if not, nothing is compared, and a log line says why |
+| after the cut | the cut model runs on the same tokens |
+| | the parameters get their number back |
+| | the ranks exchange their errors: if one is above the bound of the dtype, all raise, and name the first module |
+
+Modes, random states, buffers and the whole model's attributes are as before. A forward pass of few tokens shows neither
+gradients nor caches, nor windows longer than itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from fused_tp.integrations.batch_check import of_all_ranks, suspended
+from fused_tp.integrations.forward_shard import version_of
+from fused_tp.integrations.hf import is_transformers_model
+from fused_tp.integrations.module_outputs import OutputComparison, RankPart, Recording, first_difference, recorded
+from fused_tp.integrations.outputs import tensors_in
+from fused_tp.runtime.errors import FusedTPError
+
+_LOG = logging.getLogger("fused_tp")
+SECONDS = 2.0  # of the whole model; the cut one takes about as long
+_NOISE = 0.1
+# Of the error of a token's output, relative to its norm. Parts of models in fp64 compute in fp32.
+BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
+_OF_ROUNDING = 4.0  # times what rounding does to this very model, where a bound by dtype is smaller
+_OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # what torch makes of fp32
+_logged: set[str] = set()
+
+
+class _TooLongError(Exception):
+    """The whole model takes longer than `SECONDS`."""
+
+
+@dataclass
+class Compared:
+    """The cut model, and the outcome of `compared`.
+
+    Attributes:
+        cut: has its parameters by name; the model itself, or the pipeline that it was made into.
+        modules: of this rank, each with names as in the whole model.
+        run: takes keyword arguments of forward and gives its output, or None on ranks that do not have it.
+        right: it computes what the whole one does; False where they were not compared.
+    """
+
+    cut: Any
+    modules: Sequence[nn.Module]
+    run: Callable[[dict[str, Any]], Any]
+    right: bool = False
+
+
+def check_verify(verify: object) -> None:
+    """Raises ValueError for what `compared` does not take."""
+    if not (isinstance(verify, (bool, Mapping)) or verify == "auto"):
+        raise ValueError(f"verify is {verify!r}; it must be 'auto', True, False or a dict of forward's arguments.")
+
+
+@contextmanager
+def compared(
+    model: nn.Module,
+    verify: str | bool | Mapping[str, Any],
+    meshes: Sequence[DeviceMesh],
+    *,
+    tp: DeviceMesh | None,
+    cp: DeviceMesh | None,
+    rows: int = 2,
+) -> Iterator[Compared]:
+    """A context in which `model` is cut, and at whose end it is compared with the whole one.
+
+    Args:
+        verify: see `parallelize`.
+        meshes: of one dim each, whose ranks share the model.
+        tp, cp: those of them that cut features and tokens.
+        rows: of the pseudo-random batch.
+
+    Raises:
+        ValueError: on all ranks: the models differ; or they cannot be compared, and `verify` is no "auto".
+    """
+    outcome = Compared(model, [model], lambda arguments: model(**arguments))
+    if verify is False or not meshes:
+        yield outcome
+        return
+    with ExitStack() as stack:
+        reason, whole = _obstacle(model), None
+        if not reason:
+            stack.enter_context(_noise(model, outcome))
+            tokens = max(8, 2 * (1 if tp is None else tp.size()) * (1 if cp is None else cp.size()))
+            whole, reason = _run_whole(model, verify, rows, tokens)
+        reason = next(filter(None, of_all_ranks(meshes, "outputs of the whole model", reason)), "")
+        if whole is None or reason:
+            stack.close()
+            _leave_out(verify, reason)
+            yield outcome
+            return
+        yield outcome
+        error, name, kind, refusal = whole.compare(outcome, tp, cp)
+    ranks = of_all_ranks(meshes, "outputs of the cut model", [error, name, kind, refusal])
+    if refusals := [refusal for *_, refusal in ranks if refusal]:
+        _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}")
+        return
+    error, name, kind, _ = max(ranks)
+    outcome.right = error <= whole.bound
+    if not outcome.right:
+        at = f"The first module whose output differs is {name!r} ({kind}). " if name else ""
+        raise ValueError(
+            f"the cut {type(model).__name__} does not compute what the whole one does: on {whole.shown} its output is "
+            f"off by {error:.2g} of its size, of which rounding explains {whole.bound:g}. {at}{_advice(tp, cp)} "
+            "verify=False leaves this comparison out."
+        )
+
+
+def _advice(tp: DeviceMesh | None, cp: DeviceMesh | None) -> str:
+    over_cp = (
+        "Over context parallel ranks tokens may meet in attention only: transformers' AttentionInterface with a causal "
+        "mask and no bias, or F.scaled_dot_product_attention; another forward, hook or function that mixes tokens sees "
+        "this rank's."
+    )
+    over_tp = (
+        "Over tensor parallel ranks nothing between two cut layers may join features or heads (softmax, norm, chunk, "
+        "topk), and with sequence_parallel nothing may join tokens: leave such layers out of the plan."
+    )
+    return " ".join([over_cp] * (cp is not None) + [over_tp] * (tp is not None))
+
+
+def _leave_out(verify: object, reason: str) -> None:
+    if verify != "auto":
+        raise ValueError(f"verify={verify if verify is True else 'a batch'}: {reason}.")
+    if reason not in _logged:
+        _logged.add(reason)
+        _LOG.warning(
+            "parallelize does not compare the cut model with the whole one: %s. `fused-tp check` compares a model of "
+            "this kind on CPUs.",
+            reason,
+        )
+
+
+def _obstacle(model: nn.Module) -> str:
+    """Why `model` cannot run by itself; empty: it may."""
+    for name, t in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(t) or t.is_meta:
+            return f"{name!r} has no values yet (meta device)"
+    return ""
+
+
+# -- the whole model ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Whole:
+    """Outputs of the whole model.
+
+    Attributes:
+        recording: of all modules; "" is the model.
+        arguments: keywords of its forward.
+        rows, tokens: of a pseudo-random batch, and of each of its rows; 0 of a given one.
+        bound: of errors that rounding explains.
+        routed: tokens choose experts in so few bits that some choose others in the cut model.
+    """
+
+    recording: Recording
+    arguments: dict[str, Any]
+    rows: int
+    tokens: int
+    bound: float
+    routed: bool
+
+    @property
+    def shown(self) -> str:
+        return f"{self.rows} rows of {self.tokens} pseudo-random tokens" if self.tokens else "the given batch"
+
+    def compare(self, outcome: Compared, tp: DeviceMesh | None, cp: DeviceMesh | None) -> tuple[float, str, str, str]:
+        """(error, first module that differs, its class, why the cut model refuses the tokens or "")."""
+        tokens = self.tokens or next(t for t in tensors_in(self.arguments) if t.ndim > 1).shape[1]
+        comparison = OutputComparison(self.recording, RankPart(tp, cp, tokens))
+        try:
+            with _undisturbed(outcome.modules), comparison.watching(outcome.modules):
+                found = tensors_in(outcome.run(_on_device(self.arguments, outcome.modules)))
+        except FusedTPError:
+            raise
+        except ValueError as error:
+            return 0.0, "", "", str(error)
+        except Exception as error:
+            raise ValueError(
+                f"the cut {type(outcome.modules[0]).__name__} does not run on {self.shown}, which the whole one takes: "
+                f"{type(error).__name__}: {error}. {_advice(tp, cp)} verify=False leaves this comparison out."
+            ) from error
+        worst = self.error(found)
+        name = None if worst <= self.bound else first_difference(comparison.errors, self.bound)[0]
+        kinds = {at: type(module).__name__ for one in outcome.modules for at, module in one.named_modules()}
+        return worst, name or "", kinds[name] if name else "", ""
+
+    def error(self, found: Sequence[Tensor]) -> float:
+        """Of the token whose output differs most, or of the median token where they are `routed`."""
+        if not found:
+            return 0.0  # another rank has them
+        expected = self.recording.outputs[""][0]
+        count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
+        errors = [_token_errors(*pair) for pair in zip(found[:count], expected, strict=False)]
+        whole = [float(one.median() if self.routed else one.max()) for one in errors if one.numel()]
+        return max(whole, default=0.0)
+
+
+def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Of each token the norm of the difference, relative to that of its output [..., features]."""
+    if found.shape != expected.shape:
+        return torch.tensor([float("inf")])
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = (
+        t.detach().to("cpu", wide).reshape(-1, t.shape[-1] if t.ndim > 1 else 1) for t in (found, expected)
+    )
+    difference = torch.where(found == expected, 0.0, found - expected).norm(dim=-1)
+    sizes = torch.where(expected.isfinite(), expected, 0.0).norm(dim=-1)
+    errors = difference / torch.maximum(sizes, 0.1 * sizes.square().mean().sqrt()).clamp_min(1e-12)
+    return torch.where(errors.isnan(), float("inf"), errors)
+
+
+def _run_whole(model: nn.Module, verify: object, rows: int, tokens: int) -> tuple[_Whole | None, str]:
+    """Its outputs, or why there are none."""
+    given = isinstance(verify, Mapping)
+    kinds = [p for p in model.parameters() if p.is_floating_point()]
+    dtype = max((p.dtype for p in kinds), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    if dtype == torch.float32:
+        dtype = _OF_MATMULS[torch.get_float32_matmul_precision()]
+    routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
+    reason = f"no pseudo-random batch for {type(model).__name__}.forward is known; give one as verify={{name: tensor}}"
+    begun = time.monotonic()
+
+    def stop_in_time() -> None:
+        if not given and time.monotonic() - begun > SECONDS:
+            raise _TooLongError
+
+    for arguments in [dict(verify)] if isinstance(verify, Mapping) else _batches(model, rows, tokens):
+        try:
+            with _undisturbed([model], whole=True), recorded(model, stop_in_time) as recording:
+                output = model(**_on_device(arguments, [model]))
+        except _TooLongError:
+            return None, f"the whole {type(model).__name__} takes longer than {SECONDS:g} s on this processor"
+        except Exception as error:
+            reason = f"the whole {type(model).__name__} does not run on {[*arguments]}: {type(error).__name__}: {error}"
+            continue
+        found = tensors_in(output)
+        if not found:
+            return None, f"{type(model).__name__}.forward returns no tensors"
+        if any(bool(t.isnan().any()) for t in found):
+            return None, f"the whole {type(model).__name__} returns NaN"
+        whole = _Whole(
+            recording, arguments, rows, 0 if given else tokens, BOUNDS.get(dtype, BOUNDS[torch.bfloat16]), routed
+        )
+        if dtype.itemsize < 4:
+            with _undisturbed([model], whole=True), _rounding_errors(model, dtype):
+                off = whole.error(tensors_in(model(**_on_device(arguments, [model]))))
+            whole.bound = max(whole.bound, _OF_ROUNDING * off)
+        return whole, ""
+    return None, reason
+
+
+@contextmanager
+def _rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A context in which what innermost modules return is as far off as another rounding of it may be."""
+    generator = torch.Generator().manual_seed(2)
+
+    def disturb(module: nn.Module, args: object, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.dtype != dtype:
+            return None
+        off = torch.rand(output.shape, generator=generator) - 0.5
+        return (output * (1 + torch.finfo(dtype).eps * off).to(output.device)).to(dtype)
+
+    innermost = [module for module in model.modules() if not any(True for _ in module.children())]
+    handles = [module.register_forward_hook(disturb) for module in innermost]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """Keyword arguments that `model` may take, the likely ones first."""
+    names = inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int, without: set[int] = frozenset()) -> Tensor:  # type: ignore[assignment]
+        usual = torch.tensor([i for i in range(min(count, 4096)) if i not in without] or [0])
+        return usual[torch.randint(len(usual), (rows, tokens), generator=generator)]
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype)
+
+    if is_transformers_model(model):
+        config: Any = model.config
+        text = config.get_text_config(decoder=True)
+        special = {value for one in (config, text) for name, value in vars(one).items() if "token" in name}
+        vocabulary = getattr(text, "vocab_size", 0)
+        batch: dict[str, Any] = {}
+        if "input_ids" in names and vocabulary:
+            batch["input_ids"] = ids(vocabulary, {one for one in special if isinstance(one, int)})
+        if config.is_encoder_decoder and "decoder_input_ids" in names:
+            batch["decoder_input_ids"] = ids(vocabulary)
+        vision = getattr(config, "vision_config", config)
+        size, channels = (getattr(vision, name, None) for name in ("image_size", "num_channels"))
+        needs_pixels = "pixel_values" in names and model.main_input_name == "pixel_values"
+        if needs_pixels and isinstance(size, int) and isinstance(channels, int):
+            batch["pixel_values"] = numbers(rows, channels, size, size)
+        if "use_cache" in names:
+            batch["use_cache"] = False
+        if batch:
+            yield batch
+        return
+    required = [
+        name
+        for name, one in names.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    first = next(iter(names), "")
+    others = {name: torch.arange(tokens) for name in required[1:] if "position" in name}
+    if not first or len(others) < len(required) - 1:
+        return
+    embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if embeddings:
+        yield {first: ids(min(embeddings)), **others}
+    for width in dict.fromkeys(module.in_features for module in model.modules() if isinstance(module, nn.Linear)):
+        yield {first: numbers(rows, tokens, width), **others}
+        return
+
+
+def _on_device(arguments: Mapping[str, Any], models: Sequence[nn.Module]) -> dict[str, Any]:
+    device = next(p.device for model in models for p in model.parameters())
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+# -- what is as before ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _undisturbed(models: Sequence[nn.Module], *, whole: bool = False) -> Iterator[None]:
+    """A context for a forward pass in eval mode, without gradients, that leaves `models` as they were.
+
+    Args:
+        whole: attributes of modules, too; layers of a cut model agree with others about theirs.
+    """
+    modules = [module for model in models for module in model.modules()]
+    modes = [module.training for module in modules]
+    held = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    buffers = [(b, b.detach().clone(), version_of(b)) for model in models for b in model.buffers() if not b.is_meta]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad(), suspended():
+            torch.manual_seed(0)
+            for module in modules:
+                module.training = False
+            yield
+    finally:
+        for module, mode, (attributes, own_buffers) in zip(modules, modes, held, strict=True):
+            module.training = mode
+            if whole:
+                for name in set(vars(module)) - set(attributes):
+                    del vars(module)[name]
+                vars(module).update(attributes)
+                module._buffers.clear()
+                module._buffers.update(own_buffers)
+        with torch.no_grad():
+            for buffer, value, version in buffers:
+                if version_of(buffer) != version:
+                    buffer.copy_(value)
+
+
+@contextmanager
+def _noise(model: nn.Module, outcome: Compared) -> Iterator[None]:
+    """A context in which parameters that hold one number have noise around it."""
+    generator = torch.Generator().manual_seed(1)
+    held: dict[str, tuple[nn.Parameter, Tensor]] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            number = _one_number(parameter)
+            if number is not None:
+                held[name] = parameter, number
+                noise = torch.randn(parameter.shape, generator=generator) * _NOISE
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+    try:
+        yield
+    finally:
+        cut = dict(outcome.cut.named_parameters())
+        with torch.no_grad():
+            for name, (parameter, number) in held.items():
+                for one in {id(one): one for one in (parameter, cut.get(name)) if one is not None}.values():
+                    one.fill_(number.item())  # the caller may hold the whole one
+
+
+def _one_number(parameter: Tensor) -> Tensor | None:
+    """The number that all elements of a plain tensor are; None: they are not, or it has one alone."""
+    plain = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ and parameter.layout == torch.strided
+    if not plain or not parameter.is_floating_point() or parameter.numel() < 2 or parameter.is_inference():
+        return None
+    first = parameter.detach()[(0,) * parameter.ndim]
+    edge = parameter.detach()[(0,) * (parameter.ndim - 1)]  # most are told apart by few
+    return first.clone() if bool((edge == first).all()) and bool((parameter == first).all()) else None

@@ -1,0 +1,293 @@
+"""`parallelize(verify=...)`: code of users that a cut model would compute wrongly is refused before the first step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fused_tp
+from fused_tp.integrations.parallelize import parallelize
+from tests.integrations.models import SIZES, make, make_tokens, mesh_of
+from tests.workers import on_ranks
+
+WRONG = "does not compute what the whole one does"
+
+
+# -- plain models ------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Attention by projections that can be cut, with places for code of a user's."""
+
+    def __init__(self, between: Callable[..., Tensor] | None = None, tokens: Callable[[Tensor], Tensor] | None = None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(37, 32), nn.Linear(32, 37)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.between, self.tokens = between, tokens
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        if self.tokens is not None:
+            x = x + self.tokens(x)
+        q, k, v = (p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        x = x + self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        up = F.silu(self.up(x))
+        return self.head(x + self.down(up if self.between is None else self.between(up)))
+
+
+PLAN = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "up"), "colwise"),
+    **dict.fromkeys(("o_proj", "down"), "rowwise"),
+    "head": "colwise_gather_output",
+}
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {  # over features, of which a tensor parallel rank has some
+    "softmax": lambda x: x * x.softmax(-1),
+    "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "chunk": lambda x: torch.cat([x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * torch.arange(x.shape[-1]),
+    "mean": lambda x: x - x.mean(-1, keepdim=True),
+    "topk": lambda x: torch.where(x >= x.topk(5, -1).values[..., -1:], x, 0.0),
+    "roll": lambda x: x.roll(1, -1) * (torch.arange(x.shape[-1]) < 9),
+}
+TOKENS: dict[str, Callable[[Tensor], Tensor]] = {  # over tokens, of which a context parallel rank has some
+    "shift": lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1],
+    "mean": lambda x: x.mean(1, keepdim=True),
+    "cumsum": lambda x: x.cumsum(1) / 8,
+    "roll": lambda x: 0.1 * x.roll(1, 1),
+    "batched matmul": lambda x: 0.1 * (x @ x.mT).tril() @ x,
+}
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def by_aten(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.aten.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@on_ranks(2)
+def test_plain_models(group: dist.ProcessGroup) -> None:
+    tp, cp = mesh_of(group, 1, 2)["tp"], mesh_of(group, 2, 1)["cp"]
+    for between in BETWEEN.values():
+        with pytest.raises(ValueError, match=WRONG):
+            parallelize(Block(between=between), tp, plan=PLAN)
+    for tokens in TOKENS.values():
+        parallelize(Block(tokens=tokens), tp, plan=PLAN)
+        with pytest.raises(ValueError, match=WRONG):
+            parallelize(Block(tokens=tokens), cp, plan=PLAN)
+    for attend in (by_hand, by_aten):
+        model = Block()
+        model.attend = attend
+        with pytest.raises(ValueError, match=f"{WRONG}.*'o_proj'"):
+            parallelize(model, cp, plan=PLAN)
+    # A parameter at 0 hides what it gates; and a hook is as good as a forward.
+    gated = Block()
+    gated.gate = nn.Parameter(torch.zeros(32))
+    gated.tokens = lambda x: gated.gate * x.mean(1, keepdim=True)
+    with pytest.raises(ValueError, match=WRONG):
+        parallelize(gated, cp, plan=PLAN)
+    hooked = Block(between=nn.Identity())
+    hooked.between.register_forward_hook(lambda module, args, output: output - output.mean(-1, keepdim=True))
+    with pytest.raises(ValueError, match=WRONG):
+        parallelize(hooked, tp, plan=PLAN)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def own_forward(self: Any, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> tuple[Tensor, None]:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    shape = (*hidden_states.shape[:2], -1, self.head_dim)
+    q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+    k, v = (x.repeat_interleave(self.num_key_value_groups, 1) for x in (k, v))
+    return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)), None
+
+
+def biased(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float = 1.0, **_: Any) -> Any:
+    k, v = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, v))
+    places = torch.arange(q.shape[2])
+    scores = q @ k.mT * scaling - (places[:, None] - places).abs()
+    weights = scores.masked_fill(places[:, None] < places, -1e9).softmax(-1)
+    return (weights @ v).transpose(1, 2).contiguous(), None
+
+
+def llama(**changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **changes}))
+
+
+def patch_instance(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.forward = own_forward.__get__(attention)
+
+
+def patch_class(model: Any) -> None:
+    kind = type(model.model.layers[0].self_attn)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("PatchedAttention", (kind,), {"forward": own_forward})
+
+
+def add_convolution(model: Any) -> None:
+    convolution = nn.Conv1d(32, 32, 3, padding=2)
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output + convolution(output.mT)[..., :-2].mT
+
+    model.model.embed_tokens.register_forward_hook(hook)
+
+
+@on_ranks(2)
+def test_transformers_models_over_context_parallel_ranks(group: dist.ProcessGroup) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.llama import modeling_llama
+
+    cp, tokens = mesh_of(group, 2, 1)["cp"], make_tokens(2, 12)
+    for change in (patch_instance, patch_class, add_convolution):
+        model = llama()
+        change(model)
+        with pytest.raises(ValueError, match=WRONG):
+            parallelize(model, cp)
+    ALL_ATTENTION_FUNCTIONS.register("biased", biased)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("biased", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    with pytest.raises(ValueError, match=WRONG):
+        parallelize(llama(attn_implementation="biased"), cp)
+    with mock.patch.object(modeling_llama, "eager_attention_forward", biased), pytest.raises(ValueError, match=WRONG):
+        parallelize(llama(attn_implementation="eager"), cp)
+    # Later: also where there was nothing to compare with.
+    for change in (patch_instance, patch_class):
+        for verify in ("auto", False):
+            model = parallelize(llama(), cp, verify=verify)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            change(model)
+            with pytest.raises(ValueError, match="has called attention over the context parallel ranks"):
+                model(input_ids=tokens, labels=tokens)
+
+
+# -- what is left behind -----------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Draws numbers, counts in a buffer and in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(37, 32), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: int = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        x = self.embed(tokens) + torch.randn(32)
+        return F.dropout(self.down(self.up(x).relu()), 0.5, self.training)
+
+
+@on_ranks(2)
+def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
+    tp = mesh_of(group, 1, 2)["tp"]
+    torch.manual_seed(3)
+    model = Counting()
+    nn.init.zeros_(model.up.bias)
+    nn.init.ones_(model.down.bias)
+    kept, bias = copy.deepcopy(model), model.down.bias
+    model.up.eval()
+    torch.manual_seed(5)
+    parallelize(model, tp, plan={"up": "colwise", "down": "rowwise"}, verify=True)
+    state = fused_tp.nn.gather_state_dict(model)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    for name, value in kept.state_dict().items():
+        assert torch.equal(state[name], value), name
+    assert torch.equal(bias, kept.down.bias)  # which the caller may hold
+    assert model.training and not model.up.training
+    # The cut model has run once, and is as good as new.
+    assert int(model.calls) == 0
+
+
+@on_ranks(2)
+def test_the_comparison_may_be_left_out(group: dist.ProcessGroup) -> None:
+    tp, plan = mesh_of(group, 1, 2)["tp"], {"up": "colwise", "down": "rowwise"}
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fused_tp").addHandler(handler)
+    try:
+        for _ in range(2):
+            with torch.device("meta"):
+                model = Counting()
+            parallelize(model, tp, plan=plan)
+    finally:
+        logging.getLogger("fused_tp").removeHandler(handler)
+    (line,) = [line for line in lines if "compare" in line]
+    assert "has no values yet (meta device)" in line and "fused-tp check" in line
+    with torch.device("meta"):
+        model = Counting()
+    with pytest.raises(ValueError, match=r"verify=True.*no values yet"):
+        parallelize(model, tp, plan=plan, verify=True)
+    with pytest.raises(ValueError, match="verify is 'yes'; it must be"):
+        parallelize(Counting(), tp, plan=plan, verify="yes")
+    parallelize(Block(between=BETWEEN["softmax"]), tp, plan=PLAN, verify=False)
+    with pytest.raises(ValueError, match=r"verify=a batch.*KeyError|verify=a batch.*got an unexpected"):
+        parallelize(Counting(), tp, plan=plan, verify={"nothing": 1})
+    parallelize(Counting(), tp, plan=plan, verify={"tokens": torch.zeros(1, 4, dtype=torch.long)})
+
+
+@on_ranks(2)
+def test_bf16_and_experts(group: dist.ProcessGroup) -> None:
+    """Whose roundings choose other experts for some tokens: no false alarm, and a wrong cut is found."""
+    pytest.importorskip("transformers")
+    cp = mesh_of(group, 2, 1)["cp"]
+    parallelize(make("qwen3_moe").bfloat16(), cp, verify=True)
+    model = make("qwen3_moe").bfloat16()
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
+    with pytest.raises(ValueError, match=WRONG):
+        parallelize(model, cp)
+
+
+@on_ranks(2)
+def test_pipelines(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    pipe = fused_tp.pipeline(llama(), mesh, microbatches=2, verify=True)
+    assert pipe is not None
+
+    class Remembers(nn.Module):
+        """The second layer reads what the first has left, which is on another stage."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(37, 16)
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+            self.head = nn.Linear(16, 37)
+            self.first = 1.0
+
+        def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+            x = self.embed(tokens)
+            for number, layer in enumerate(self.layers):
+                x = layer(x)
+                if number == 0:
+                    self.first = float(x.detach().abs().mean())
+            return self.head(x * self.first)
+
+    with pytest.raises(ValueError, match=WRONG):
+        fused_tp.pipeline(Remembers(), mesh, microbatches=2, loss_fn=lambda out, labels: out.mean())
