@@ -18,8 +18,8 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -38,11 +38,14 @@ from fused_tp.runtime.errors import FusedTPError
 
 _LOG = logging.getLogger("fused_tp")
 SECONDS = 2.0  # of the whole model; the cut one takes about as long
+_LARGE = 32_000_000  # parameters from which the batch is one row of fewer tokens, so that it costs little of the cut
 _NOISE = 0.1
 # Of the error of a token's output, relative to its norm. Parts of models in fp64 compute in fp32.
 BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
-_OF_ROUNDING = 4.0  # times what rounding does to this very model, where a bound by dtype is smaller
+_OF_ROUNDING = 4.0  # times what rounding does to this very model, where the bound by dtype is smaller
 _OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # what torch makes of fp32
+# Of every module: parameters, buffers, modules, hooks, which transformers registers at the first forward pass.
+_TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 _logged: set[str] = set()
 
 
@@ -81,7 +84,7 @@ def compared(
     *,
     tp: DeviceMesh | None,
     cp: DeviceMesh | None,
-    rows: int = 2,
+    rows: int = 1,
 ) -> Iterator[Compared]:
     """A context in which `model` is cut, and at whose end it is compared with the whole one.
 
@@ -89,7 +92,7 @@ def compared(
         verify: see `parallelize`.
         meshes: of one dim each, whose ranks share the model.
         tp, cp: those of them that cut features and tokens.
-        rows: of the pseudo-random batch.
+        rows: the pseudo-random batch has a multiple of it.
 
     Raises:
         ValueError: on all ranks: the models differ; or they cannot be compared, and `verify` is no "auto".
@@ -102,8 +105,9 @@ def compared(
         reason, whole = _obstacle(model), None
         if not reason:
             stack.enter_context(_noise(model, outcome))
-            tokens = max(8, 2 * (1 if tp is None else tp.size()) * (1 if cp is None else cp.size()))
-            whole, reason = _run_whole(model, verify, rows, tokens)
+            whole, reason = _run_whole(
+                model, verify, rows, (1 if tp is None else tp.size()) * (1 if cp is None else cp.size())
+            )
         reason = next(filter(None, of_all_ranks(meshes, "outputs of the whole model", reason)), "")
         if whole is None or reason:
             stack.close()
@@ -172,6 +176,7 @@ class _Whole:
         arguments: keywords of its forward.
         rows, tokens: of a pseudo-random batch, and of each of its rows; 0 of a given one.
         bound: of errors that rounding explains.
+        repeated: the second half of the rows repeats the first, with rounding errors (16 bit).
         routed: tokens choose experts in so few bits that some choose others in the cut model.
     """
 
@@ -180,6 +185,7 @@ class _Whole:
     rows: int
     tokens: int
     bound: float
+    repeated: bool
     routed: bool
 
     @property
@@ -213,9 +219,19 @@ class _Whole:
             return 0.0  # another rank has them
         expected = self.recording.outputs[""][0]
         count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
-        errors = [_token_errors(*pair) for pair in zip(found[:count], expected, strict=False)]
-        whole = [float(one.median() if self.routed else one.max()) for one in errors if one.numel()]
-        return max(whole, default=0.0)
+        pairs: Iterable[Sequence[Tensor]] = zip(found[:count], expected, strict=False)
+        if self.repeated:
+            pairs = [[t[: self.rows // 2] if t.ndim and len(t) == self.rows else t for t in pair] for pair in pairs]
+        return self._worst(pairs)
+
+    def error_of_rounding(self) -> float:
+        """The same of the second half of the rows."""
+        halves = [t.chunk(2) for t in self.recording.outputs[""][0] if t.ndim > 1 and len(t) == self.rows]
+        return self._worst(halves)
+
+    def _worst(self, pairs: Iterable[Sequence[Tensor]]) -> float:
+        errors = [_token_errors(*pair) for pair in pairs]
+        return max((float(one.median() if self.routed else one.max()) for one in errors if one.numel()), default=0.0)
 
 
 def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
@@ -232,56 +248,61 @@ def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
     return torch.where(errors.isnan(), float("inf"), errors)
 
 
-def _run_whole(model: nn.Module, verify: object, rows: int, tokens: int) -> tuple[_Whole | None, str]:
+def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple[_Whole | None, str]:
     """Its outputs, or why there are none."""
-    given = isinstance(verify, Mapping)
+    kind, given = type(model).__name__, isinstance(verify, Mapping)
     kinds = [p for p in model.parameters() if p.is_floating_point()]
     dtype = max((p.dtype for p in kinds), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
     if dtype == torch.float32:
         dtype = _OF_MATMULS[torch.get_float32_matmul_precision()]
+    repeated = dtype.itemsize < 4 and not given
+    large = sum(p.numel() for p in kinds) > _LARGE
+    rows *= 2 if repeated or not large else 1
+    tokens = max(4 if large else 8, 2 * ranks)
     routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
-    reason = f"no pseudo-random batch for {type(model).__name__}.forward is known; give one as verify={{name: tensor}}"
+    reason = f"no pseudo-random batch for {kind}.forward is known; give one as verify={{name: tensor}}"
     begun = time.monotonic()
 
     def stop_in_time() -> None:
         if not given and time.monotonic() - begun > SECONDS:
             raise _TooLongError
 
-    for arguments in [dict(verify)] if isinstance(verify, Mapping) else _batches(model, rows, tokens):
+    for arguments in [dict(verify)] if isinstance(verify, Mapping) else _batches(model, rows, tokens, repeated):
+        disturbed = _rounding_errors(model, dtype, (rows, rows * tokens)) if repeated else nullcontext()
         try:
-            with _undisturbed([model], whole=True), recorded(model, stop_in_time) as recording:
-                output = model(**_on_device(arguments, [model]))
+            with _undisturbed([model], whole=True), disturbed, recorded(model, stop_in_time) as recording:
+                found = tensors_in(model(**_on_device(arguments, [model])))
         except _TooLongError:
-            return None, f"the whole {type(model).__name__} takes longer than {SECONDS:g} s on this processor"
+            return None, f"the whole {kind} takes longer than {SECONDS:g} s on this processor"
         except Exception as error:
-            reason = f"the whole {type(model).__name__} does not run on {[*arguments]}: {type(error).__name__}: {error}"
+            reason = f"the whole {kind} does not run on {[*arguments]}: {type(error).__name__}: {error}"
             continue
-        found = tensors_in(output)
         if not found:
-            return None, f"{type(model).__name__}.forward returns no tensors"
+            return None, f"{kind}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in found):
-            return None, f"the whole {type(model).__name__} returns NaN"
-        whole = _Whole(
-            recording, arguments, rows, 0 if given else tokens, BOUNDS.get(dtype, BOUNDS[torch.bfloat16]), routed
-        )
-        if dtype.itemsize < 4:
-            with _undisturbed([model], whole=True), _rounding_errors(model, dtype):
-                off = whole.error(tensors_in(model(**_on_device(arguments, [model]))))
-            whole.bound = max(whole.bound, _OF_ROUNDING * off)
+            return None, f"the whole {kind} returns NaN"
+        bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
+        whole = _Whole(recording, arguments, rows, 0 if given else tokens, bound, repeated, routed)
+        whole.bound = max(bound, _OF_ROUNDING * whole.error_of_rounding()) if repeated else bound
         return whole, ""
     return None, reason
 
 
 @contextmanager
-def _rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which what innermost modules return is as far off as another rounding of it may be."""
+def _rounding_errors(model: nn.Module, dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[None]:
+    """A context in which innermost modules return for the second half of the rows what another rounding may give.
+
+    Args:
+        sizes: of dim 0 of outputs that have rows there.
+    """
     generator = torch.Generator().manual_seed(2)
 
     def disturb(module: nn.Module, args: object, output: Any) -> Any:
-        if not isinstance(output, Tensor) or output.dtype != dtype:
+        if not isinstance(output, Tensor) or output.dtype != dtype or not output.ndim or len(output) not in sizes:
             return None
-        off = torch.rand(output.shape, generator=generator) - 0.5
-        return (output * (1 + torch.finfo(dtype).eps * off).to(output.device)).to(dtype)
+        first, second = output.chunk(2)
+        off = 1 + torch.finfo(dtype).eps * (torch.rand(second.shape, generator=generator) - 0.5)
+        return torch.cat([first, (second * off.to(second.device)).to(dtype)])
 
     innermost = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [module.register_forward_hook(disturb) for module in innermost]
@@ -292,17 +313,20 @@ def _rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             handle.remove()
 
 
-def _batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+def _batches(model: nn.Module, rows: int, tokens: int, repeated: bool) -> Iterator[dict[str, Any]]:
     """Keyword arguments that `model` may take, the likely ones first."""
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
 
+    def in_halves(t: Tensor) -> Tensor:
+        return torch.cat([t[: rows // 2]] * 2) if repeated else t
+
     def ids(count: int, without: set[int] = frozenset()) -> Tensor:  # type: ignore[assignment]
         usual = torch.tensor([i for i in range(min(count, 4096)) if i not in without] or [0])
-        return usual[torch.randint(len(usual), (rows, tokens), generator=generator)]
+        return in_halves(usual[torch.randint(len(usual), (rows, tokens), generator=generator)])
 
     def numbers(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype)
+        return in_halves(torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype))
 
     if is_transformers_model(model):
         config: Any = model.config
@@ -358,7 +382,10 @@ def _undisturbed(models: Sequence[nn.Module], *, whole: bool = False) -> Iterato
     """
     modules = [module for model in models for module in model.modules()]
     modes = [module.training for module in modules]
-    held = [(dict(vars(module)), dict(module._buffers)) for module in modules]
+    held = [
+        (attributes, {name: dict(attributes[name]) for name in _TABLES if name in attributes})
+        for attributes in (dict(vars(module)) for module in modules)
+    ]
     buffers = [(b, b.detach().clone(), version_of(b)) for model in models for b in model.buffers() if not b.is_meta]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     try:
@@ -368,14 +395,15 @@ def _undisturbed(models: Sequence[nn.Module], *, whole: bool = False) -> Iterato
                 module.training = False
             yield
     finally:
-        for module, mode, (attributes, own_buffers) in zip(modules, modes, held, strict=True):
+        for module, mode, (attributes, tables) in zip(modules, modes, held, strict=True):
             module.training = mode
             if whole:
                 for name in set(vars(module)) - set(attributes):
                     del vars(module)[name]
                 vars(module).update(attributes)
-                module._buffers.clear()
-                module._buffers.update(own_buffers)
+                for name, table in tables.items():
+                    attributes[name].clear()
+                    attributes[name].update(table)
         with torch.no_grad():
             for buffer, value, version in buffers:
                 if version_of(buffer) != version:
