@@ -1,11 +1,12 @@
-"""Comparison of a cut model with the whole one: both compute a few pseudo-random tokens in eval mode, without gradient.
+"""Comparison of a cut model with the whole one: both compute a few pseudo-random tokens, without gradients.
 
 | when | what happens |
 |---|---|
 | before the cut | parameters that hold one number (norms at 1, biases at 0) get noise, which shows wrong use |
-| | the whole model runs, and outputs of all its modules are recorded |
+| | the whole model runs, and outputs of all its modules are recorded: in the mode that it is in, or in eval mode |
+| | where it draws random numbers (dropout, noise), which a rank with a part of the tokens draws otherwise |
 | | the ranks agree whether all have these; if not, nothing is compared, and a log line says why |
-| after the cut | the cut model runs on the same tokens |
+| after the cut | the cut model runs on the same tokens, in the same mode |
 | | the parameters get their number back |
 | | the ranks exchange their errors: if one is above the bound of the dtype, all raise, and name the first module |
 
@@ -16,6 +17,7 @@ gradients nor caches, nor windows longer than itself.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -176,6 +178,7 @@ class _Whole:
         arguments: keywords of its forward.
         rows, tokens: of a pseudo-random batch, and of each of its rows; 0 of a given one.
         bound: of errors that rounding explains.
+        evaluates: in eval mode.
         repeated: the second half of the rows repeats the first, with rounding errors (16 bit).
         routed: tokens choose experts in so few bits that some choose others in the cut model.
     """
@@ -185,6 +188,7 @@ class _Whole:
     rows: int
     tokens: int
     bound: float
+    evaluates: bool
     repeated: bool
     routed: bool
 
@@ -197,7 +201,7 @@ class _Whole:
         tokens = self.tokens or next(t for t in tensors_in(self.arguments) if t.ndim > 1).shape[1]
         comparison = OutputComparison(self.recording, RankPart(tp, cp, tokens))
         try:
-            with _undisturbed(outcome.modules), comparison.watching(outcome.modules):
+            with _undisturbed(outcome.modules, evaluates=self.evaluates), comparison.watching(outcome.modules):
                 found = tensors_in(outcome.run(_on_device(self.arguments, outcome.modules)))
         except FusedTPError:
             raise
@@ -267,22 +271,29 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
         if not given and time.monotonic() - begun > SECONDS:
             raise _TooLongError
 
-    for arguments in [dict(verify)] if isinstance(verify, Mapping) else _batches(model, rows, tokens, repeated):
+    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_batches(model, rows, tokens, repeated))
+    for evaluates, arguments in itertools.product((False, True) if model.training else (True,), candidates):
         disturbed = _rounding_errors(model, dtype, (rows, rows * tokens)) if repeated else nullcontext()
         try:
-            with _undisturbed([model], whole=True), disturbed, recorded(model, stop_in_time) as recording:
+            with (
+                _undisturbed([model], evaluates=evaluates, whole=True) as drew,
+                disturbed,
+                recorded(model, stop_in_time) as recording,
+            ):
                 found = tensors_in(model(**_on_device(arguments, [model])))
         except _TooLongError:
             return None, f"the whole {kind} takes longer than {SECONDS:g} s on this processor"
         except Exception as error:
             reason = f"the whole {kind} does not run on {[*arguments]}: {type(error).__name__}: {error}"
             continue
+        if drew() and not evaluates:
+            continue
         if not found:
             return None, f"{kind}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in found):
             return None, f"the whole {kind} returns NaN"
         bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
-        whole = _Whole(recording, arguments, rows, 0 if given else tokens, bound, repeated, routed)
+        whole = _Whole(recording, arguments, rows, 0 if given else tokens, bound, evaluates, repeated, routed)
         whole.bound = max(bound, _OF_ROUNDING * whole.error_of_rounding()) if repeated else bound
         return whole, ""
     return None, reason
@@ -374,10 +385,13 @@ def _on_device(arguments: Mapping[str, Any], models: Sequence[nn.Module]) -> dic
 
 
 @contextmanager
-def _undisturbed(models: Sequence[nn.Module], *, whole: bool = False) -> Iterator[None]:
-    """A context for a forward pass in eval mode, without gradients, that leaves `models` as they were.
+def _undisturbed(models: Sequence[nn.Module], *, evaluates: bool, whole: bool = False) -> Iterator[Callable[[], bool]]:
+    """A context for a forward pass without gradients that leaves `models` as they were.
+
+    Yields a function that tells, also afterwards, whether random numbers were drawn.
 
     Args:
+        evaluates: in eval mode.
         whole: attributes of modules, too; layers of a cut model agree with others about theirs.
     """
     modules = [module for model in models for module in model.modules()]
@@ -391,9 +405,14 @@ def _undisturbed(models: Sequence[nn.Module], *, whole: bool = False) -> Iterato
     try:
         with torch.random.fork_rng(devices), torch.no_grad(), suspended():
             torch.manual_seed(0)
-            for module in modules:
+            states = _random_states(devices)
+            for module in modules if evaluates else ():
                 module.training = False
-            yield
+            drew = False
+            try:
+                yield lambda: drew
+            finally:
+                drew = not all(map(torch.equal, states, _random_states(devices)))
     finally:
         for module, mode, (attributes, tables) in zip(modules, modes, held, strict=True):
             module.training = mode
@@ -408,6 +427,10 @@ def _undisturbed(models: Sequence[nn.Module], *, whole: bool = False) -> Iterato
             for buffer, value, version in buffers:
                 if version_of(buffer) != version:
                     buffer.copy_(value)
+
+
+def _random_states(devices: Sequence[int]) -> list[Tensor]:
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 @contextmanager

@@ -3,6 +3,7 @@ the one that was cut."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from fused_tp.integrations.batch_check import is_due, is_suspended, of_all_ranks
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
+_LOG = logging.getLogger("fused_tp")
 # Numbers of a tensor that are compared: weights that were drawn apart differ in each. Some of every row: rows that were
 # added to a vocabulary are few.
 _SAMPLE, _MOST = 1021, 1 << 20
@@ -38,16 +40,24 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 class ModuleCheck:
-    """A forward pre-hook that refuses modules with parameters that were put into a tensor parallel model after it was
-    cut, at its first calls and now and then: what they add is that of a rank's part, and nothing fails.
+    """A forward pre-hook that looks, at its first calls and now and then, for what was changed after the model was cut.
+
+    Modules with parameters that were put into a tensor parallel model are refused: what they add is that of a rank's
+    part, and nothing fails. Another module, forward, method or hook of the caller's is named in a log line: what it
+    does was not compared with the whole model.
 
     Raises:
-        ValueError: there is one.
+        ValueError: there is such a module.
     """
 
-    def __init__(self, parallelism: object) -> None:
+    def __init__(self, parallelism: Any) -> None:
         self.parallelism = parallelism
         self.calls = 0
+        self._code: dict[str, dict[str, object]] = {}  # of each module, when it was compared with the whole model
+
+    def remember(self, model: nn.Module) -> None:
+        """What `model` is now has been compared."""
+        self._code = {name: _code_of(module) for name, module in model.named_modules()}
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if is_suspended():
@@ -57,12 +67,57 @@ class ModuleCheck:
             return
         for name, module in model.named_modules():
             own = any(parameter is not None for parameter in module._parameters.values())
-            if own and getattr(module, MARK, None) is not self.parallelism:
+            if own and self.parallelism.tp_mesh is not None and getattr(module, MARK, None) is not self.parallelism:
                 raise ValueError(
                     f"{name!r} ({type(module).__name__}) was put into the model after parallelize, so it is not "
                     "parallel. Put it in before; LoRA adapters also after, by "
                     "fused_tp.integrations.peft.parallel_config."
                 )
+            code = _code_of(module)
+            before, self._code[name] = self._code.get(name, {}), code
+            changed = [part for part, what in code.items() if self._code and before.get(part) != what]
+            if changed and is_first_rank(self.parallelism):
+                _LOG.warning(
+                    "since parallelize %r (%s) has another %s: what it computes was not compared with the whole model, "
+                    "and it sees a rank's part. Change it before parallelize, which compares.",
+                    name,
+                    type(module).__name__,
+                    ", ".join(changed),
+                )
+
+
+_LIBRARIES = (
+    "torch.",
+    "transformers.",
+    "fused_tp.",
+    "peft.",
+    "accelerate.",
+    "deepspeed.",
+    "lightning.",
+    "liger_kernel.",
+)
+
+
+def _code_of(module: nn.Module) -> dict[str, object]:
+    """The callers' code that runs in `module`, by name; libraries register hooks of their own when they like."""
+    code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
+    own = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    for what, function in [*own.items(), *((f"hook {_name(hook)}", hook) for hook in hooks)]:
+        inner = getattr(function, "func", function)
+        home = getattr(inner, "__module__", None) or type(inner).__module__
+        if not isinstance(function, (nn.Module, Tensor, type)) and not f"{home}.".startswith(_LIBRARIES):
+            code[what] = function
+    return code
+
+
+def _name(hook: Any) -> str:
+    return getattr(getattr(hook, "func", hook), "__qualname__", type(hook).__name__)
+
+
+def is_first_rank(parallelism: Any) -> bool:
+    """Whether this rank is the first of those that share the model."""
+    return all(mesh is None or mesh.get_local_rank() == 0 for mesh in (parallelism.tp_mesh, parallelism.cp_mesh))
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:

@@ -153,10 +153,12 @@ def parallelize(
         parameters: "dtensor" as above; "plain": each is a plain tensor of this rank's part, for what knows no DTensors
             (DeepSpeed, Megatron-Core, DistributedDataParallel). See `fused_tp.nn.plain_parameters_`. A norm over all
             gradients is then to be summed over the TP ranks: see `fused_tp.nn.clip_grad_norm_`.
-        verify: compare the cut model with the whole one: both compute a few pseudo-random tokens, in eval mode and
-            without gradients; random states, modes and buffers are left as they were. "auto": where the whole model has
-            values, takes such tokens, and computes them within a second; else a log line says why not. True: that it
-            is left out is an error. A dict: keyword arguments of forward to compare on. False: do not compare.
+        verify: compare the cut model with the whole one: both compute a few pseudo-random tokens without gradients, in
+            the mode that the model is in, or in eval mode where it draws random numbers. Random states, modes and
+            buffers are left as they were, and what is changed later is named in a log line. "auto": where the whole
+            model has values, takes such tokens, and computes them within two seconds; else a log line says why not.
+            True: that it is left out is an error. A dict: keyword arguments of forward to compare on. False: do not
+            compare.
 
     Raises:
         TypeError: an argument of another type; a model that is sharded already.
@@ -219,6 +221,9 @@ def parallelize(
         sequence = _cut(
             model, mesh, parallelism, plan=plan, ep_dim=ep_dim, ep_mesh=ep_mesh, plain=parameters == "plain"
         )
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, ModuleCheck):
+            hook.remember(model)
     sequence.attends = sequence.attended if outcome.right else sequence.attention_layers(model)
     return model
 
@@ -322,9 +327,9 @@ def _cut(
     if meshes:
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
+        model.register_forward_pre_hook(ModuleCheck(parallelism))
     if tp_mesh is not None:
         model.register_forward_hook(GradientCheck(tp_mesh))
-        model.register_forward_pre_hook(ModuleCheck(parallelism))
     syncs = [] if sequence.sync is None else [sequence.sync]
     if ep_mesh not in (None, tp_mesh, cp_mesh) and parallelism.grad_sync:
         syncs.append(GradientSync(ep_mesh, mean=True))

@@ -183,6 +183,36 @@ def test_transformers_models_over_context_parallel_ranks(group: dist.ProcessGrou
                 model(input_ids=tokens, labels=tokens)
 
 
+@on_ranks(2)
+def test_what_acts_in_training_and_what_changes_later(group: dist.ProcessGroup) -> None:
+    cp, tp = mesh_of(group, 2, 1)["cp"], mesh_of(group, 1, 2)["tp"]
+    model = Block()
+    model.tokens = lambda x: x.mean(1, keepdim=True) * model.training
+    with pytest.raises(ValueError, match=WRONG):
+        parallelize(model, cp, plan=PLAN)
+    # With dropout there is no such comparison: of a rank's tokens others are dropped.
+    model = Block(between=nn.Dropout(0.5))
+    parallelize(model, tp, plan=PLAN, verify=True)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fused_tp").addHandler(handler)
+    try:
+        tokens = make_tokens(2, 12) % 37
+        model(tokens)
+        assert not lines
+        model.embed.register_forward_hook(lambda module, args, output: output)
+        model.attend = by_hand
+        model.between = nn.Identity()
+        model(tokens)
+    finally:
+        logging.getLogger("fused_tp").removeHandler(handler)
+    changed = " ".join(lines)
+    if dist.get_rank(group) == 0:
+        assert "'embed'" in changed and "attribute 'attend'" in changed and "'between' (Identity)" in changed, lines
+    assert len(lines) == (3 if dist.get_rank(group) == 0 else 0), lines
+
+
 # -- what is left behind -----------------------------------------------------------------------------------------------
 
 
