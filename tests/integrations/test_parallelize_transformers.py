@@ -416,7 +416,7 @@ def test_models_made_from_one_config_stay_apart(group: dist.ProcessGroup) -> Non
     second = type(first)(first.config)
     expected = second(tokens).logits
     parallelize(first, mesh, sequence_parallel=True)
-    assert first.config._attn_implementation != second.config._attn_implementation == "sdpa"
+    assert first.config is not second.config and second.config._attn_implementation == "sdpa"
     assert_near(second(tokens).logits, expected, "logits of the whole model")
     third = type(first)(first.config)
     third.load_state_dict(second.state_dict())
