@@ -353,6 +353,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("layers.*.mlp", "rowwise", "fc2"),
         joins="norm",
         cuts_head=True,
+        shares_cache=False,  # which forgets, and its masks do not
     ),
     "mpt": Family(
         _each("blocks.*.attn", "packed_colwise_3", "Wqkv")

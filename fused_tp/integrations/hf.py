@@ -174,8 +174,8 @@ def _check_attention_named(model: PreTrainedModel, implementation: str) -> None:
         if implementation in attentions_named(module):
             raise ValueError(
                 f"{name!r} ({type(module).__name__}) does something of its own where the config's attention is "
-                f"{implementation!r}, such as to select tokens, and attention over context parallel ranks does not know "
-                "of it. Use no cp_dim."
+                f"{implementation!r}, such as to select tokens, and attention over context parallel ranks does not "
+                "know of it. Use no cp_dim."
             )
 
 

@@ -161,7 +161,7 @@ def differ(one: Tensor, other: Tensor) -> bool:
     return not bool((one - other).abs().max() <= CHANGE * other.abs().max())
 
 
-def inert_fields(kind: str, whole: Any, tokens: Tensor, names: list[str] | None = None) -> list[str]:
+def inert_fields(kind: str, whole: Any, tokens: Tensor, names: list[str] | None, given: dict[str, Any]) -> list[str]:
     """Fields of the small config of that type that change nothing, with dots between those of configs in it."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -170,7 +170,7 @@ def inert_fields(kind: str, whole: Any, tokens: Tensor, names: list[str] | None 
     shapes = {name: t.shape for name, t in held.items()}
 
     def changes(path: tuple[str, ...], value: Any) -> bool:
-        config = small_config(CONFIG_MAPPING[kind], **nested(CONFIG_MAPPING[kind], path, value))
+        config = small_config(CONFIG_MAPPING[kind], **given | nested(CONFIG_MAPPING[kind], path, value))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         if {name: t.shape for name, t in model.state_dict().items()} != shapes:
@@ -254,16 +254,18 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, t) for name, t in model.named_buffers() if name in held]
 
 
-def inert(kind: str, names: list[str] | None = None) -> dict[str, list[str]]:
-    """Of the small model of that type: what of its config, and which of its parameters, do nothing."""
+def inert(kind: str, names: list[str] | None = None, **changes: Any) -> dict[str, list[str]]:
+    """Fields, all or those of `names`, and parameters that do nothing in the small model of that type; or in the one
+    with these changes of its config."""
     torch.manual_seed(2)
     tokens = torch.randint(3, VOCABULARY, TOKENS)
     try:
-        whole = make_model(kind)
+        whole = make_model(kind, **changes)
         whole(input_ids=tokens, labels=tokens)
     except Exception as error:
         return {"alone": [f"{type(error).__name__}: {error}"[:200]]}
-    return {"fields": inert_fields(kind, whole, tokens, names), "parameters": inert_parameters(whole, tokens)}
+    fields_found = inert_fields(kind, whole, tokens, names, changes)
+    return {"fields": fields_found, "parameters": inert_parameters(whole, tokens)}
 
 
 def main() -> int:
