@@ -148,9 +148,9 @@ class CachedPass:
         layer.check_keys(module, k, v)
         if layer.window is not None and keywords.get("window") is None and self.seq_len > layer.window:
             raise ValueError(
-                f"{type(module).__name__} attends to all tokens in its cache, which on one rank holds the last "
-                f"{layer.window} of {self.seq_len}; one that context parallel ranks share holds all. Pass DynamicCache() "
-                "without a config, or a cache of another class."
+                f"{type(module).__name__} attends to all tokens in its cache, which on one rank would hold the last "
+                f"{layer.window} of {self.seq_len}; one that context parallel ranks share holds all. Pass "
+                "DynamicCache() without a config, or a cache of another class."
             )
         out: Tensor = layer.cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
         return out
