@@ -138,8 +138,6 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
     if states and not has_eager(model):
         return  # no attention at all
     implementation = model.config._attn_implementation
-    if over_cp:
-        _check_attention_named(model, implementation)
     is_eager, by_itself = implementation == "eager", own or (not over_cp and family.eager_sequences)
     # transformers says False of all models with a state, whatever their attention does.
     kinds = (one for one in type(model).__mro__ if one.__module__ != "transformers.modeling_utils")  # which has all
@@ -163,6 +161,8 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
             f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
             f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
         )
+    if over_cp:
+        _check_attention_named(model, implementation)
 
 
 def _check_attention_named(model: PreTrainedModel, implementation: str) -> None:
