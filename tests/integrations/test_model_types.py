@@ -91,7 +91,7 @@ REFUSED = [
     ("bart", "cp", "'model.decoder.layers.0.self_attn' (BartAttention) is not known to take it"),
     ("doge", "cp", "adds a mask of its own"),
     ("falcon_mamba", "cp", "by other means than attention"),
-    ("minimax_m3_vl_text", "cp", "does something of its own where the config's attention is 'sdpa'"),
+    ("minimax_m3_vl_text", "cp", "mix tokens by other means than attention (minimax_m3_sparse)"),
     ("falcon", "tp+sp", "load it with attn_implementation='eager'"),
     ("gemma4", "tp+sp", "neither a causal language model nor a base model"),
     ("jetmoe", "tp", "in modules like 'model.layers.0.mlp.input_linear' (JetMoeParallelExperts)"),
