@@ -47,6 +47,10 @@ SCALED = "a norm follows, or the scores add up to 1 already"
 UNREAD = "the model of transformers does not read it"
 OFF = "of what its usual config leaves off; test_model_types.py has some of that"
 DERIVED = "made of, or into, another field"
+NGRAMS = (
+    *("heads_per_ngram", "make_ngram_vocab_size_divisible_by", "ngram_size", "ngram_vocab_size_base", "seed"),
+    *("number_of_conv_states", "ple_conv_kernel_size", "ple_embed_dim", "split_ngram_parts"),
+)
 INERT: dict[str, dict[str, str]] = {
     "beam": {"norm_topk_prob": SCALED, "routed_scaling_factor": SCALED},
     "big_bird": {"block_size": OFF, "num_random_blocks": OFF},
@@ -112,6 +116,27 @@ INERT: dict[str, dict[str, str]] = {
     "phi3": {"original_max_position_embeddings": OFF},
     "phi4_multimodal": {"original_max_position_embeddings": OFF},
     "phimoe": {"num_experts_per_tok": UNREAD},
+    "qwen2_moe": {"intermediate_size": OFF},
+    "qwen3_moe": {"intermediate_size": OFF},
+    "qwen3_next": {"intermediate_size": OFF},
+    "qwen4_exp": {f"text_config.{name}": OFF for name in NGRAMS},
+    "qwen4_exp_text": dict.fromkeys(NGRAMS, OFF),
+    "recurrent_gemma": dict.fromkeys(("final_w_init_variance_scale", "w_init_variance_scale"), "initialization"),
+    "rwkv": {"context_length": UNREAD},
+    "smollm3": {"use_sliding_window": DERIVED},
+    "xlm": dict.fromkeys(
+        ("end_n_top", "lang_id", "mask_index", "sinusoidal_embeddings", "start_n_top", "unk_index", "use_lang_emb"), OFF
+    ),
+    "xlnet": dict.fromkeys(
+        ("clamp_len", "end_n_top", "mem_len", "same_length", "start_n_top", "use_mems_eval", "use_mems_train"), OFF
+    ),
+    "xlstm": dict.fromkeys(
+        ("add_out_norm", "max_inference_chunksize", "norm_reduction_force_float32", "return_last_states"), UNREAD
+    ),
+    "zamba2": {
+        **dict.fromkeys(("kv_channels", "num_query_groups", "use_conv_bias", "use_mem_eff_path"), UNREAD),
+        **dict.fromkeys(("num_mem_blocks", "rope_parameters", "use_long_context"), OFF),
+    },
 }
 LATENT = {"head_dim", "num_key_value_heads", "qk_head_dim"}  # which latent attention has no use for
 # Parameters of what tokens alone do not come to, and buffers that are computed anew or only tell of something small.

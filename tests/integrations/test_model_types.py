@@ -132,7 +132,7 @@ def test_is_refused_before_anything_is_changed(
 
 SELECTS = ["index_topk", "n_group", "topk_group", "num_experts_per_tok"]
 LOOKS = ["attn_logit_softcapping", "final_logit_softcapping", "layer_types", "sliding_window"]
-LIVE = ["deepseek_v4", "dots3_note_text", "falcon_h1", "gemma4_text", "glm5_next_text", "llama4_text", "qwen3_next"]
+LIVE = ["deepseek_v4", "dots3_note_text", "falcon_h1", "gemma4_text", "llama4_text", "minimax_m3_vl_text", "qwen3_next"]
 
 
 @pytest.mark.parametrize(("kind", "names"), [("deepseek_v32", SELECTS), ("gemma2", LOOKS)])
