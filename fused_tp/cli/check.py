@@ -177,13 +177,12 @@ def _called(name: str) -> nn.Module:
 
 
 def _from_config(config: Any) -> nn.Module:
-    import torch
     from transformers import AutoModelForCausalLM
 
+    from fused_tp.planning.small_config import draw_values
+
     model: nn.Module = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)  # norms of ones would hide what is not multiplied
+    draw_values(model)
     return model.train()
 
 

@@ -330,6 +330,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         {
             "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
             "layers.*.mlp.shared_experts": "moe_tp_experts",  # of which each token goes to all
+            **_each("layers.*", "replicate", "mlp"),  # a dense one scales what it has summed
             "embed_tokens": "replicate",  # with a norm in it
         },
         cuts_head=True,
@@ -353,6 +354,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("layers.*.mlp", "rowwise", "fc2"),
         joins="norm",
         cuts_head=True,
+        shares_cache=False,  # which forgets, and its masks do not
     ),
     "mpt": Family(
         _each("blocks.*.attn", "packed_colwise_3", "Wqkv")

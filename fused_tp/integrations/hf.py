@@ -22,11 +22,11 @@ from fused_tp.attention.spec import read_bounds
 from fused_tp.integrations import scored_tokens
 from fused_tp.integrations.families import family_of
 from fused_tp.integrations.forward_shard import ForwardShard
-from fused_tp.integrations.hf_attention import has_eager, register_attention, replace_own_attention
+from fused_tp.integrations.hf_attention import has_eager, register_attention, register_mask, replace_own_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
-from fused_tp.integrations.readers import forward_mentions
+from fused_tp.integrations.readers import attentions_named, forward_mentions
 from fused_tp.integrations.sequence import PASSES_ON, Parallelism, Rows, SequenceSharding, cut_head
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
@@ -44,6 +44,8 @@ EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_log
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # How a model asks transformers for a mask where attention could do without one: it will change the mask.
 OWN_MASK = "allow_is_causal_skip=False"
+# Of these the code for some attentions runs in no forward pass that is cut over context parallel ranks.
+NAMES_HARMLESSLY = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
 PADDED_DOCUMENTS = (
     "attention_mask has padding in rows of packed documents; make the padding a document of its own and leave the mask "
     "out."
@@ -159,6 +161,22 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
             f"{kind} uses attn_implementation={implementation!r}, which is not one of transformers' "
             f"AttentionInterface; {asked} needs it loaded with one, such as attn_implementation='sdpa'."
         )
+    if over_cp:
+        _check_attention_named(model, implementation)
+
+
+def _check_attention_named(model: PreTrainedModel, implementation: str) -> None:
+    """Refuse code that does something else for the attention that the config names, which will be ours."""
+    own = {id(module) for module in _own_attention(model)}
+    for name, module in model.named_modules():
+        if id(module) in own or type(module).__name__ in NAMES_HARMLESSLY:
+            continue
+        if implementation in attentions_named(module):
+            raise ValueError(
+                f"{name!r} ({type(module).__name__}) does something of its own where the config's attention is "
+                f"{implementation!r}, such as to select tokens, and attention over context parallel ranks does not "
+                "know of it. Use no cp_dim."
+            )
 
 
 def _check_no_layers_dropped(model: PreTrainedModel, asked: str) -> None:
@@ -239,8 +257,11 @@ class TransformersSequence(SequenceSharding):
             self.config = model.config  # which callers change: use_cache, ...
             if self.family.attention is not None:
                 replace_own_attention(self.own_attention, self.family.attention)
-            model.config._attn_implementation = register_attention(model, self)
-            configs = {id(m.config): m.config for m in model.modules() if is_transformers_model(m)}.values()
+            if parallelism.cp_mesh is not None:
+                model.config._attn_implementation = register_attention(model, self)
+            configs: Any = {id(m.config): m.config for m in model.modules() if is_transformers_model(m)}.values()
+            for config in configs if parallelism.cp_mesh is None else ():
+                register_mask(config)
             self._attentions = [(config, config._attn_implementation) for config in configs]
         for name in self.family.embeds if parallelism.cp_mesh is not None else ():
             model.base_model.get_submodule(name).register_forward_pre_hook(partial(_count_all_tokens, self))

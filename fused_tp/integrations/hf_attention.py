@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 PREFIX = "fused_tp_"
 SEQUENCE = "_fused_tp_sequence"  # of modules: the SequenceSharding of the model that they are in
 EAGER = "eager_attention_forward"  # what a file of models calls the attention that it runs by itself
-# Keyword arguments of attention functions that change the result and that the ring does not compute.
+# Keyword arguments of attention functions that change the result and that the ring does not compute; and those that are
+# tensors and change nothing, or that have been read where the forward pass began. Others (indices of selected tokens, a
+# bias) could mean anything.
 UNSERVED = ("sinks", "position_bias", "head_mask", "cache")
+SERVED = {"s_aux", "alibi_slopes", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,26 @@ def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> st
     name = PREFIX + implementation
     own = _eager if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attention, own))
-    own_mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
-    if own_mask is not None:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(_mask, own_mask))
+    register_mask(model.config)
+    if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
     return name
+
+
+def register_mask(config: Any) -> None:
+    """Have masks for that config's attention be those of all tokens in forward passes of which a rank has a part.
+
+    Under their own name: `_mask` asks the forward pass that runs, and is the mask of all others. Rejected: a name of
+    ours in the config, as for attention over context parallel ranks. Code of models asks the config which attention it
+    has, and sparse latent attention applies its selection for "eager" and "sdpa" alone.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    if str(config._attn_implementation).startswith(PREFIX):  # that of a parallel model, used for another
+        config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
+    own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    if own is not None and getattr(own, "func", None) is not _mask:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(config._attn_implementation, partial(_mask, own))
 
 
 def has_eager(module: nn.Module) -> bool:
@@ -114,6 +133,13 @@ def _attention_over(
     for name in UNSERVED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{kind} asks for {name}, which attention over context parallel ranks does not do.")
+    tensors = (name for name, value in kwargs.items() if isinstance(value, Tensor) and value.ndim)
+    unknown = next((name for name in tensors if name not in SERVED), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{kind} gives its attention the tensor {unknown!r}, of which attention over context parallel ranks knows "
+            "nothing. Use no cp_dim."
+        )
     if isinstance(attention_mask, Tensor):
         raise ValueError(
             f"{kind} makes an attention mask of its own {tuple(attention_mask.shape)}; attention over context parallel "

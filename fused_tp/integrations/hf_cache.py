@@ -33,8 +33,9 @@ class ContextLayer:
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, window: int | None) -> None:
         super().__init__()  # of transformers' class
+        self.window = window  # of the layer in whose place this is, which would forget what is before it
         self.is_initialized = False
         self.cache = ContextKVCache(mesh, block=BLOCK)
         self._newest: tuple[torch.Size, ...] = ()  # shapes of keys and values that nothing has attended to
@@ -145,6 +146,12 @@ class CachedPass:
         """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim]; the keywords of context_parallel_decode."""
         layer = self.layers[module.layer_id if hasattr(module, "layer_id") else module.layer_idx]  # GPT-Neo's name
         layer.check_keys(module, k, v)
+        if layer.window is not None and keywords.get("window") is None and self.seq_len > layer.window:
+            raise ValueError(
+                f"{type(module).__name__} attends to all tokens in its cache, which on one rank would hold the last "
+                f"{layer.window} of {self.seq_len}; one that context parallel ranks share holds all. Pass "
+                "DynamicCache() without a config, or a cache of another class."
+            )
         out: Tensor = layer.cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
         return out
 
@@ -167,7 +174,8 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
         if not _can_be_shared(cache) or not (mask is None or _pads_left(mask)):
             return None
         text = config.get_text_config(decoder=True)
-        cache.layers = [_layer_class()(mesh) for _ in range(len(cache.layers) or text.num_hidden_layers)]
+        windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+        cache.layers = [_layer_class()(mesh, window) for window in windows or [None] * text.num_hidden_layers]
         cache.layer_class_to_replicate = None
         arguments["past_key_values"] = cache
     layers = tuple(cache.layers)

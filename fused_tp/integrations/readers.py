@@ -110,6 +110,36 @@ def _chain(node: ast.expr, owners: set[str]) -> str:
     return ".".join(reversed(parts)) if isinstance(node, ast.Name) and node.id in owners else ""
 
 
+def attentions_named(module: nn.Module) -> set[str]:
+    """Names of attention implementations that code of `module` compares that of its config with, to do something else.
+    A comparison with "eager" alone only tells whether to look the attention up."""
+    found: set[str] = set()
+    for kind in type(module).__mro__:
+        if issubclass(kind, nn.Module) and not kind.__module__.startswith(("torch.", "transformers.modeling_utils")):
+            found |= _attentions_in(_source(kind.__module__)).get(kind.__qualname__, frozenset())
+    return found
+
+
+@lru_cache(maxsize=16)
+def _attentions_in(source: str) -> dict[str, frozenset[str]]:
+    """What `attentions_named` returns, by qualified names of the classes in a source."""
+    if "_attn_implementation" not in source:
+        return {}
+    return {name: frozenset(_compared(definition)) for name, definition in _definitions(ast.parse(source), "")}
+
+
+def _compared(definition: ast.ClassDef) -> Iterator[str]:
+    methods = (one for one in definition.body if isinstance(one, ast.FunctionDef) and one.name not in _PREPARE)
+    for node in (node for method in methods for node in ast.walk(method)):
+        if not isinstance(node, ast.Compare):
+            continue
+        inside = list(ast.walk(node))
+        names = {one.value for one in inside if isinstance(one, ast.Constant) and isinstance(one.value, str)}
+        reads = any(isinstance(one, ast.Attribute) and one.attr.endswith("_attn_implementation") for one in inside)
+        if reads and names != {"eager"}:
+            yield from names
+
+
 def forward_mentions(module: nn.Module, words: str, *, unknown: bool) -> bool:
     """Whether the source of the class's forward has `words`, or that of a base's which it calls by super(); `unknown`
     where there is no source to read."""

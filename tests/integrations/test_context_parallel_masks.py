@@ -379,3 +379,40 @@ def test_attention_that_is_chosen_too_late_is_refused(group: dist.ProcessGroup, 
         parallel.eval().set_attn_implementation("eager")
         with torch.no_grad():
             refuses(ValueError, "set to 'eager' after parallelize", parallel, tokens, use_cache=True)
+
+
+@on_ranks(2)
+def test_attention_that_asks_for_its_name_or_for_more_is_refused(group: dist.ProcessGroup) -> None:
+    """Sparse attention tells some implementations by a mask which tokens are selected, and others by indices."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    class Selecting(LlamaAttention):
+        def forward(self, hidden_states: Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+            selected = torch.ones(hidden_states.shape[1], dtype=torch.bool).tril().diff()
+            if self.config._attn_implementation in ("eager", "sdpa"):
+                attention_mask = selected
+            return super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
+
+    class Indexed(LlamaAttention):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(hidden_states, *args, indices=torch.arange(hidden_states.shape[1]), **kwargs)
+
+    mesh = mesh_of(group, 2, 1)
+    for kind in (Selecting, Indexed):
+        model: Any = make("llama")
+        model.model.layers[-1].self_attn.__class__ = kind
+        if kind is Selecting:
+            refuses(
+                ValueError,
+                r"self_attn' \(Selecting\) does something of its own where .* 'sdpa'",
+                parallelize,
+                model,
+                mesh,
+            )
+        else:
+            refuses(
+                ValueError,
+                "Indexed gives its attention the tensor 'indices'",
+                parallelize(model, mesh),
+                make_tokens(1, 6),
+            )

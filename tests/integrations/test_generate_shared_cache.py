@@ -155,3 +155,16 @@ def test_forward_passes_with_a_cache(group: dist.ProcessGroup) -> None:
         assert outputs[1].past_key_values.layers[0].keys.shape[2] in (3, 6)
     recorded = parallel(tokens, use_cache=True)
     assert recorded.past_key_values.layers[0].keys.requires_grad
+
+
+@on_ranks(2)
+def test_a_cache_that_forgets_what_masks_show_is_refused(group: dist.ProcessGroup) -> None:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    model = parallelize(make("llama").eval(), mesh_of(group, 2, 1))
+    forgets: Any = DynamicCache()
+    forgets.layers = [DynamicSlidingWindowLayer(sliding_window=4) for _ in range(model.config.num_hidden_layers)]
+    said = "attends to all tokens in its cache, which on one rank would hold the last 4 of 9"
+    with torch.no_grad():
+        refuses(ValueError, said, model, make_tokens(1, PROMPT), past_key_values=forgets)

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
 from docs import tables
+from tests.integrations.live import inert
 from tests.integrations.sweep import MODES, all_kinds, sweep
 
 # What tells one mechanism from another; test_every_type_is_right_or_refused has the others.
@@ -90,6 +91,7 @@ REFUSED = [
     ("bart", "cp", "'model.decoder.layers.0.self_attn' (BartAttention) is not known to take it"),
     ("doge", "cp", "adds a mask of its own"),
     ("falcon_mamba", "cp", "by other means than attention"),
+    ("minimax_m3_vl_text", "cp", "mix tokens by other means than attention (minimax_m3_sparse)"),
     ("falcon", "tp+sp", "load it with attn_implementation='eager'"),
     ("gemma4", "tp+sp", "neither a causal language model nor a base model"),
     ("jetmoe", "tp", "in modules like 'model.layers.0.mlp.input_linear' (JetMoeParallelExperts)"),
@@ -126,6 +128,35 @@ def test_is_refused_before_anything_is_changed(
 ) -> None:
     outcome, said = outcomes_of(kind, mode)[mode]
     assert outcome == "refused" and says in said, said
+
+
+SELECTS = ["index_topk", "n_group", "topk_group", "num_experts_per_tok"]
+LOOKS = ["attn_logit_softcapping", "final_logit_softcapping", "layer_types", "sliding_window"]
+LIVE = ["deepseek_v4", "dots3_note_text", "falcon_h1", "gemma4_text", "llama4_text", "minimax_m3_vl_text", "qwen3_next"]
+
+
+@pytest.mark.parametrize(("kind", "names"), [("deepseek_v32", SELECTS), ("gemma2", LOOKS)])
+def test_what_makes_a_type_special_does_something(kind: str, names: list[str]) -> None:
+    assert inert(kind, names) == {"fields": [], "parameters": []}
+
+
+def test_what_does_nothing_is_found() -> None:
+    longer = inert("llama4_text", ["attention_chunk_size", "attn_scale"], attention_chunk_size=64)
+    assert longer == {"fields": ["attention_chunk_size"], "parameters": []}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", LIVE)
+def test_every_field_does_something(kind: str) -> None:
+    assert inert(kind) == {"fields": [], "parameters": []}
+
+
+@pytest.mark.long
+def test_every_field_of_every_type_does_something() -> None:
+    documented = json.loads((Path(tables.__file__).parent / "model_types.json").read_text())["types"]
+    served = [kind for kind, (*outcomes,) in documented.items() if "yes" in outcomes]
+    found = {kind: inert(kind) for kind in served}
+    assert not {kind: one for kind, one in found.items() if any(one.values())}
 
 
 @pytest.mark.long
