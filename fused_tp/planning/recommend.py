@@ -157,7 +157,7 @@ def _data_parallel(shape: ModelShape, dp: int, pp: int) -> Iterator[dict[str, An
     if dp > 1:
         yield {"dp_replicate": dp}
     if shape.experts and pp == 1:
-        yield from ({"ep": ep, "dp_shard": dp // ep} for ep in _divisors(dp, shape.experts) if ep > 1)
+        yield from ({"ep": ep, "dp_shard": dp // ep} for ep in _divisors(dp, max(shape.experts)) if ep > 1)
 
 
 def _legal(shape: ModelShape, sizes: dict[str, Any], dp: int, seq: int, global_batch: int) -> Iterator[ParallelConfig]:
