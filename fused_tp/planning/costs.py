@@ -19,8 +19,8 @@ of `fused_tp.planning.measure` has constants of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import log2
 from operator import mul
@@ -78,7 +78,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Of the step."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(vars(self).values())
 
     @property
     def communication(self) -> float:
@@ -86,10 +86,11 @@ class StepTime:
         return self.tp + self.cp + self.ep + self.dp + self.pp
 
     def __add__(self, other: StepTime) -> StepTime:
-        return StepTime(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        more = vars(other)
+        return StepTime(**{name: value + more[name] for name, value in vars(self).items()})
 
     def __mul__(self, times: float) -> StepTime:
-        return StepTime(**{one.name: getattr(self, one.name) * times for one in fields(self)})
+        return StepTime(**{name: value * times for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Of all parts."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -254,12 +255,9 @@ class CostModel:
     @cached_property
     def layer(self) -> tuple[StepTime, StepTime]:
         """Forward and backward of a layer, of a microbatch: the mean of all layers."""
-        mean = [self._mean([times[back] for times in self._times]) for back in (0, 1)]
-        return mean[0], mean[1]
-
-    def _mean(self, of_kinds: list[StepTime]) -> StepTime:
         (counts,) = self.shape.stages(1)
-        return _weighted(of_kinds, counts) * (1 / self.shape.layers)
+        forward, backward = (_weighted(times, counts) for times in zip(*self._times, strict=True))
+        return forward * (1 / self.shape.layers), backward * (1 / self.shape.layers)
 
     @cached_property
     def _times(self) -> list[tuple[StepTime, StepTime]]:
@@ -399,9 +397,10 @@ class CostModel:
         """Of a step."""
         config, pp, micro = self.config, self.config.pp, self.config.microbatches
         forward, backward = self.layer
-        stages = [_weighted([sum(times, StepTime()) for times in self._times], counts) for counts in self._stages]
-        longest = max(stages, key=lambda stage: stage.total)
-        first, last = longest * self.stages, longest * (self.stages - 1) + stages[-1] + self._head
+        layers = [ahead + back for ahead, back in self._times]
+        stages = {counts: _weighted(layers, counts) for counts in dict.fromkeys(self._stages)}
+        longest = max(stages.values(), key=lambda stage: stage.total)
+        first, last = longest * self.stages, longest * (self.stages - 1) + stages[self._stages[-1]] + self._head
         slowest = last if last.total > first.total or pp == 1 else first
         share = self.shape.layers / pp
         mean = (forward.total + backward.total) * share + self._head.total / pp
@@ -481,7 +480,7 @@ class CostModel:
     def _most(self, of_layer: Callable[[Layer], float]) -> float:
         """Sum over the layers of the pipeline rank that has most, if all its stages are as large as the largest."""
         found = [of_layer(kind) for kind in self.shape.kinds]
-        return self.stages * max(sum(map(mul, found, counts)) for counts in self._stages)
+        return self.stages * max(sum(map(mul, found, counts)) for counts in set(self._stages))
 
     def _of_experts(self, layer: Layer) -> float:
         """Parameters of the experts of a layer on a rank."""
@@ -580,6 +579,6 @@ class CostModel:
         return min(micro, pp * (1 + (pp - 1) / (pp * self.stages)))
 
 
-def _weighted(of_kinds: list[StepTime], counts: tuple[int, ...]) -> StepTime:
+def _weighted(of_kinds: Iterable[StepTime], counts: Iterable[int]) -> StepTime:
     """Sum over layers, of which there are so many of each kind."""
     return sum((time * n for time, n in zip(of_kinds, counts, strict=True) if n), StepTime())

@@ -66,15 +66,18 @@ def count_config(config: Any) -> ModelShape:
     Raises:
         ValueError: transformers makes none of it; says why.
     """
-    name = getattr(config, "name_or_path", "") or config.model_type
     try:
         model = make_on_meta(config)
     except Exception as error:  # of any kind: a config that does not fit, a library that is missing
         raise ValueError(
-            f"transformers makes no causal language model of the config of {name}, so that nothing can be counted: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
+            f"transformers makes no causal language model of the config of {_name(config)}, so that nothing can be "
+            f"counted: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
-    return count_model(model, name)
+    return count_model(model)
+
+
+def _name(config: Any) -> str:
+    return getattr(config, "name_or_path", "") or config.model_type
 
 
 def make_on_meta(config: Any) -> nn.Module:
@@ -86,9 +89,9 @@ def make_on_meta(config: Any) -> nn.Module:
     return model
 
 
-def count_model(model: Any, name: str) -> ModelShape:
+def count_model(model: Any) -> ModelShape:
     """Count a model that `make_on_meta` has made. Of it only one layer of each kind is left."""
-    text = model.config.get_text_config()
+    name, text = _name(model.config), model.config.get_text_config()
     parts = _Parts(model)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     hidden = value_of(text, "hidden_size") or embedding.weight.shape[-1]
@@ -318,9 +321,13 @@ class _Counter:
                 wide += active * cut
             kept += active * part * self._kept(one)
             kept_whole += active * (1 - part) * self._kept(one)
-        hidden = self.hidden
         return Block(
-            wide=wide / hidden, narrow=narrow / hidden, whole=whole / hidden, kept=kept, kept_whole=kept_whole
+            wide=wide / self.hidden,
+            narrow=narrow / self.hidden,
+            whole=whole / self.hidden,
+            kept=kept,
+            kept_whole=kept_whole,
+            experts=any(one.is_expert for one in group),
         )
 
     def _returns(self, one: _Held) -> bool:

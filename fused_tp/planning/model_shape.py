@@ -75,6 +75,7 @@ class Block:
         kept: features inside of the block that backward needs, and that the ranks share out.
         kept_whole: those that each rank has.
         pointwise: activations or rotations read and write these features.
+        experts: experts are among the matmuls.
     """
 
     wide: float = 0.0
@@ -83,6 +84,7 @@ class Block:
     kept: float = 0.0
     kept_whole: float = 0.0
     pointwise: bool = True
+    experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +292,7 @@ def decoder(
         experts_per_token=experts_per_token,
         blocks=(
             Block(wide=projected, narrow=queries, kept=projected + queries, pointwise=gated),
-            Block(wide=ups * active, narrow=active, kept=(ups + 1) * active),
+            Block(wide=ups * active, narrow=active, kept=(ups + 1) * active, experts=experts > 0),
         ),
         attention=(Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim),),
         tensors=9 if gated else 8,  # projections and two norms
