@@ -191,7 +191,8 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
 
 
 def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(k, n) on one rank of the matmuls of layers, but for those of experts, whose columns are cut over the ranks, and of those whose rows are.
+    """(k, n) on one rank of the matmuls of layers whose columns are cut over the ranks, and of those whose rows are;
+    without experts, which run by other ops.
 
     Raises:
         ValueError: the ranks do not divide them, or there are none.

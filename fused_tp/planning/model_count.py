@@ -1,12 +1,12 @@
 """Count a transformers model on the meta device, where it has the sizes of all parameters and no memory.
 
-| of a `ModelShape`    | is read off                                                                                  |
-|----------------------|----------------------------------------------------------------------------------------------|
-| parameters           | the model's own, each once; of experts apart                                                 |
-| operations           | each weight of a matmul as often as layers use it; of experts the share that a token is sent to |
-| heads, windows       | the modules whose code has a softmax over scores, by their features                          |
-| the share that tp cuts | the plan that `parallelize` would take                                                     |
-| refusals             | the checks of `parallelize`, of one layer of each kind                                       |
+| of a `ModelShape` | is counted by                                                                                  |
+|-------------------|------------------------------------------------------------------------------------------------|
+| parameters        | the model's own, each once; those of experts apart                                             |
+| operations        | weights of matmuls, as often as layers use them; of experts the share that a token is sent to  |
+| heads, windows    | modules whose code has a softmax over scores, and their features                               |
+| shares of tp      | the plan that `parallelize` would take                                                         |
+| refusals          | the checks of `parallelize`, on one layer of each kind                                         |
 """
 
 from __future__ import annotations

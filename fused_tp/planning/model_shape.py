@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -244,7 +245,7 @@ class ModelShape:
 def _stages(order: tuple[int, ...], kinds: int, count: int) -> list[tuple[int, ...]]:
     each, more = divmod(len(order), count)
     starts = [stage * each + min(stage, more) for stage in range(count + 1)]
-    parts = [order[start:stop] for start, stop in zip(starts, starts[1:], strict=False)]
+    parts = [order[start:stop] for start, stop in pairwise(starts)]
     return [tuple(part.count(kind) for kind in range(kinds)) for part in parts]
 
 

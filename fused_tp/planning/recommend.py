@@ -20,7 +20,11 @@ MICROBATCH_ROWS = (1, 2, 4, 8)
 CP_TOKENS = 1024
 VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
 # What tensor parallel ranks do between layers, as far as a model serves it: with both cuts, or with neither.
-BETWEEN: tuple[dict[str, bool], ...] = ({}, {"sequence_parallel": False}, {"sequence_parallel": False, "loss_parallel": False})
+BETWEEN: tuple[dict[str, bool], ...] = (
+    {},
+    {"sequence_parallel": False},
+    {"sequence_parallel": False, "loss_parallel": False},
+)
 
 
 @dataclass(frozen=True, kw_only=True)

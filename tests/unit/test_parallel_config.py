@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.dialects import DIALECTS
-from fused_tp.planning.model_shape import ModelShape
+from fused_tp.planning.model_shape import decoder
 from tests.workers import error_of
 
-SHAPE = ModelShape(
-    name="small", layers=8, hidden=64, heads=8, kv_heads=4, head_dim=8, intermediate=128, vocab=100, experts=6
-)
+SHAPE = decoder("small", layers=8, hidden=64, heads=8, kv_heads=4, intermediate=128, vocab=100, experts=6)
 
 
 def test_sizes_and_what_follows_from_them() -> None:
@@ -155,5 +153,5 @@ def test_what_a_model_allows() -> None:
         (ParallelConfig(cp=4, ulysses_size=4, tp=2), {}, "ulysses_size=4 does not divide the heads"),
     ):
         assert says in str(error_of(config.check, SHAPE, **how)), says
-    dense = ModelShape(name="d", layers=2, hidden=8, heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=8)
+    dense = decoder("d", layers=2, hidden=8, heads=2, intermediate=8, vocab=8)
     assert "ep=2 does not divide its no experts" in str(error_of(ParallelConfig(ep=2).check, dense))
