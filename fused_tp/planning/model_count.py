@@ -158,10 +158,13 @@ class _Parts:
         order: the number of its kind for each layer.
         outside: what is in no layer.
         refusal: why layers cannot be told apart, for what needs them.
+        modules: the layers.
+        notes: sentences about the layers that were taken.
     """
 
     def __init__(self, model: Any) -> None:
-        self.container, self.refusal, self.notes = "", "", []
+        self.container, self.refusal = "", ""
+        self.notes: list[str] = []
         self._find_container(model)
         inside = f"{self.container}."
         found: dict[int, list[_Held]] = {}
@@ -439,11 +442,12 @@ def _number(names: Iterable[str], *sources: object, default: int = 0) -> int:
 
 def _attends(module: nn.Module) -> bool:
     """True if the code of a module's class has a softmax over scores."""
-    return _has_softmax(type(module))
+    kind: Any = type(module)
+    return _has_softmax(kind)
 
 
 @cache
-def _has_softmax(kind: type) -> bool:
+def _has_softmax(kind: Any) -> bool:
     named = any(word in kind.__name__.lower() for word in ("attention", "attn"))
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):

@@ -307,7 +307,7 @@ def decoder(
 def _llama(
     name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, **rest: Any
 ) -> ModelShape:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
     return decoder(name, **sizes, intermediate=intermediate, vocab=vocab, **rest)
 
 

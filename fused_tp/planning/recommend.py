@@ -19,7 +19,7 @@ USABLE_MEMORY = 0.92
 MICROBATCH_ROWS = (1, 2, 4, 8)
 CP_TOKENS = 1024
 VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
-# What tensor parallel ranks do between layers, as far as a model serves it: with both cuts, or with neither.
+# What tensor parallel ranks do between layers, the first that a model serves.
 BETWEEN: tuple[dict[str, bool], ...] = (
     {},
     {"sequence_parallel": False},
