@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fused-tp plan`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"models known by name: {', '.join(SHAPES)}"
-    parser.add_argument("--model", help="a name listed below, a config.json or the folder of a model")
+    parser.add_argument("--model", help="a name listed below, a config.json or its folder, or a type of transformers")
     parser.add_argument("--gpus", type=at_least(1), help="ranks in all")
     parser.add_argument("--gpu", choices=tuple(MACHINES), default="h100", help="kind of machine (default h100)")
     parser.add_argument("--machine", metavar="FILE", help="JSON or YAML of a machine of your own, in place of --gpu")
@@ -94,6 +94,8 @@ def main(arguments: argparse.Namespace) -> int:
     _print_table(plans)
     for number, plan in enumerate(plans, 1):
         print(f"{number}. {plan.reason}")
+    for note in shape.notes:
+        print(f"Note: {note}")
     if written is not None:
         print(f"Wrote plan {written} to {arguments.write}.")
     return 0

@@ -191,19 +191,24 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
 
 
 def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(k, n) on one rank of a layer's matmuls whose columns are cut over the ranks, and of those whose rows are.
+    """(k, n) on one rank of the matmuls of layers whose columns are cut over the ranks, and of those whose rows are;
+    without experts, which run by other ops.
 
     Raises:
-        ValueError: the ranks do not divide them.
+        ValueError: the ranks do not divide them, or there are none.
     """
-    heads, width = shape.heads * shape.head_dim, shape.dense_width
-    qkv = heads + 2 * shape.kv_heads * shape.head_dim
-    for what, size in {"heads": shape.heads, "features of the MLP": width}.items():
+    from fused_tp.planning.config import ParallelConfig
+
+    ParallelConfig(tp=world, sequence_parallel=False, loss_parallel=False).check(shape)
+    blocks = [one for kind in shape.kinds for one in kind.blocks if one.wide and one.narrow and not one.experts]
+    sizes = list(dict.fromkeys((one.wide, one.narrow) for one in blocks))
+    for size in (size for pair in sizes for size in pair):
         if size % world:
-            raise ValueError(f"{world} ranks do not divide the {size} {what} of {shape.name}; name another model.")
-    up = (1 + shape.gated) * width
-    columns = [(shape.hidden, qkv // world), (shape.hidden, up // world)]
-    return columns, [(heads // world, shape.hidden), (width // world, shape.hidden)]
+            raise ValueError(f"{world} ranks do not divide the {size:g} features of {shape.name}; name another model.")
+    if not sizes:
+        raise ValueError(f"{shape.name} has no layers that tensor parallel ranks share out; name another model.")
+    columns = [(shape.hidden, int(wide) // world) for wide, _ in sizes]
+    return columns, [(int(narrow) // world, shape.hidden) for _, narrow in sizes]
 
 
 def _shape(model: str) -> ModelShape:

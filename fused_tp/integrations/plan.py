@@ -544,13 +544,22 @@ def is_of_keys(count: str) -> bool:
     return "kv" in count or "key_value" in count
 
 
+def value_of(config: object, name: str) -> Any:
+    """An attribute of a module or of a transformers config; None where it has none, or where its layers have several of
+    which transformers names no single one."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
+        return None
+
+
 def head_counts(*sources: object) -> dict[str, int]:
     """How many heads the first of `sources` that says so has, by the name of what says it."""
     counts: dict[str, int] = {}
     for source in sources:
         text = getattr(source, "get_text_config", None)
         source = text() if callable(text) else source
-        found = {key: getattr(source, key, None) for key in HEAD_COUNTS}
+        found = {key: value_of(source, key) for key in HEAD_COUNTS}
         counts = {key: n for key, n in found.items() if isinstance(n, int) and n > 0} | counts
     return counts
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_tp.integrations.outputs import tensors_in
+from fused_tp.integrations.plan import value_of
 
 PROBE_TOKENS = 8
 
@@ -98,6 +99,7 @@ def _check_skeleton(model: nn.Module, layers: Layers, example: Mapping[str, Any]
 def container_name(model: nn.Module, given: str | None) -> str:
     kind = type(model).__name__
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists = {name: module for name, module in lists.items() if next(module.parameters(), None) is not None}
     if given is not None:
         if given not in lists:
             raise ValueError(f"{kind} has no nn.ModuleList {given!r}; it has {', '.join(map(repr, lists)) or 'none'}.")
@@ -311,8 +313,8 @@ def estimated_costs(model: nn.Module, layers: Layers) -> list[float]:
     """
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    experts = next((n for key in _EXPERTS if isinstance(n := getattr(text, key, None), int) and n), 0)
-    used = next((n for key in _EXPERTS_PER_TOKEN if isinstance(n := getattr(text, key, None), int) and n), experts)
+    experts = next((n for key in _EXPERTS if isinstance(n := value_of(text, key), int) and n), 0)
+    used = next((n for key in _EXPERTS_PER_TOKEN if isinstance(n := value_of(text, key), int) and n), experts)
 
     def cost(module: nn.Module) -> float:
         total = 0.0

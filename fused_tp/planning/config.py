@@ -183,19 +183,20 @@ class ParallelConfig:
             global_batch: rows of all ranks together.
         """
         wrong = []
-        for what, count in (("attention heads", shape.heads), ("key/value heads", shape.kv_heads)):
-            # One head of keys is computed by all ranks, where a model can have that.
-            if what == "key/value heads" and (shape.latent_attention or count == 1):
-                continue
-            if count % self.tp:
-                wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(count)} do")
-        if shape.heads % (shape.kv_heads or 1):
-            wrong.append(f"its {shape.kv_heads} key/value heads do not divide its {shape.heads} attention heads")
-        if shape.heads // self.tp % self.ulysses_size or shape.kv_heads // self.tp % self.ulysses_size:
-            wrong.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
-        if self.ep > 1 and (not shape.experts or shape.experts % self.ep):
-            has = f"{shape.experts} experts; {_divisors(shape.experts)} do" if shape.experts else "no experts"
-            wrong.append(f"ep={self.ep} does not divide its {has}")
+        for one in shape.attention:
+            for what, count in (("attention heads", one.heads), ("key/value heads", one.kv_heads)):
+                # One head of keys is computed by all ranks, where a model can have that.
+                if one.cut and count % self.tp and not (what == "key/value heads" and count == 1):
+                    wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(count)} do")
+            if one.heads % (one.kv_heads or 1):
+                wrong.append(f"its {one.kv_heads} key/value heads do not divide its {one.heads} attention heads")
+            if one.heads // self.tp % self.ulysses_size or one.kv_heads // self.tp % self.ulysses_size:
+                wrong.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
+        if self.ep > 1 and not shape.experts:
+            wrong.append(f"ep={self.ep} does not divide its no experts")
+        for experts in shape.experts:
+            if experts % self.ep:
+                wrong.append(f"ep={self.ep} does not divide its {experts} experts; {_divisors(experts)} do")
         stages = self.pp * (self.virtual_stages or 1)
         if stages > shape.layers:
             wrong.append(f"pp={self.pp} makes {stages} stages of its {shape.layers} layers")
@@ -207,7 +208,9 @@ class ParallelConfig:
                 f"{self.data_parallel} data parallel ranks"
             )
         if wrong:
-            raise ValueError(f"{shape.name} cannot run at {self.shown()}: {listed(wrong)}.")
+            raise ValueError(f"{shape.name} cannot run at {self.shown()}: {listed(dict.fromkeys(wrong))}.")
+        if shape.check is not None:
+            shape.check(self)
 
     @property
     def inside(self) -> dict[str, Any]:

@@ -19,14 +19,16 @@ of `fused_tp.planning.measure` has constants of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import log2
+from operator import mul
 
 from fused_tp.pipelining.schedules import SCHEDULES
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.hardware import Constants, Machine
-from fused_tp.planning.model_shape import ModelShape
+from fused_tp.planning.model_shape import Attention, Block, Layer, ModelShape
 
 # Of compute that a collective runs beside, its kernels take this share of the multiprocessors (Calculon, SC23).
 OVERLAP_COST = 0.15
@@ -76,7 +78,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Of the step."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(vars(self).values())
 
     @property
     def communication(self) -> float:
@@ -84,10 +86,11 @@ class StepTime:
         return self.tp + self.cp + self.ep + self.dp + self.pp
 
     def __add__(self, other: StepTime) -> StepTime:
-        return StepTime(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+        more = vars(other)
+        return StepTime(**{name: value + more[name] for name, value in vars(self).items()})
 
     def __mul__(self, times: float) -> StepTime:
-        return StepTime(**{one.name: getattr(self, one.name) * times for one in fields(self)})
+        return StepTime(**{name: value * times for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Of all parts."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,11 @@ class CostModel:
     def layers(self) -> int:
         """Of the pipeline rank that has most: all stages take the time of the longest."""
         return -(-self.shape.layers // (self.config.pp * self.stages)) * self.stages
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, ...]]:
+        """Layers of each kind in each stage of the pipeline."""
+        return self.shape.stages(self.config.pp * self.stages)
 
     @cached_property
     def spread(self) -> int:
@@ -245,36 +253,56 @@ class CostModel:
         return min(collective, collective - (1 - OVERLAP_COST) * hidden + kernels)
 
     @cached_property
-    def _widths(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Features of a rank inside of attention and of the MLP: out of the first matmul, and into the last."""
-        shape, tp = self.shape, self.config.tp
-        queries, keys = shape.heads * shape.head_dim / tp, shape.kv_heads * shape.head_dim / tp
-        narrow = shape.active_width / tp
-        return (queries + 2 * keys, queries), (narrow * (2 if shape.gated else 1), narrow)
+    def layer(self) -> tuple[StepTime, StepTime]:
+        """Forward and backward of a layer, of a microbatch: the mean of all layers."""
+        (counts,) = self.shape.stages(1)
+        forward, backward = (_weighted(times, counts) for times in zip(*self._times, strict=True))
+        return forward * (1 / self.shape.layers), backward * (1 / self.shape.layers)
 
     @cached_property
-    def layer(self) -> tuple[StepTime, StepTime]:
-        """Forward and backward of a layer, of a microbatch."""
-        shape, tp, tokens, kernel = self.shape, self.config.tp, self.tokens, self.constants.kernel
-        (projected, queries), (wide, narrow) = self._widths
-        rope = 2 * (projected + queries) if shape.gated else 0.0  # of queries and keys
-        between = (10 + self.software.dropout) * shape.hidden / self.spread  # a norm and a residual sum
-        forward, backward = self._attention()
-        for outputs, inputs, extra in ((projected, queries, rope), (wide, narrow, 2 * (wide + narrow))):
-            ahead, back = self._pair(outputs, inputs)
-            moved = tokens * (between + extra)
-            casts = (tokens * 2 * (shape.hidden + inputs), tokens * 4 * (outputs + shape.hidden))
+    def _times(self) -> list[tuple[StepTime, StepTime]]:
+        """Forward and backward of a layer of each kind, of a microbatch."""
+        return [self._layer(kind) for kind in self.shape.kinds]
+
+    def _layer(self, layer: Layer) -> tuple[StepTime, StepTime]:
+        tp, tokens, hidden, kernel = self.config.tp, self.tokens, self.shape.hidden, self.constants.kernel
+        between = (10 + self.software.dropout) * hidden / self.spread  # a norm and a residual sum
+        forward, backward = StepTime(), StepTime()
+        for attention in layer.attention:
+            ahead, back = self._attention(attention)
+            forward, backward = forward + ahead, backward + back
+        for block in layer.blocks:
+            ahead, back = self._matmuls(block)
+            inside = block.kept / tp + block.kept_whole
+            moved = tokens * (between + (2 * inside if block.pointwise else 0.0))
+            outputs, inputs = block.wide / tp + block.whole, block.narrow / tp
+            casts = (tokens * 2 * (hidden + inputs), tokens * 4 * (outputs + hidden))
             if self.precision != "fp8":
                 casts = (0.0, 0.0)
             forward += ahead + StepTime(memory_bound=self._pointwise(moved + casts[0]) + 5 * kernel)
             backward += back + StepTime(memory_bound=self._pointwise(2 * moved + casts[1]) + 7 * kernel)
-        if self.config.ep > 1:
-            sent = self.element * tokens * shape.hidden * shape.experts_per_token
+        if self.config.ep > 1 and layer.experts:
+            sent = self.element * tokens * hidden * layer.experts_per_token
             there_and_back = StepTime(ep=2 * self._ring(sent, self.config.ep, tp * self.config.cp, messages=True))
             forward, backward = forward + there_and_back, backward + there_and_back
         if self.config.recompute == "full":
             again = StepTime(tp=forward.tp, cp=forward.cp, ep=forward.ep)
             backward += again + StepTime(recompute=forward.total - forward.communication)
+        return forward, backward
+
+    def _matmuls(self, block: Block) -> tuple[StepTime, StepTime]:
+        """Forward and backward of a block: the pair that tp shares out, and matmuls that every rank computes."""
+        hidden, tp = self.shape.hidden, self.config.tp
+        forward = backward = StepTime()
+        if block.wide or block.narrow:
+            forward, backward = self._pair(block.wide / tp, block.narrow / tp)
+        if block.whole:
+            one = self._matmul(self.tokens, block.whole, hidden)
+            forward += StepTime(matmul=one)
+            backward += StepTime(matmul=one + self._grad_weight(block.whole, hidden))
+            if self.config.sequence_parallel and not (block.wide or block.narrow):  # on the tokens of all ranks
+                gather = StepTime(tp=self._ring(self.element * self.tokens * hidden, tp, 1))
+                forward, backward = forward + gather, backward + gather
         return forward, backward
 
     def _pair(self, wide: float, narrow: float) -> tuple[StepTime, StepTime]:
@@ -307,28 +335,27 @@ class CostModel:
             back = reduce - self._hidden(reduce, first[2])
         return forward + StepTime(tp=self._overlapped(last[0], reduce)), backward + StepTime(tp=back)
 
-    @cached_property
-    def _weights(self) -> float:
+    def _weights(self, layer: Layer) -> float:
         """Seconds of gradients of weights of a layer, which zero-bubble schedules compute apart."""
-        hidden = self.shape.hidden
-        return sum(self._grad_weight(wide, hidden) + self._grad_weight(hidden, inner) for wide, inner in self._widths)
+        tp, hidden = self.config.tp, self.shape.hidden
+        sizes = [n for one in layer.blocks for n in (one.wide / tp, one.narrow / tp, one.whole) if n]
+        return sum(self._grad_weight(size, hidden) for size in sizes)
 
-    def _attention(self) -> tuple[StepTime, StepTime]:
+    def _attention(self, attention: Attention) -> tuple[StepTime, StepTime]:
         """Forward and backward of attention, with the ring of keys and values."""
-        shape, tp, cp = self.shape, self.config.tp, self.config.cp
-        heads = shape.heads / tp
-        flops = 4 * self.tokens * self.seq * heads * shape.head_dim
+        cp, tp = self.config.cp, self.config.tp if attention.cut else 1
+        heads, head_dim = attention.heads / tp, attention.head_dim
         if self.software.attention == "flash":
             rate = self.machine.attention_flops * (self.constants.ring_attention if cp > 1 else 1)
-            seconds = flops / 2 / rate  # half of it is masked
+            seconds = 4 * self.tokens * attention.seen(self.seq) * heads * head_dim / rate
             forward, backward = StepTime(attention=seconds), StepTime(attention=2.5 * seconds)
         else:
             scores = self.tokens * self.seq * heads
             batch = self.rows * heads
             length = self.seq / cp
             kernels = 2 * self.constants.kernel  # of a whole batch of products
-            one = self._matmul(length, self.seq, shape.head_dim, self._wide)
-            one += self._matmul(length, shape.head_dim, self.seq, self._wide) - kernels
+            one = self._matmul(length, self.seq, head_dim, self._wide)
+            one += self._matmul(length, head_dim, self.seq, self._wide) - kernels
             products = batch * one + kernels
             # Written, softmax, dropout with its mask, read.
             softmax = self._pointwise((2 + 4 + 5 * self.software.dropout + 2) * scores)
@@ -338,20 +365,25 @@ class CostModel:
                 backward += StepTime(recompute=products / 2 + softmax)
         ring = 0.0
         if cp > 1 and self.config.ulysses_size == 1:
-            count = 2 * self.element * cp * self.tokens * shape.kv_heads * shape.head_dim / tp
+            count = 2 * self.element * cp * self.tokens * attention.kv_heads * head_dim / tp
             step = self._ring(count, cp, tp) / (cp - 1)
             hidden = self._hidden(step, forward.attention / cp)
             ring = (cp - 1) * (step - hidden + OVERLAP_COST * hidden)
         elif cp > 1:
-            sent = self.tokens * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim / tp * self.element
+            sent = self.tokens * (2 * attention.heads + 2 * attention.kv_heads) * head_dim / tp * self.element
             ring = self._ring(sent, cp, tp)
         return forward + StepTime(cp=ring), backward + StepTime(cp=2 * ring)
 
     @cached_property
+    def _logits(self) -> float:
+        """Features of the logits on a rank."""
+        output = self.shape.output
+        return self.shape.vocab * output.on_rank(self.config.tp) / max(1, output.count)
+
+    @cached_property
     def _head(self) -> StepTime:
         """Output layer and loss, forward and backward."""
-        width, tokens = self.shape.vocab / self.config.tp, self.tokens
-        hidden = self.shape.hidden
+        width, tokens, hidden = self._logits, self.tokens, self.shape.hidden
         seconds = self._matmul(tokens, width, hidden, self._wide) + self._matmul(tokens, hidden, width, self._wide)
         seconds += self._grad_weight(width, hidden, self._wide)
         gather = self._ring(self.element * tokens * hidden, self.config.tp, 1)
@@ -365,19 +397,21 @@ class CostModel:
         """Of a step."""
         config, pp, micro = self.config, self.config.pp, self.config.microbatches
         forward, backward = self.layer
-        layer = forward + backward
-        # A rank with fewer layers than others has room for the output layer.
-        spare = 1 if self.shape.layers % (pp * self.stages) else 0
-        first, last = layer * self.layers, layer * (self.layers - spare) + self._head
+        layers = [ahead + back for ahead, back in self._times]
+        stages = {counts: _weighted(layers, counts) for counts in dict.fromkeys(self._stages)}
+        longest = max(stages.values(), key=lambda stage: stage.total)
+        first, last = longest * self.stages, longest * (self.stages - 1) + stages[self._stages[-1]] + self._head
         slowest = last if last.total > first.total or pp == 1 else first
-        mean = (layer.total * self.shape.layers + self._head.total) / pp
+        share = self.shape.layers / pp
+        mean = (forward.total + backward.total) * share + self._head.total / pp
         step = slowest * micro + StepTime(dp=self._data_parallel(forward.total, backward.total))
         if pp > 1:
             idle = mean
             if SCHEDULES[config.schedule].splits:
                 # What torch's orders of ZBV and DualPipeV leave, too: a step begins and ends on all ranks together.
-                share = self.shape.layers / pp
-                idle = max(forward.total * share, mean - 2 * self._weights * share)
+                (counts,) = self.shape.stages(1)
+                weights = sum(n * self._weights(kind) for n, kind in zip(counts, self.shape.kinds, strict=True)) / pp
+                idle = max(forward.total * share, mean - 2 * weights)
             bubble = (pp - 1) / self.stages * idle
             split = config.tp if self.software.split_sends else self.spread
             inside = config.tp * config.cp * config.data_parallel
@@ -388,8 +422,7 @@ class CostModel:
         adam = 28 if self.precision == "fp32" else 32  # without a copy of the weights, and with it
         optimizer = self._moved(adam * self._owned, self.constants.optimizer)
         if self.config.tp > 1 or self.config.is_sharded:
-            of_layer = 9 if self.shape.gated else 8  # projections and two norms
-            optimizer += (self.layers * of_layer + 3) * self.constants.dtensor
+            optimizer += (self._most(lambda layer: layer.tensors) + 3) * self.constants.dtensor
         return step + StepTime(optimizer=optimizer)
 
     def _data_parallel(self, forward: float, backward: float) -> float:
@@ -444,39 +477,31 @@ class CostModel:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    @cached_property
-    def _layer_parameters(self) -> float:
-        """Of the largest layer on a rank, before data parallelism shards it."""
-        shape, tp = self.shape, self.config.tp
-        width = (
-            shape.experts * shape.intermediate / self.config.ep + shape.shared_intermediate
-            if shape.experts
-            else shape.intermediate
-        )
-        return (shape.attention_parameters + shape.mlp_parameters(1) * width) / tp
+    def _most(self, of_layer: Callable[[Layer], float]) -> float:
+        """Sum over the layers of the pipeline rank that has most, if all its stages are as large as the largest."""
+        found = [of_layer(kind) for kind in self.shape.kinds]
+        return self.stages * max(sum(map(mul, found, counts)) for counts in set(self._stages))
+
+    def _of_experts(self, layer: Layer) -> float:
+        """Parameters of the experts of a layer on a rank."""
+        return layer.expert_weights.on_rank(self.config.tp) / self.config.ep
+
+    def _of_layer(self, layer: Layer) -> float:
+        """Parameters of a layer on a rank, before data parallelism shards them."""
+        return layer.weights.on_rank(self.config.tp) + self._of_experts(layer)
 
     @cached_property
     def _local(self) -> float:
         """Parameters of the rank that has most, before data parallelism shards them."""
-        shape, tp = self.shape, self.config.tp
-        at_ends = shape.embedding_parameters if self.config.pp == 1 else shape.vocab * shape.hidden
-        saved = self._dense_layers * (
-            self._layer_parameters - (shape.attention_parameters + shape.mlp_parameters(shape.dense_width)) / tp
-        )
-        return self.layers * self._layer_parameters - saved + at_ends / tp
-
-    @cached_property
-    def _dense_layers(self) -> int:
-        return min(self.shape.dense_layers, self.layers) if self.shape.experts else 0
+        ends = [one.on_rank(self.config.tp) for one in (self.shape.embedding, self.shape.output)]
+        at_ends = max(ends) if self.config.pp > 1 else ends[0] + (0 if self.shape.tied else ends[1])
+        return self._most(self._of_layer) + at_ends
 
     @cached_property
     def _parts(self) -> list[_Part]:
         """The rank's parameters: experts that are dealt out over ep, which have no copies there, and all others."""
-        shape, config = self.shape, self.config
-        dealt = 0.0
-        if config.ep > 1:
-            of_layer = shape.experts * shape.mlp_parameters(shape.intermediate) / (config.ep * config.tp)
-            dealt = (self.layers - self._dense_layers) * of_layer
+        config = self.config
+        dealt = self._most(self._of_experts) if config.ep > 1 else 0.0
         parts = []
         for count, ep in ((self._local - dealt, config.ep), (dealt, 1)):
             if self.software.shards == "optimizer":
@@ -505,16 +530,17 @@ class CostModel:
         weights, gradients = self.element * self._local, 4 * self._local
         if self.software.shards == "parameters" and config.is_sharded and config.pp == 1:
             # Gathered are a layer at work, the next one, and the output layer.
-            at_once = 2 * self._layer_parameters + shape.vocab * shape.hidden / config.tp
+            at_once = 2 * max(map(self._of_layer, shape.kinds)) + shape.output.on_rank(config.tp)
             weights = self.element * min(self._local, at_once)
             if config.microbatches == 1:  # else whole ones are accumulated
                 gradients = 4 * self._owned
         logits = self.tokens * (2 * self.element * shape.hidden / self.spread)
-        logits += self.tokens * (self.element + 4) * shape.vocab / config.tp
-        first = self.activations_per_layer * self._layers_in_flight
-        last = self.activations_per_layer * min(self.layers, self._layers_in_flight) + logits
+        logits += self.tokens * (self.element + 4) * self._logits
+        first = self._most(self._activations) * self._in_flight
+        last = self._most(self._activations) + logits
         if config.recompute == "full":
-            at_work = replace(self, config=replace(config, recompute="none")).activations_per_layer
+            again = replace(self, config=replace(config, recompute="none"))
+            at_work = max(map(again._activations, shape.kinds))
             first, last = first + at_work, last + at_work
         at_end = last > first or config.pp == 1
         return Memory(
@@ -525,30 +551,34 @@ class CostModel:
             logits=logits if at_end else 0.0,
         )
 
-    @cached_property
-    def activations_per_layer(self) -> float:
+    def _activations(self, layer: Layer) -> float:
         """Bytes that a layer keeps of a microbatch for backward.
 
         Table 2 of Korthikanti et al. (arXiv:2205.05198), by parts, so that it holds for grouped heads, gated MLPs and
         experts: 34 s b h where heads are whole, the MLP is 4 h wide, and dropout has masks.
         """
-        shape, tp = self.shape, self.config.tp
+        hidden, tp = self.shape.hidden, self.config.tp
         if self.config.recompute == "full":
-            return self.tokens * self.element * shape.hidden / self.spread
-        between = (8 + 2 * self.software.dropout) * shape.hidden / self.spread  # inputs of norms and of what follows
-        attention = 2 * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads) / tp
-        mlp = 2 * (3 if shape.gated else 2) * shape.active_width / tp
-        scores = (
-            (4 + self.software.dropout) * shape.heads * self.seq / tp if self.software.attention == "unfused" else 0
-        )
-        return self.tokens * (between + attention + mlp + scores) * self.element / 2
+            return self.tokens * self.element * hidden / self.spread
+        # Of each block the inputs of its norm and of what follows.
+        kept = len(layer.blocks) * (4 + self.software.dropout) * hidden / self.spread
+        kept += sum(2 * (block.kept / tp + block.kept_whole) for block in layer.blocks)
+        if self.software.attention == "unfused":
+            heads = sum(one.heads / (tp if one.cut else 1) for one in layer.attention)
+            kept += (4 + self.software.dropout) * heads * self.seq
+        return self.tokens * kept * self.element / 2
 
     @property
-    def _layers_in_flight(self) -> float:
-        """Layers times microbatches whose activations the first rank keeps (arXiv:2205.05198, section 4.2.3)."""
-        pp, micro, layers = self.config.pp, self.config.microbatches, self.layers
+    def _in_flight(self) -> float:
+        """Microbatches whose activations the first rank keeps (arXiv:2205.05198, section 4.2.3)."""
+        pp, micro = self.config.pp, self.config.microbatches
         if self.config.schedule == "GPipe" and pp > 1:
-            return micro * layers
+            return micro
         if self.stages == 1 or self.config.schedule in ("ZBVZeroBubble", "DualPipeV"):
-            return min(micro, pp) * layers
-        return min(micro, pp * (1 + (pp - 1) / (pp * self.stages))) * layers
+            return min(micro, pp)
+        return min(micro, pp * (1 + (pp - 1) / (pp * self.stages)))
+
+
+def _weighted(of_kinds: Iterable[StepTime], counts: Iterable[int]) -> StepTime:
+    """Sum over layers, of which there are so many of each kind."""
+    return sum((time * n for time, n in zip(of_kinds, counts, strict=True) if n), StepTime())

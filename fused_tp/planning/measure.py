@@ -27,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Sizes:
             num_key_value_heads=self.heads // 2,
         )
 
-    @property
+    @cached_property
     def shape(self) -> ModelShape:
         return ModelShape.from_config(self.config)
 
@@ -141,7 +142,7 @@ def machine_of(seconds: Mapping[str, float], sizes: Sizes, ranks: int, machine: 
     bandwidth = 2 * _COPIED / seconds["copy"]
     moved = 3 * element * (tokens * (hidden + wide) + hidden * wide)
     flops = {precision: 6 * tokens * hidden * wide / (seconds["linear"] - moved / bandwidth)}
-    parameters = sizes.shape.parameters - sizes.shape.embedding_parameters
+    parameters = sum(layer.parameters for layer in sizes.shape.stack)
     constants = Constants(
         links=1.0,
         network=1.0,

@@ -1,81 +1,182 @@
-"""The sizes of a decoder that decide what it costs and how it can be cut."""
+"""The sizes of a model that decide its costs and how it can be cut: of each layer, and of all around the layers.
+
+`find_shape` counts them in the model itself (`fused_tp.planning.model_count`). Only the models in SHAPES, which are
+known by name without a config, have formulas: `decoder`.
+"""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fused_tp.runtime.errors import listed
+
+if TYPE_CHECKING:
+    from fused_tp.planning.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A number of parameters.
+
+    Attributes:
+        count: in all.
+        cut: of these, those that tensor parallel ranks share out; each rank holds all others.
+    """
+
+    count: int = 0
+    cut: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.count + other.count, self.cut + other.cut)
+
+    def on_rank(self, tp: int) -> float:
+        """Parameters that one of `tp` ranks holds."""
+        return self.count - self.cut + self.cut / tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Softmax attention of a layer.
+
+    Attributes:
+        heads, kv_heads: of queries, and of keys and values; of latent attention (arXiv:2405.04434) the heads that are
+            made of the latents.
+        head_dim: features of a head; the mean of those of queries and of values, where these differ.
+        window: tokens that a token sees; None: all before it.
+        cut: tensor parallel ranks share the heads out.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: float
+    window: int | None = None
+    cut: bool = True
+
+    def seen(self, seq: int) -> float:
+        """Tokens that a token of a row of `seq` sees, in the mean."""
+        window = min(seq, self.window or seq)
+        return window - window * window / (2 * seq)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Matmuls of a layer between two norms, as one token goes through them: of experts the active ones.
+
+    Attributes:
+        wide: weights that tensor parallel ranks share out by columns, per hidden feature.
+        narrow: those that they share out by rows.
+        whole: those that each rank has.
+        kept: features inside of the block that backward needs, and that the ranks share out.
+        kept_whole: those that each rank has.
+        pointwise: activations or rotations read and write these features.
+        experts: experts are among the matmuls.
+    """
+
+    wide: float = 0.0
+    narrow: float = 0.0
+    whole: float = 0.0
+    kept: float = 0.0
+    kept_whole: float = 0.0
+    pointwise: bool = True
+    experts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer.
+
+    Attributes:
+        name: of its class, for messages.
+        weights: of all but the experts. Of weights that layers share, the first one has them.
+        expert_weights: of all experts; not those that all tokens go through.
+        experts, experts_per_token: 0: none.
+        blocks: matmuls, in their order.
+        attention: that of the blocks.
+        tensors: parameters as tensors, of which an optimizer has an overhead for each.
+    """
+
+    name: str
+    weights: Weights
+    expert_weights: Weights = Weights()
+    experts: int = 0
+    experts_per_token: int = 0
+    blocks: tuple[Block, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    tensors: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Of the layer, experts included."""
+        return self.weights.count + self.expert_weights.count
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token goes through."""
+        active = self.expert_weights.count * self.experts_per_token // self.experts if self.experts else 0
+        return self.weights.count + active
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Of a decoder of equal layers, each attention and an MLP.
+    """A model of layers, each of which is given the hidden state and returns it.
 
     Attributes:
         name: for messages.
-        layers, hidden, heads, kv_heads, head_dim, vocab: as in transformers' configs.
-        intermediate: features inside the MLP; of a layer with experts: inside one expert.
-        gated: the MLP has a gate beside its up projection (SwiGLU).
+        hidden: features of the hidden state.
+        vocab: features of the logits.
+        stack: the layers, in their order.
+        embedding: weights outside of the layers, but for those of the output layer, unless it shares them (`tied`).
+        output: of the output layer.
         tied: the output layer is the embedding.
-        experts, experts_per_token: of a layer; 0: none.
-        shared_intermediate: features of what all tokens go through beside the experts.
-        dense_layers: first layers that have an MLP of `dense_intermediate` features in place of experts.
-        dense_intermediate: see there.
-        latent_attention: keys and values are compressed (DeepSeek-V2, arXiv:2405.04434); cut by heads of queries.
+        notes: sentences that say what of the model its costs leave out.
+        check: raises ValueError where `parallelize` would refuse a ParallelConfig; None: heads and experts tell all.
     """
 
     name: str
-    layers: int
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     vocab: int
-    gated: bool = True
+    stack: tuple[Layer, ...]
+    embedding: Weights
+    output: Weights
     tied: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-    shared_intermediate: int = 0
-    dense_layers: int = 0
-    dense_intermediate: int = 0
-    latent_attention: bool = False
+    notes: tuple[str, ...] = ()
+    check: Callable[[ParallelConfig], None] | None = field(default=None, compare=False, repr=False)
 
-    # -- numbers of parameters: weights of matmuls and embeddings; norms and biases are left out ----------------------
+    @cached_property
+    def kinds(self) -> tuple[Layer, ...]:
+        """Layers that differ, in the order in which they come."""
+        return tuple(dict.fromkeys(self.stack))
 
-    @property
-    def attention_parameters(self) -> int:
-        """Of a layer's attention. Compressed keys and values are counted as whole ones, which is too many."""
-        return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-
-    def mlp_parameters(self, width: int) -> int:
-        """Of an MLP with so many features inside."""
-        return (3 if self.gated else 2) * self.hidden * width
+    @cached_property
+    def _order(self) -> tuple[int, ...]:
+        numbers = {kind: number for number, kind in enumerate(self.kinds)}
+        return tuple(numbers[layer] for layer in self.stack)
 
     @property
-    def expert_layers(self) -> int:
-        """Layers that have experts."""
-        return self.layers - self.dense_layers if self.experts else 0
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self.stack)
+
+    def stages(self, count: int) -> list[tuple[int, ...]]:
+        """Layers of each kind in each of `count` pipeline stages of as many layers; the first ones have one more."""
+        return _stages(self._order, len(self.kinds), count)
+
+    @cached_property
+    def attention(self) -> tuple[Attention, ...]:
+        """Attention that differs."""
+        return tuple(dict.fromkeys(one for kind in self.kinds for one in kind.attention))
 
     @property
-    def dense_width(self) -> int:
-        """Features inside the MLP of a layer without experts."""
-        return self.dense_intermediate or self.intermediate
-
-    @property
-    def active_width(self) -> int:
-        """Features inside the MLP that one token goes through, in a layer of the more frequent kind."""
-        if not self.experts:
-            return self.intermediate
-        return self.experts_per_token * self.intermediate + self.shared_intermediate
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Of the embedding and the output layer."""
-        return (1 if self.tied else 2) * self.vocab * self.hidden
+    def experts(self) -> tuple[int, ...]:
+        """Numbers of experts of a layer that differ; without those of layers that have none."""
+        return tuple(dict.fromkeys(kind.experts for kind in self.kinds if kind.experts))
 
     @property
     def parameters(self) -> int:
@@ -85,7 +186,7 @@ class ModelShape:
             >>> round(SHAPES["llama-3-70b"].parameters / 1e9, 1)
             70.6
         """
-        return self._with_experts(self.experts)
+        return self._around + sum(layer.parameters for layer in self.stack)
 
     @property
     def active_parameters(self) -> int:
@@ -95,107 +196,146 @@ class ModelShape:
             >>> round(SHAPES["mixtral-8x7b"].active_parameters / 1e9, 1)
             12.9
         """
-        return self._with_experts(self.experts_per_token)
+        return self._around + sum(layer.active_parameters for layer in self.stack)
 
-    def _with_experts(self, experts: int) -> int:
-        wide = self.mlp_parameters(experts * self.intermediate + self.shared_intermediate)
-        dense = self.mlp_parameters(self.dense_width)
-        layers = self.layers * self.attention_parameters + self.embedding_parameters
-        return layers + self.expert_layers * wide + (self.layers - self.expert_layers) * dense
+    @property
+    def _around(self) -> int:
+        return self.embedding.count + (0 if self.tied else self.output.count)
 
     def flops(self, tokens: float, seq: int) -> float:
-        """Of forward and backward of so many tokens in rows of `seq`, as MFU counts them.
+        """Operations of forward and backward of so many tokens in rows of `seq`, as MFU counts them.
 
         Eq. 3 of Narayanan et al. (arXiv:2104.04473) without recomputation: 6 for each weight of a matmul that a token
-        goes through, and whole attention, also where a causal mask hides half of it.
+        goes through, and whole attention, also where a causal mask hides half of it; of attention with a window, that.
         """
-        weights = self.active_parameters - self.embedding_parameters + self.vocab * self.hidden
-        return tokens * (6 * weights + 12 * self.layers * self.heads * self.head_dim * seq)
+        counts = Counter(self._order)
+        weights, attended = float(self.output.count), 0.0
+        for number, kind in enumerate(self.kinds):
+            weights += counts[number] * self.hidden * sum(one.wide + one.narrow + one.whole for one in kind.blocks)
+            for one in kind.attention:
+                attended += counts[number] * one.heads * one.head_dim * min(seq, one.window or seq)
+        return tokens * (6 * weights + 12 * attended)
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
-        """Of a transformers config (of its text model, where it has several).
+        """Count a transformers causal language model, as transformers makes it of `config`, on the meta device.
 
         Raises:
-            ValueError: it has no such sizes, by name.
+            ValueError: transformers makes no such model of it, or one that cannot be planned; says why.
         """
-        text = config.get_text_config()
-        name = getattr(config, "name_or_path", "") or config.model_type
+        from fused_tp.planning.model_count import count_config
 
-        def size(*names: str, default: Any = None) -> Any:
-            found = next((getattr(text, one) for one in names if getattr(text, one, None) is not None), default)
-            if found is None:
-                raise ValueError(f"The config of {name} has no {names[0]}; it is no decoder that can be planned.")
-            # Some configs have one for each layer.
-            return max(found) if isinstance(found, (list, tuple)) else found
+        return count_config(config)
 
-        hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "n_heads")
-        experts = size("num_local_experts", "num_experts", "n_routed_experts", default=0)
-        wide = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-        inside = size("moe_intermediate_size", default=wide) if experts else wide
-        shared = size("shared_expert_intermediate_size", default=size("n_shared_experts", default=0) * inside)
-        activation = str(size("hidden_act", "activation_function", default="silu"))
-        latent = getattr(text, "kv_lora_rank", None) is not None
-        return cls(
-            name=name,
-            layers=size("num_hidden_layers", "n_layer", "n_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=heads if latent else size("num_key_value_heads", default=heads),
-            head_dim=size("head_dim", default=hidden // heads),
-            intermediate=inside,
-            vocab=size("vocab_size"),
-            gated=activation in ("silu", "swish", "swiglu", "gelu_pytorch_tanh"),
-            tied=bool(getattr(text, "tie_word_embeddings", False)),
-            experts=experts,
-            experts_per_token=size("num_experts_per_tok", default=0) if experts else 0,
-            shared_intermediate=shared if experts else 0,
-            dense_layers=size("first_k_dense_replace", default=0) if experts else 0,
-            dense_intermediate=wide if experts else 0,
-            latent_attention=latent,
-        )
+    def summary(self) -> dict[str, Any]:
+        """Sizes that tell two models apart whose parameters have the same shapes, in plain numbers."""
+        heads = [(one.heads, one.kv_heads) for layer in self.stack for one in layer.attention]
+        return {
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "vocab": self.vocab,
+            "heads": max((one for one, _ in heads), default=0),
+            "kv_heads": max((one for _, one in heads), default=0),
+            "tied": self.tied,
+            "experts_per_token": max(layer.experts_per_token for layer in self.stack),
+        }
 
 
-def _shape(
+@lru_cache(maxsize=64)
+def _stages(order: tuple[int, ...], kinds: int, count: int) -> list[tuple[int, ...]]:
+    each, more = divmod(len(order), count)
+    starts = [stage * each + min(stage, more) for stage in range(count + 1)]
+    parts = [order[start:stop] for start, stop in pairwise(starts)]
+    return [tuple(part.count(kind) for kind in range(kinds)) for part in parts]
+
+
+def decoder(
+    name: str,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    intermediate: int,
+    vocab: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    gated: bool = True,
+    tied: bool = False,
+    experts: int = 0,
+    experts_per_token: int = 0,
+) -> ModelShape:
+    """The shape of a decoder of equal layers by formulas, for models without a config; norms and biases are left out.
+
+    Args:
+        name: for messages.
+        layers, hidden, heads, kv_heads, head_dim, vocab: as in transformers' configs.
+        intermediate: features inside the MLP; of a layer with experts: inside one expert.
+        gated: the MLP has a gate beside its up projection (SwiGLU), and attention rotates queries and keys.
+        tied: the output layer is the embedding.
+        experts, experts_per_token: of a layer; 0: none.
+
+    Example:
+        >>> decoder("small", layers=2, hidden=64, heads=4, intermediate=96, vocab=128).parameters
+        86016
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    head_dim = hidden // heads if head_dim is None else head_dim
+    queries, projected = heads * head_dim, (heads + 2 * kv_heads) * head_dim
+    active = intermediate * (experts_per_token if experts else 1)
+    ups = 2 if gated else 1
+    of_attention, of_mlp = hidden * (projected + queries), (ups + 1) * hidden * intermediate
+    dense, sparse = (of_attention, experts * of_mlp) if experts else (of_attention + of_mlp, 0)
+    layer = Layer(
+        name="decoder layer",
+        weights=Weights(dense, dense),
+        expert_weights=Weights(sparse, sparse),
+        experts=experts,
+        experts_per_token=experts_per_token,
+        blocks=(
+            Block(wide=projected, narrow=queries, kept=projected + queries, pointwise=gated),
+            Block(wide=ups * active, narrow=active, kept=(ups + 1) * active, experts=experts > 0),
+        ),
+        attention=(Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim),),
+        tensors=9 if gated else 8,  # projections and two norms
+    )
+    embedding = Weights(vocab * hidden, vocab * hidden)
+    return ModelShape(
+        name=name, hidden=hidden, vocab=vocab, stack=(layer,) * layers, embedding=embedding, output=embedding, tied=tied
+    )
+
+
+def _llama(
     name: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocab: int, **rest: Any
 ) -> ModelShape:
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=rest.pop("head_dim", hidden // heads),
-        intermediate=intermediate,
-        vocab=vocab,
-        **rest,
-    )
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads}
+    return decoder(name, **sizes, intermediate=intermediate, vocab=vocab, **rest)
 
 
 # From the config.json that their makers publish; gpt3-175b: arXiv:2005.14165.
 SHAPES = {
     shape.name: shape
     for shape in (
-        _shape("llama-2-7b", 32, 4096, 32, 32, 11008, 32000),
-        _shape("llama-2-13b", 40, 5120, 40, 40, 13824, 32000),
-        _shape("llama-2-70b", 80, 8192, 64, 8, 28672, 32000),
-        _shape("llama-3-8b", 32, 4096, 32, 8, 14336, 128256),
-        _shape("llama-3-70b", 80, 8192, 64, 8, 28672, 128256),
-        _shape("llama-3.1-405b", 126, 16384, 128, 8, 53248, 128256),
-        _shape("qwen3-8b", 36, 4096, 32, 8, 12288, 151936),
-        _shape("qwen3-32b", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
-        _shape("qwen3-30b-a3b", 48, 2048, 32, 4, 768, 151936, head_dim=128, experts=128, experts_per_token=8),
-        _shape("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, experts=8, experts_per_token=2),
-        _shape("gpt3-175b", 96, 12288, 96, 96, 49152, 51200, gated=False, tied=True),
+        _llama("llama-2-7b", 32, 4096, 32, 32, 11008, 32000),
+        _llama("llama-2-13b", 40, 5120, 40, 40, 13824, 32000),
+        _llama("llama-2-70b", 80, 8192, 64, 8, 28672, 32000),
+        _llama("llama-3-8b", 32, 4096, 32, 8, 14336, 128256),
+        _llama("llama-3-70b", 80, 8192, 64, 8, 28672, 128256),
+        _llama("llama-3.1-405b", 126, 16384, 128, 8, 53248, 128256),
+        _llama("qwen3-8b", 36, 4096, 32, 8, 12288, 151936),
+        _llama("qwen3-32b", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
+        _llama("qwen3-30b-a3b", 48, 2048, 32, 4, 768, 151936, head_dim=128, experts=128, experts_per_token=8),
+        _llama("mixtral-8x7b", 32, 4096, 32, 8, 14336, 32000, experts=8, experts_per_token=2),
+        _llama("gpt3-175b", 96, 12288, 96, 96, 49152, 51200, gated=False, tied=True),
     )
 }
 
 
 def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
-    """A ModelShape: itself, by a name in SHAPES, of a folder or config.json of a transformers model, or of its config.
+    """A ModelShape: itself, by a name in SHAPES, or counted in the model of a transformers config, of a config.json or
+    the folder of one, or of a model type of transformers with its default config.
 
     Raises:
-        ValueError: there is no such name or file, or it has no sizes of a decoder.
+        ValueError: there is no such name, file or type, or the model cannot be planned; says why.
 
     Example:
         >>> find_shape("qwen3-8b").layers
@@ -207,17 +347,29 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
         return ModelShape.from_config(given)
     if str(given).lower() in SHAPES:
         return SHAPES[str(given).lower()]
-    if not Path(given).exists():
-        near = difflib.get_close_matches(str(given).lower(), SHAPES, 1)
+    types = _model_types()
+    if not Path(given).exists() and str(given) not in types:
+        near = difflib.get_close_matches(str(given).lower(), (*SHAPES, *types), 1)
         raise ValueError(
-            f"{str(given)!r} is no model that is known by name, and no file. "
+            f"{str(given)!r} is no model that is known by name, no model type of transformers, and no file. "
             + (f"Did you mean {near[0]!r}?" if near else f"Known are {listed(SHAPES)}; or name a config.json.")
         )
     from transformers import AutoConfig
 
+    if not Path(given).exists():
+        return ModelShape.from_config(AutoConfig.for_model(str(given)))
     path = Path(given).resolve()
     try:
-        shape = ModelShape.from_config(AutoConfig.from_pretrained(path))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{given} holds no config of a transformers model: {error}") from error
-    return replace(shape, name=(path if path.is_dir() else path.parent).name)
+    return replace(ModelShape.from_config(config), name=(path if path.is_dir() else path.parent).name)
+
+
+def _model_types() -> Iterable[str]:
+    """Those of transformers; none where it is not installed."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    except ImportError:
+        return ()
+    return list(CONFIG_MAPPING_NAMES)

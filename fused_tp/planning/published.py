@@ -13,7 +13,7 @@ from typing import Any
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Software
 from fused_tp.planning.hardware import GIB, MACHINES
-from fused_tp.planning.model_shape import SHAPES, ModelShape
+from fused_tp.planning.model_shape import SHAPES, ModelShape, Weights, decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ def mean_error(rows: list[Row]) -> float:
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> ModelShape:
     """A GPT: whole heads, an MLP of 4 x hidden features without a gate."""
-    sizes = {"kv_heads": heads, "head_dim": hidden // heads, "intermediate": 4 * hidden} | rest
-    return ModelShape(name=name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, gated=False, **sizes)
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden, "vocab": vocab}
+    return decoder(name, **sizes, gated=False, **rest)
 
 
 def _config(dp: int, microbatches: int, virtual: int = 1, **sizes: Any) -> ParallelConfig:
@@ -101,7 +101,7 @@ def memory_rows() -> list[Row]:
     for (name, _, _, _, (state, kept, selective)), plain, less in zip(
         _KORTHIKANTI, _korthikanti(False, kept_scores=True), _korthikanti(False), strict=True
     ):
-        layers_only = replace(less, shape=replace(less.shape, vocab=0))
+        layers_only = replace(less, shape=replace(less.shape, vocab=0, embedding=Weights(), output=Weights()))
         memory = layers_only.memory
         for what, model, published, predicted in (
             ("weights and optimizer", layers_only, state, memory.weights + memory.gradients + memory.optimizer),

@@ -19,6 +19,12 @@ USABLE_MEMORY = 0.92
 MICROBATCH_ROWS = (1, 2, 4, 8)
 CP_TOKENS = 1024
 VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
+# What tensor parallel ranks do between layers, the first that a model serves.
+BETWEEN: tuple[dict[str, bool], ...] = (
+    {},
+    {"sequence_parallel": False},
+    {"sequence_parallel": False, "loss_parallel": False},
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,7 @@ class Plan:
         tokens_per_second: of all ranks.
         exposed_fused, exposed_plain: share of the step that waits for communication, with fused and with plain tp.
         reason: why it is behind the best plan, in a sentence.
+        notes: sentences that say what of the model the prediction leaves out.
     """
 
     config: ParallelConfig
@@ -44,6 +51,7 @@ class Plan:
     exposed_fused: float
     exposed_plain: float
     reason: str
+    notes: tuple[str, ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -64,6 +72,7 @@ class Plan:
             "bubble": self.bubble,
             "exposed_communication": {"fused": self.exposed_fused, "plain": self.exposed_plain},
             "reason": self.reason,
+            "notes": list(self.notes),
         }
 
 
@@ -85,8 +94,8 @@ def recommend(
     planning has how far they are from published ones.
 
     Args:
-        model: a name in `fused_tp.planning.model_shape.SHAPES`, a config.json or its folder, a transformers config, or
-            a ModelShape.
+        model: a name in `fused_tp.planning.model_shape.SHAPES`, a config.json or its folder, a transformers config or
+            model type, or a ModelShape.
         gpus: ranks in all.
         machine: a name in `fused_tp.planning.hardware.MACHINES`, a JSON file of a Machine, or a Machine.
         seq: tokens of a row.
@@ -157,7 +166,7 @@ def _data_parallel(shape: ModelShape, dp: int, pp: int) -> Iterator[dict[str, An
     if dp > 1:
         yield {"dp_replicate": dp}
     if shape.experts and pp == 1:
-        yield from ({"ep": ep, "dp_shard": dp // ep} for ep in _divisors(dp, shape.experts) if ep > 1)
+        yield from ({"ep": ep, "dp_shard": dp // ep} for ep in _divisors(dp, max(shape.experts)) if ep > 1)
 
 
 def _legal(shape: ModelShape, sizes: dict[str, Any], dp: int, seq: int, global_batch: int) -> Iterator[ParallelConfig]:
@@ -166,13 +175,23 @@ def _legal(shape: ModelShape, sizes: dict[str, Any], dp: int, seq: int, global_b
             continue
         for virtual in VIRTUAL_STAGES if sizes["pp"] > 1 else (1,):
             kind: dict[str, Any] = {"schedule": "Interleaved1F1B", "virtual_stages": virtual} if virtual > 1 else {}
-            try:
-                config = ParallelConfig(**sizes, **kind, microbatches=global_batch // (dp * rows))
-                config.check(shape, seq=seq, global_batch=global_batch)
-            except ValueError:
-                continue  # says what is wrong to whoever asks for this one
-            yield config
-            yield replace(config, recompute="full")
+            for between in BETWEEN if sizes["tp"] > 1 else ({},):
+                options: dict[str, Any] = {**sizes, **kind, **between, "microbatches": global_batch // (dp * rows)}
+                found = [{}, {"recompute": "full"}]
+                legal = [config for one in found if (config := _checked(shape, options | one, seq, global_batch))]
+                yield from legal
+                if legal:
+                    break
+
+
+def _checked(shape: ModelShape, options: dict[str, Any], seq: int, global_batch: int) -> ParallelConfig | None:
+    """The config with these options; None where it makes no sense or `shape` cannot run in it."""
+    try:
+        config = ParallelConfig(**options)
+        config.check(shape, seq=seq, global_batch=global_batch)
+    except ValueError:
+        return None  # says what is wrong to whoever asks for this one
+    return config
 
 
 def _divisors(count: int, at_most: int) -> list[int]:
@@ -192,6 +211,7 @@ def _plan(costs: CostModel, best: CostModel) -> Plan:
         exposed_fused=fused.time.communication / fused.time.total,
         exposed_plain=plain.time.communication / plain.time.total,
         reason=_reason(costs, best),
+        notes=costs.shape.notes,
     )
 
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from fused_tp.integrations.mesh import make_mesh
 from fused_tp.nn.grad_norm import clip_grad_norm_
 from fused_tp.pipelining.pipeline import Pipeline, count_targets, takes_target_count
 from fused_tp.planning.build import build
+from fused_tp.planning.model_count import count_model, make_on_meta
 from fused_tp.planning.model_shape import ModelShape
 from fused_tp.runtime import tracing
 from fused_tp.training.batches import DistributedBatches
@@ -148,7 +149,7 @@ class TrainingRun:
         self.batches = DistributedBatches(
             self.rows, self.mesh, settings.global_batch, shuffle=True, seed=settings.seed, epochs=None
         )
-        self._state: dict[str, Any] = {"shape": asdict(self.shape)}
+        self._state: dict[str, Any] = {"shape": self.shape.summary()}
         self.checkpoints: CheckpointManager | None = None
         self.done = 0
         if settings.checkpoints is not None:
@@ -528,5 +529,8 @@ def check_sizes(settings: TrainSettings, ranks: int) -> None:
     Raises:
         ValueError: what does not fit.
     """
-    shape = ModelShape.from_config(make_config(settings))
+    config = make_config(settings)
+    with _refused("the model", settings.model.config):
+        model = make_on_meta(config)
+    shape = count_model(model)
     settings.parallel_config(ranks).check(shape, seq=settings.data.seq, global_batch=settings.global_batch)

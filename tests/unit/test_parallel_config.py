@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from hypothesis import strategies as st
 
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.dialects import DIALECTS
-from fused_tp.planning.model_shape import ModelShape
+from fused_tp.planning.model_shape import decoder
 from tests.workers import error_of
 
-SHAPE = ModelShape(
-    name="small", layers=8, hidden=64, heads=8, kv_heads=4, head_dim=8, intermediate=128, vocab=100, experts=6
-)
+SHAPE = decoder("small", layers=8, hidden=64, heads=8, kv_heads=4, intermediate=128, vocab=100, experts=6)
 
 
 def test_sizes_and_what_follows_from_them() -> None:
@@ -146,7 +143,8 @@ def test_what_a_dialect_has_no_word_for() -> None:
 
 def test_what_a_model_allows() -> None:
     ParallelConfig(tp=4, cp=2).check(SHAPE)
-    ParallelConfig(tp=8).check(replace(SHAPE, kv_heads=1))  # all ranks compute the one
+    one = decoder("one", layers=2, hidden=64, heads=8, kv_heads=1, intermediate=128, vocab=100)
+    ParallelConfig(tp=8).check(one)  # all ranks compute the one
     for config, how, says in (
         (ParallelConfig(tp=8), {}, "tp=8 does not divide its 4 key/value heads; 1, 2 and 4 do"),
         (ParallelConfig(ep=4), {}, "ep=4 does not divide its 6 experts; 1, 2, 3 and 6 do"),
@@ -155,5 +153,5 @@ def test_what_a_model_allows() -> None:
         (ParallelConfig(cp=4, ulysses_size=4, tp=2), {}, "ulysses_size=4 does not divide the heads"),
     ):
         assert says in str(error_of(config.check, SHAPE, **how)), says
-    dense = ModelShape(name="d", layers=2, hidden=8, heads=2, kv_heads=2, head_dim=4, intermediate=8, vocab=8)
+    dense = decoder("d", layers=2, hidden=8, heads=2, intermediate=8, vocab=8)
     assert "ep=2 does not divide its no experts" in str(error_of(ParallelConfig(ep=2).check, dense))

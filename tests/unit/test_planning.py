@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fused_tp.cli.main import main
 from fused_tp.planning import published
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Software
 from fused_tp.planning.hardware import FITTED, GIB, MACHINES, Machine, find_machine
-from fused_tp.planning.model_shape import SHAPES, ModelShape, find_shape
+from fused_tp.planning.model_shape import SHAPES, ModelShape, decoder, find_shape
 from fused_tp.planning.recommend import USABLE_MEMORY, configurations, recommend
 from tests.workers import error_of
 
-SMALL = ModelShape(
-    name="small", layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, intermediate=4096, vocab=32000
-)
+SMALL = decoder("small", layers=8, hidden=1024, heads=16, kv_heads=4, intermediate=4096, vocab=32000)
 
 
 # -- published numbers ------------------------------------------------------------------------------------------------
@@ -99,10 +99,144 @@ def test_shapes_of_configs(tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path)
     assert find_shape(tmp_path) == find_shape(tmp_path / "config.json")
-    assert find_shape(config).parameters == 2 * (4 * 64 * 64 + 3 * 64 * 96) + 2 * 128 * 64
+    assert find_shape(config).parameters == 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64 + 2 * 128 * 64
     assert "Did you mean 'llama-3-70b'" in str(error_of(find_shape, "llama3-70b"))
     (tmp_path / "config.json").write_text("{}")
     assert "holds no config" in str(error_of(find_shape, tmp_path))
+
+
+# Types of which formulas over their config miss the most: shared layers, states, convolutions, experts beside others.
+UNLIKE_LLAMA = (
+    *("bamba", "bitnet", "falcon", "falcon_h1", "gemma3n_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
+    *("llama4", "mpt", "starcoder2", "zamba2"),
+)
+
+
+def check_count(kind: str) -> ModelShape:
+    """The shape of a model type with its default config, every parameter of which is counted once."""
+    from transformers import CONFIG_MAPPING
+
+    from fused_tp.planning.model_count import count_model, make_on_meta
+
+    model = make_on_meta(CONFIG_MAPPING[kind]())
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    shape = count_model(model)
+    assert shape.parameters == wanted, kind
+    rank = CostModel(shape=shape, config=ParallelConfig(), machine=MACHINES["h100"], seq=512, global_batch=1)
+    assert rank.memory.weights == 2 * wanted and rank.memory.optimizer == 12 * wanted, kind
+    used = sum(one.wide + one.narrow + one.whole for layer in shape.stack for one in layer.blocks) * shape.hidden
+    assert shape.flops(1, 1) >= 6 * (used + shape.output.count) and rank.time.total > 0, kind
+    return shape
+
+
+@pytest.mark.parametrize("kind", UNLIKE_LLAMA)
+def test_models_are_counted_as_they_are(kind: str) -> None:
+    pytest.importorskip("transformers")
+    check_count(kind)
+
+
+@pytest.mark.long
+def test_every_type_is_counted_or_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    refused = []
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            with torch.device("meta"):
+                transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[kind]())
+        except Exception:  # the default config is of no model
+            assert isinstance(error_of(find_shape, kind), ValueError), kind
+            refused.append(kind)
+            continue
+        check_count(kind)
+    assert len(refused) < 25, refused
+
+
+def test_a_counted_llama_costs_what_formulas_say() -> None:
+    transformers = pytest.importorskip("transformers")
+    known = decoder("known", layers=3, hidden=256, heads=8, kv_heads=4, intermediate=512, vocab=1000)
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    counted = find_shape(config)
+    assert counted.kinds[0].blocks == known.kinds[0].blocks and counted.attention == known.attention
+    assert counted.flops(1, 512) == known.flops(1, 512)
+    assert counted.parameters == known.parameters + 7 * 256  # norms
+    assert counted.output == known.output and counted.kinds[0].tensors == known.kinds[0].tensors
+
+
+def test_layers_of_several_kinds() -> None:
+    pytest.importorskip("transformers")
+    gpt_oss, llama4, moe = find_shape("gpt_oss"), find_shape("llama4"), find_shape("deepseek_v3")
+    assert {one.window for one in gpt_oss.attention} == {128, None}
+    assert gpt_oss.experts == (128,) and gpt_oss.active_parameters / 1e9 == pytest.approx(5.7, rel=0.01)
+    assert {layer.experts for layer in llama4.kinds} == {16}
+    dense, sparse = moe.kinds
+    assert moe.stages(1) == [(3, 58)] and not dense.experts and (sparse.experts, sparse.experts_per_token) == (256, 8)
+    assert moe.stages(2) == [(3, 28), (0, 30)]
+    assert moe.active_parameters / 1e9 == pytest.approx(37.5, rel=0.01)
+
+    def of_rank(**sizes: int) -> CostModel:
+        config = ParallelConfig(**sizes)
+        return CostModel(shape=moe, config=config, machine=MACHINES["h100"], seq=512, global_batch=8)
+
+    # The second stage has no dense layer. Its plan leaves attention whole, which each tensor parallel rank holds.
+    halves = of_rank(pp=2, microbatches=8).memory.weights / 2
+    assert halves == 30 * sparse.parameters + moe.embedding.count
+    cut = of_rank(tp=2).memory.weights / 2
+    assert moe.parameters / 2 < cut < 0.6 * moe.parameters and not any(one.cut for one in moe.attention)
+
+
+def test_shared_layers_cost_memory_once_and_operations_each_time() -> None:
+    pytest.importorskip("transformers")
+    shape = find_shape("zamba2")
+    first, again = (kind for kind in shape.kinds if kind.attention)
+    assert first.parameters > again.parameters and first.blocks == again.blocks
+    assert shape.flops(1, 1) > 6 * shape.parameters
+    assert any("Zamba2MambaMixer (in 54 of 54 layers) and Conv1d" in note for note in shape.notes)
+
+
+def test_tied_embeddings_are_counted_once() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    apart, tied = (
+        find_shape(transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=tied))
+        for tied in (False, True)
+    )
+    assert tied.tied and apart.parameters - tied.parameters == 128 * 64
+    assert apart.flops(1, 8) == tied.flops(1, 8)
+
+
+def test_what_parallelize_refuses_is_not_planned() -> None:
+    """Whole models are checked, by the functions of `parallelize`."""
+    pytest.importorskip("transformers")
+    shape_of = cache(find_shape)
+    for kind, sizes, says in (
+        ("bert", {"tp": 2}, "has no tp_plan of its own"),
+        ("jamba", {"cp": 2}, "mix tokens by other means than attention"),
+        ("gemma", {"tp": 2, "sequence_parallel": False}, ""),
+        ("gemma3", {"tp": 2}, "sequence_parallel=True serves only these"),
+        ("gemma3", {"tp": 2, "sequence_parallel": False, "loss_parallel": False}, ""),
+        ("xlm", {"dp_shard": 2}, "has 4 lists of layers"),
+        ("longcat_flash", {"ep": 2}, "cannot be dealt out"),
+    ):
+        refusal: Any = None
+        try:
+            ParallelConfig(**sizes).check(shape_of(kind))
+        except ValueError as error:
+            refusal = str(error)
+        assert says in refusal if says else refusal is None, (kind, refusal)
+    found = list(configurations(shape_of("gemma3"), 2, 2, seq=512, global_batch=2))
+    assert any(config.tp == 2 for config in found)
+    assert not any(config.sequence_parallel or config.cp > 1 for config in found)
+
+
+def test_heads_that_differ_by_layer() -> None:
+    """transformers names no single number of heads for such a config."""
+    pytest.importorskip("transformers")
+    assert [one.heads for one in find_shape("dots3_note").attention] == [128, 64]
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -212,7 +346,7 @@ def test_gradients_that_are_accumulated_are_whole() -> None:
 def test_experts_have_no_copies_along_ep() -> None:
     """`build` shards experts over dp_shard, and all else over dp_shard and ep."""
     shape = SHAPES["mixtral-8x7b"]
-    experts = shape.layers * shape.mlp_parameters(shape.experts * shape.intermediate)
+    experts = sum(layer.expert_weights.count for layer in shape.stack)
     rest = shape.parameters - experts
 
     def owned(software: Software, **sizes: int) -> float:
@@ -260,6 +394,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--json", "--top", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found) == 3 and ParallelConfig.from_dict(found[0]["config"]) == best
+    assert main(["plan", "--model", "mamba", "--gpus", "2", "--batch", "2"]) == 0
+    assert "Note: Of MambaMixer (in 32 of 32 layers)" in capsys.readouterr().out
     (tmp_path / "mine.json").write_text(json.dumps(MACHINES["a100"].to_dict() | {"name": "mine"}))
     written = [*arguments, "--machine", str(tmp_path / "mine.json"), "--write", str(path), "--format", "megatron"]
     assert main(written) == 0
@@ -285,6 +421,7 @@ def test_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([*plan, "--write", str(tmp_path)], f"--write: {tmp_path} is a folder"),
         ([*plan, "--write", str(tmp_path / "file" / "a")], "cannot be made or written to"),
         (["--model", "no-such", "--gpus", "8"], "'no-such' is no model"),
+        (["--model", "reformer", "--gpus", "8"], "transformers makes no causal language model of the config of"),
         (["--model", "llama-3.1-405b", "--gpus", "1"], "does not fit"),
         ([*plan, "--machine", "none.json"], "none.json cannot be read"),
     ):

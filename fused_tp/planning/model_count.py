@@ -1,0 +1,525 @@
+"""Count a transformers model on the meta device, where it has the sizes of all parameters and no memory.
+
+| of a `ModelShape` | is counted by                                                                                  |
+|-------------------|------------------------------------------------------------------------------------------------|
+| parameters        | the model's own, each once; those of experts apart                                             |
+| operations        | weights of matmuls, as often as layers use them; of experts the share that a token is sent to  |
+| heads, windows    | modules whose code has a softmax over scores, and their features                               |
+| shares of tp      | the plan that `parallelize` would take                                                         |
+| refusals          | the checks of `parallelize`, on one layer of each kind                                         |
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from fused_tp.integrations.experts import takes_routing
+from fused_tp.integrations.hf import INTERFACE, check_transformers_model
+from fused_tp.integrations.layers import check_layers
+from fused_tp.integrations.plan import (
+    HEAD_PROJECTIONS,
+    Plan,
+    check_experts,
+    check_head_counts,
+    check_nothing_dealt,
+    deal_experts_in,
+    head_counts,
+    is_of_keys,
+    resolve_plan,
+    settle_between,
+    spec_of,
+    value_of,
+)
+from fused_tp.integrations.sequence import Parallelism
+from fused_tp.integrations.whole_blocks import find_blocks
+from fused_tp.nn.linear import features_of, is_conv1d
+from fused_tp.pipelining.cut import container_name
+from fused_tp.planning.config import ParallelConfig
+from fused_tp.planning.model_shape import Attention, Block, Layer, ModelShape, Weights
+from fused_tp.runtime.errors import listed
+
+# In the code of a class that attends, where it does not ask transformers for the function.
+_SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k", "moe_topk", "moe_k", "topk"),
+    *("top_k_experts", "num_selected_experts"),
+)
+_BACK = ("down", "output", "out_proj", "w2")  # in names of weights that return from experts to the hidden state
+
+
+def count_config(config: Any) -> ModelShape:
+    """Count the causal language model that transformers makes of `config`.
+
+    Raises:
+        ValueError: transformers makes none of it; says why.
+    """
+    try:
+        model = make_on_meta(config)
+    except Exception as error:  # of any kind: a config that does not fit, a library that is missing
+        raise ValueError(
+            f"transformers makes no causal language model of the config of {_name(config)}, so that nothing can be "
+            f"counted: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    return count_model(model)
+
+
+def _name(config: Any) -> str:
+    return getattr(config, "name_or_path", "") or config.model_type
+
+
+def make_on_meta(config: Any) -> nn.Module:
+    """The causal language model of a transformers config, without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    return model
+
+
+def count_model(model: Any) -> ModelShape:
+    """Count a model that `make_on_meta` has made. Of it only one layer of each kind is left."""
+    name, text = _name(model.config), model.config.get_text_config()
+    parts = _Parts(model)
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    hidden = value_of(text, "hidden_size") or embedding.weight.shape[-1]
+    drop_repeated(model, parts)
+    cuts = Cuts(model, parts, name)
+    counter = _Counter(hidden, text, cuts.plan)
+    kinds = [counter.layer(kind) for kind in parts.kinds]
+    tied = output is not None and output.weight is embedding.weight
+    of_output = [] if output is None else [one for one in parts.outside if one.module is output]
+    around = [one for one in parts.outside if tied or one.module is not output]
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        vocab=value_of(text, "vocab_size") or (0 if output is None else features_of(output)[1]),
+        stack=tuple(kinds[number] for number in parts.order),
+        embedding=counter.weights(_once(around)),
+        output=counter.weights(of_output),
+        tied=tied,
+        notes=(*parts.notes, *counter.notes(parts, kinds), *_outside_notes(_once(around), output)),
+        check=cuts.check,
+    )
+
+
+# -- the parts of a model ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A parameter as a module has it.
+
+    Attributes:
+        path: of the module in the model.
+        inside: of the module in its layer; outside of layers as `path`.
+        first: no module before has the same parameter.
+    """
+
+    path: str
+    inside: str
+    module: nn.Module
+    key: str
+    parameter: nn.Parameter
+    first: bool
+
+    @property
+    def is_expert(self) -> bool:
+        """True if it belongs to experts, of which a token goes through some."""
+        if "experts" in self.path.split("."):
+            return True
+        count = _number(_EXPERTS, self.module)
+        return self.parameter.ndim == 3 and not isinstance(self.module, _ConvNd) and count == len(self.parameter)
+
+    @property
+    def multiplies(self) -> bool:
+        """True if it is the weight of a matmul or of a convolution."""
+        return self.parameter.ndim > 1 and not isinstance(self.module, nn.Embedding) and "bias" not in self.key
+
+
+class _Parts:
+    """The layers of a model, each with what it holds, and what lies around them.
+
+    Attributes:
+        container: name of the nn.ModuleList of layers; "" where there is not one: the model is one layer then.
+        kinds: of layers that are equal the first.
+        order: the number of its kind for each layer.
+        outside: what is in no layer.
+        refusal: why layers cannot be told apart, for what needs them.
+        modules: the layers.
+        notes: sentences about the layers that were taken.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.container, self.refusal = "", ""
+        self.notes: list[str] = []
+        self._find_container(model)
+        inside = f"{self.container}."
+        found: dict[int, list[_Held]] = {}
+        self.outside: list[_Held] = []
+        seen: set[int] = set()
+        output = model.get_output_embeddings()
+        for path, module in model.named_modules(remove_duplicate=False):
+            for key, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                number, within = -1, path
+                if self.container and path.startswith(inside):
+                    at, _, within = path.removeprefix(inside).partition(".")
+                    number = int(at)
+                elif not self.container and not isinstance(module, nn.Embedding) and module is not output:
+                    number = 0
+                held = _Held(path, within, module, key, parameter, id(parameter) not in seen)
+                seen.add(id(parameter))
+                (self.outside if number < 0 else found.setdefault(number, [])).append(held)
+        self.modules = list(model.get_submodule(self.container).children()) if self.container else [model]
+        types = value_of(model.config.get_text_config(), "layer_types") or ()
+        numbers: dict[object, int] = {}
+        self.kinds: list[_Kind] = []
+        self.order = []
+        for number, module in enumerate(self.modules):
+            layer_type = types[number] if self.container and number < len(types) else ""
+            held_by = found.get(number, [])
+            what = (
+                layer_type,
+                type(module),
+                tuple((one.inside, type(one.module), one.key, one.parameter.shape, one.first) for one in held_by),
+                tuple(getattr(one, "sliding_window", None) for one in module.modules()),
+            )
+            if what not in numbers:
+                numbers[what] = len(self.kinds)
+                self.kinds.append(_Kind(number, module, layer_type, held_by))
+            self.order.append(numbers[what])
+
+    def _find_container(self, model: Any) -> None:
+        try:
+            self.container = container_name(model, None)
+            return
+        except ValueError as error:
+            self.refusal = str(error)
+        text = model.config.get_text_config()
+        for name, module in model.named_modules():
+            if name and getattr(module, "config", None) is text and text is not model.config:
+                try:
+                    self.container = f"{name}.{container_name(module, None)}"
+                except ValueError:
+                    continue
+                self.refusal = ""
+                self.notes.append(f"Its layers are those of {self.container}: name these to build (layers=).")
+                return
+        self.notes.append(f"All of it is counted as one layer that runs once: {self.refusal}")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A layer, and others like it."""
+
+    number: int
+    module: nn.Module
+    layer_type: str
+    held: list[_Held]
+
+
+def drop_repeated(model: nn.Module, parts: _Parts) -> None:
+    """Leave one layer of each kind in the model, so that checks take no longer for many."""
+    if parts.container:
+        layers: Any = model.get_submodule(parts.container)
+        layers._modules.clear()
+        for number, kind in enumerate(parts.kinds):
+            layers.append(kind.module)
+            prefix = f"{parts.container}.{number}"
+            kind.held[:] = [replace(one, path=f"{prefix}.{one.inside}" if one.inside else prefix) for one in kind.held]
+
+
+def _once(held: Iterable[_Held]) -> list[_Held]:
+    return [one for one in held if one.first]
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+
+class _Counter:
+    """Counts layers and weights."""
+
+    def __init__(self, hidden: int, text: Any, plan: Plan) -> None:
+        self.hidden, self.text, self.plan = hidden, text, plan
+
+    def weights(self, held: Iterable[_Held]) -> Weights:
+        return sum((Weights(one.parameter.numel(), self.cut(one)) for one in held), Weights())
+
+    def cut(self, one: _Held) -> int:
+        """Elements of a parameter that tensor parallel ranks share out."""
+        name = f"{one.path}.{one.key}" if one.path else one.key
+        size = one.parameter.numel()
+        if name in self.plan.parameters:
+            return size
+        spec = spec_of(self.plan.modules.get(one.path))
+        if spec.shard_dim is None or (spec.shard_dim == 1 and one.parameter.ndim == 1):
+            return 0
+        if spec.shares_keys:
+            taken, returned = features_of(one.module)
+            return size * taken // returned
+        return size
+
+    def layer(self, kind: _Kind) -> Layer:
+        dense = [one for one in kind.held if not one.is_expert]
+        sparse = [one for one in kind.held if one.is_expert]
+        experts, per_token = self._routing(kind, sparse) if sparse else (0, 0)
+        share = per_token / experts if experts else 1.0
+        return Layer(
+            name=type(kind.module).__name__,
+            weights=self.weights(_once(dense)),
+            expert_weights=self.weights(_once(sparse)),
+            experts=experts,
+            experts_per_token=per_token,
+            blocks=tuple(self._blocks(kind, share)),
+            attention=tuple(self._attention(kind)),
+            tensors=len(_once(kind.held)),
+        )
+
+    def _routing(self, kind: _Kind, sparse: list[_Held]) -> tuple[int, int]:
+        """Experts of a layer, and those that a token is sent to; all of them, where that is not known."""
+        lists = {match[0] for one in sparse if (match := re.search(r"experts\.\d+(?=\.|$)", one.path))}
+        packed = (len(one.parameter) for one in sparse if one.parameter.ndim == 3)
+        around = [module for module in kind.module.modules() if type(module).__name__ != "ModuleList"]
+        experts = len(lists) or next(packed, 0) or _number(_EXPERTS, *around, self.text)
+        return experts, min(experts, _number(_EXPERTS_PER_TOKEN, *around, self.text, default=experts))
+
+    def _blocks(self, kind: _Kind, share: float) -> Iterator[Block]:
+        """Matmuls, by the modules of the layer that they are in."""
+        groups: dict[str, list[_Held]] = {}
+        for one in kind.held:
+            if one.multiplies:
+                groups.setdefault(_group(one.inside), []).append(one)
+        rest: list[_Held] = []
+        for number, group in enumerate(groups.values(), 1):
+            block = self._block([*rest, *group], share)
+            # What is cut by columns needs rows behind it.
+            rest = [*rest, *group] if block.wide and not block.narrow and number < len(groups) else []
+            if not rest:
+                yield block
+
+    def _block(self, group: list[_Held], share: float) -> Block:
+        wide = narrow = whole = kept = kept_whole = 0.0
+        for one in group:
+            active = share if one.is_expert else 1.0
+            cut = self.cut(one)
+            part = cut / one.parameter.numel()
+            whole += active * (one.parameter.numel() - cut)
+            if self._returns(one):
+                narrow += active * cut
+            else:
+                wide += active * cut
+            kept += active * part * self._kept(one)
+            kept_whole += active * (1 - part) * self._kept(one)
+        return Block(
+            wide=wide / self.hidden,
+            narrow=narrow / self.hidden,
+            whole=whole / self.hidden,
+            kept=kept,
+            kept_whole=kept_whole,
+            experts=any(one.is_expert for one in group),
+        )
+
+    def _returns(self, one: _Held) -> bool:
+        """True if a weight that is cut is cut by rows."""
+        if one.is_expert:
+            return any(word in f"{one.inside}.{one.key}" for word in _BACK)
+        return spec_of(self.plan.modules.get(one.path)).shard_dim == 1
+
+    def _kept(self, one: _Held) -> int:
+        """Features that backward needs of what is multiplied: those inside of the block, not the hidden state's."""
+        *more, returned, taken = one.parameter.shape
+        if isinstance(one.module, _ConvNd):
+            return int(one.parameter.shape[0])
+        count = 1
+        for size in more:
+            count *= size
+        return count * int(taken if returned == self.hidden else returned)
+
+    def _attention(self, kind: _Kind) -> Iterator[Attention]:
+        for path, module in kind.module.named_modules():
+            if _attends(module):
+                held = [one for one in kind.held if f"{one.inside}.".startswith(f"{path}." if path else "")]
+                yield self._attention_of(module, held, self._window(module, kind.layer_type))
+
+    def _attention_of(self, module: nn.Module, held: list[_Held], window: int | None) -> Attention:
+        linears = {one.inside.removesuffix(".linear").rpartition(".")[2]: one.module for one in held if one.multiplies}
+        linears = {leaf: one for leaf, one in linears.items() if isinstance(one, nn.Linear) or is_conv1d(one)}
+        back = [
+            features_of(one)[0]
+            for leaf, one in linears.items()
+            if features_of(one)[1] == self.hidden and leaf not in HEAD_PROJECTIONS
+        ]
+        queries = [features_of(one)[1] for leaf, one in linears.items() if leaf in ("q_proj", "query", "q_lin", "q")]
+        of_head = _number(("v_head_dim", "head_dim", "attention_head_size", "head_size"), module)
+        own, of_config = head_counts(module), head_counts(getattr(module, "config", None), self.text)
+        heads = next((n for key, n in (own or of_config).items() if not is_of_keys(key)), 0)
+        features = next(iter([*back, *queries]), of_head * heads or self.hidden)  # of all heads' values
+        if of_head and features % of_head == 0 and not any(not is_of_keys(key) for key in own):
+            heads = features // of_head
+        values = features / max(heads, 1)
+        scores = _number(("qk_head_dim", "head_dim"), module) or values
+        keys = linears.get("k_proj") or linears.get("key")
+        is_latent = _number(("qk_head_dim", "kv_lora_rank"), module) > 0
+        if is_latent:
+            kv_heads = heads
+        elif keys is not None and features_of(keys)[1] % scores == 0:
+            kv_heads = int(features_of(keys)[1] // scores)
+        else:
+            kv_heads = next((n for key, n in (own | of_config).items() if is_of_keys(key)), heads)
+        return Attention(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=(scores + values) / 2,
+            window=window,
+            cut=any(self.cut(one) for one in held),
+        )
+
+    def _window(self, module: nn.Module, layer_type: str) -> int | None:
+        """Tokens that a token of such a layer sees, where that is less than all before it."""
+        words = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
+        everywhere = () if value_of(self.text, "layer_types") else ("sliding_window",)
+        found = _number(words.get(layer_type, everywhere), getattr(module, "config", None), self.text)
+        return _number(("sliding_window",), module) or found or None
+
+    def notes(self, parts: _Parts, kinds: list[Layer]) -> Iterator[str]:
+        """What the costs of layers leave out."""
+        counts = Counter(parts.order)
+        mixers: Counter[str] = Counter()
+        for number, (kind, layer) in enumerate(zip(parts.kinds, kinds, strict=True)):
+            mixers.update(dict.fromkeys(_mixers(kind.module), counts[number]))
+            if layer.experts and layer.experts_per_token == layer.experts:
+                yield f"Tokens are taken to go through all {layer.experts} experts of {layer.name}."
+        if not mixers and not any(layer.attention for layer in kinds):
+            mixers.update(dict.fromkeys((layer.name for layer in kinds), len(parts.order)))
+        if mixers:
+            named = listed(f"{name} (in {count} of {len(parts.order)} layers)" for name, count in mixers.items())
+            yield f"Of {named} the operations are those of their weights, without what else mixes tokens or features."
+        if chosen := _number(("index_topk",), self.text):
+            yield f"Attention is counted as if each token saw all before it, not index_topk={chosen} of them."
+
+
+def _mixers(layer: nn.Module) -> Iterator[str]:
+    """Names of classes in a layer whose operations do not show in their weights: convolutions, states, ..."""
+    for path, module in layer.named_modules():
+        name = type(module).__name__
+        if isinstance(module, _ConvNd):
+            yield name
+        elif not path or _attends(module) or takes_routing(module):
+            continue
+        elif "attention" in name.lower():  # not the one around another
+            if not any("attention" in type(one).__name__.lower() for one in module.modules() if one is not module):
+                yield name
+        elif "expert" not in name.lower() and "activation" not in name.lower():
+            keys = module._parameters.keys() - {"weight"}
+            if "dt_bias" in keys or not all("bias" in key for key in keys):
+                yield name
+
+
+def _group(inside: str) -> str:
+    head, dot, _ = inside.partition(".")
+    return head if dot else ""
+
+
+def _number(names: Iterable[str], *sources: object, default: int = 0) -> int:
+    """The first attribute of these names that is a whole number above 0."""
+    found = (value_of(source, name) for source in sources for name in names)
+    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), default)
+
+
+def _attends(module: nn.Module) -> bool:
+    """True if the code of a module's class has a softmax over scores."""
+    kind: Any = type(module)
+    return _has_softmax(kind)
+
+
+@cache
+def _has_softmax(kind: Any) -> bool:
+    named = any(word in kind.__name__.lower() for word in ("attention", "attn"))
+    for base in kind.__mro__:
+        if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
+            functions = (inspect.unwrap(one) for one in vars(base).values() if inspect.isfunction(one))
+            read = {name for one in functions for name in _names(one.__code__)}
+            if INTERFACE in read or (named and not _SOFTMAX.isdisjoint(read)):
+                return True
+    return False
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Of attributes and of what is global, that code reads."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _outside_notes(around: list[_Held], output: nn.Module | None) -> Iterator[str]:
+    others: Counter[str] = Counter()
+    for one in around:
+        if one.multiplies and one.module is not output:
+            others[".".join(one.path.split(".")[:2])] += one.parameter.numel()
+    if others:
+        names = listed(f"{name} ({count / 1e6:,.1f} million)" for name, count in others.items())
+        yield f"Outside of the layers are weights of {names}: their memory is counted, their operations are not."
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class Cuts:
+    """The checks of `parallelize` and `build` that need no ranks, on a model on the meta device."""
+
+    def __init__(self, model: Any, parts: _Parts, name: str) -> None:
+        self.model, self.parts, self.name = model, parts, name
+        try:
+            self.plan = settle_between(model, resolve_plan(model, "auto"))
+        except (TypeError, ValueError):
+            self.plan = Plan()  # and `check` says why
+        self._refusal: Callable[..., str] = cache(self._find_refusal)
+
+    def check(self, config: ParallelConfig) -> None:
+        """Raise ValueError with the sentence that a call of `build` would refuse the model with."""
+        needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
+        refusal = self.parts.refusal if needs_layers else ""
+        refusal = refusal or self._refusal(
+            config.tp, config.cp > 1, config.ep, config.sequence_parallel, config.loss_parallel
+        )
+        if refusal:
+            raise ValueError(f"{self.name} cannot run at {config.shown()}: {refusal}")
+
+    def _find_refusal(self, tp: int, over_cp: bool, ep: int, sequence_parallel: bool, loss_parallel: bool) -> str:
+        model = self.model
+        mesh: Any = object()  # of which these checks ask no more than whether there is one
+        parallelism = Parallelism(
+            mesh if tp > 1 else None, mesh if over_cp else None, sequence_parallel, loss_parallel, True
+        )
+        try:
+            plan = resolve_plan(model, "auto") if tp > 1 else Plan()
+            if ep > 1:
+                deal_experts_in(model, plan, "auto", ep, whole=tp == 1)
+            else:
+                check_nothing_dealt(plan, None)
+            if tp > 1:
+                plan = settle_between(model, plan, cuts_logits=loss_parallel)
+                check_head_counts(model, plan.modules, tp)
+                check_experts(model, plan)
+            check_layers(model, plan, tp)
+            check_transformers_model(model, plan.modules, parallelism)
+            if sequence_parallel:
+                find_blocks(model, plan, rows_travel=ep > 1)
+        except (TypeError, ValueError) as error:
+            return str(error)
+        return ""
