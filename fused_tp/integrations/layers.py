@@ -262,7 +262,7 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
 
 
 def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * torch.tensor(scale, dtype=output.dtype).item()  # rounded as transformers rounds it
+    return output * torch.tensor(scale, dtype=output.dtype, device="cpu").item()  # rounded as transformers rounds it
 
 
 def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:

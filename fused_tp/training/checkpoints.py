@@ -306,7 +306,8 @@ class CheckpointManager:
         reports = self._gather((refused, [] if loading is None else [*loading.model]))
         self._on_first(lambda: _check_reports(folder, reports, loading))
         assert loading is not None
-        with _alone(self._group):
+        # torch counts rows of DTensors in tensors on the default device, and reads each of them.
+        with _alone(self._group), torch.device("cpu"):
             dcp.load(loading.seen, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
         for module in self._modules:
             own = get_model_state_dict(module)
@@ -567,7 +568,7 @@ def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> 
     dtype = saved.properties.dtype
     if saved.size == shapes(parameter.detach(), parameter).shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(saved.size, dtype=dtype)
+    return torch.zeros(saved.size, dtype=dtype, device="cpu")
 
 
 def _check_cut(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
@@ -614,7 +615,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _copied(t: Tensor) -> Tensor:
-    held = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+    held = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
     return held.copy_(t.detach(), non_blocking=True)
 
 
