@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fused_tp
 from fused_tp.nn import ContextKVCache, clip_grad_norm_
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
-from tests.workers import on_ranks, run_ranks
+from tests.workers import on_ranks, run_fresh
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
@@ -80,20 +80,23 @@ def train(group: dist.ProcessGroup, what: Any, layout: str, folder: Path) -> Non
         assert torch.equal(generated, expected)
 
 
-@pytest.mark.parametrize(
-    ("what", "layout"),
-    [
-        *((torch.bfloat16, "sp"), (META, "sp"), (META, "cp"), (META, "pp")),
-        *(
-            pytest.param(what, layout, marks=pytest.mark.full)
-            for what in (torch.bfloat16, torch.float16, torch.float64, META)
-            for layout in ("tp", "sp", "loss", "cp", "pp")
-            if (what, layout) not in ((torch.bfloat16, "sp"), (META, "sp"), (META, "cp"), (META, "pp"))
-        ),
-    ],
-)
-def test_training(what: Any, layout: str, tmp_path: Path) -> None:
-    run_ranks(2, train, what, layout, tmp_path)
+QUICK: list[tuple[Any, str]] = [(torch.bfloat16, "sp"), (META, "cp")]
+OTHERS = [
+    (what, layout)
+    for what in (torch.bfloat16, torch.float16, torch.float64, META)
+    for layout in ("tp", "sp", "loss", "cp", "pp")
+    if (what, layout) not in QUICK
+]
+
+
+def train_each(group: dist.ProcessGroup, cases: list[tuple[Any, str]], folder: Path) -> None:
+    for number, (what, layout) in enumerate(cases):
+        train(group, what, layout, folder / str(number))
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["quick", "others"])
+def test_training(cases: list[tuple[Any, str]], tmp_path: Path) -> None:
+    run_fresh(2, train_each, cases, tmp_path)
 
 
 @on_ranks(2)
