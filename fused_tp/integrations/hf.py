@@ -666,8 +666,8 @@ def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:
     queries, keys = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
     if queries is None:
         return ()
-    queries, keys = (None if t is None else torch.as_tensor(t, device="cpu") for t in (queries, keys))
-    if keys is not None and keys.tolist() != queries.tolist():
+    queries = torch.as_tensor(queries, device="cpu")
+    if keys is not None and torch.as_tensor(keys, device="cpu").tolist() != queries.tolist():
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; tokens attend to those of the same rows.")
     return read_bounds("cu_seq_lens_q", queries, seq_len)
 

@@ -194,7 +194,9 @@ class DistributedBatches:
         """(batch of this rank, samples of the global batch, state of the dataset behind it)."""
         # A generator of its own: a loader draws a number from it, and a run that resumes would otherwise be one behind.
         loader = {**self._loader, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
-        on_host = torch.device("cpu")  # torch draws a seed from the generator as iteration begins, on the default device
+        on_host = torch.device(
+            "cpu"
+        )  # torch draws a seed from the generator as iteration begins, on the default device
         if self._streams:
             with on_host:
                 batches = iter(DataLoader(_Share(self), batch_size=None, collate_fn=_as_it_is, **loader))

@@ -323,7 +323,9 @@ class TrainingRun:
                 return logits
             found = self.model.eval({"input_ids": given})
         vocab = self.shape.vocab
-        logits = torch.zeros(vocab, dtype=torch.float32, device=self.device) if found is None else found[0, place].float()
+        logits = (
+            torch.zeros(vocab, dtype=torch.float32, device=self.device) if found is None else found[0, place].float()
+        )
         dist.all_reduce(logits, group=self.mesh["pp"].get_group())  # of one rank along pp
         return logits
 

@@ -1,4 +1,4 @@
-"""Each tensor that fused_tp makes names its dtype and device: those that a program has set as defaults are for its own."""
+"""Each tensor that fused_tp makes names its dtype and device: a program's defaults are for its own tensors."""
 
 from __future__ import annotations
 
