@@ -164,7 +164,9 @@ def _serve_original_shapes() -> None:
             setattr(of_torch, name, partial(_with_own_shapes, own))
 
 
-def _with_own_shapes(own: Callable[..., Any], full: dict[str, Any], held: dict[str, Any], *args: Any, **how: Any) -> Any:
+def _with_own_shapes(
+    own: Callable[..., Any], full: dict[str, Any], held: dict[str, Any], *args: Any, **how: Any
+) -> Any:
     for name, value in full.items():
         like = held.get(name)
         if isinstance(like, DTensor) and isinstance(value, Tensor) and value.ndim == like.ndim - 1:

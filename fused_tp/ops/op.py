@@ -254,8 +254,8 @@ class Op(Generic[A]):
         return self(*values[:-1], GroupName(values[-1]))
 
     def _call_unwrapped(self, values: Sequence[Any]) -> Any:
-        """A call with tensors of subclasses. Where these show their memory as it is, it is one of plain tensors, and the
-        results are of the kind that torch's own functions would return."""
+        """A call with tensors of subclasses. Where these show their memory as it is, it is one of plain tensors, and
+        the results are of the kind that torch's own functions would return."""
         values = self._into_main_grads(values)  # before copies, which have no main_grad
         found: type | None = Tensor
         plain: list[Any] = []
@@ -274,8 +274,10 @@ class Op(Generic[A]):
         results = self(*plain)
         if found is Tensor:
             return results
-        return results.as_subclass(found) if isinstance(results, Tensor) else type(results)(
-            one.as_subclass(found) for one in results
+        return (
+            results.as_subclass(found)
+            if isinstance(results, Tensor)
+            else type(results)(one.as_subclass(found) for one in results)
         )
 
     def _call(self, values: Sequence[Any], key: object = None) -> Any:
