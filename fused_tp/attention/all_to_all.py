@@ -238,7 +238,7 @@ def _pieces(places: Places) -> Iterator[tuple[slice, slice]]:
 
 
 def _indices(places: Places, device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(r.start, r.stop) for r in places]).to(device)
+    return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in places]).to(device)
 
 
 def _of_heads(x: Tensor, heads: range) -> Tensor:

@@ -57,7 +57,7 @@ class PagedRows:
             if all(page == pages[0] + i for i, page in enumerate(pages)):
                 found = self._cache[pages[0] : pages[0] + len(pages)]
             else:
-                found = self._cache[torch.tensor(pages, device=self._cache.device)]
+                found = self._cache[torch.tensor(pages, dtype=torch.int64, device=self._cache.device)]
             yield at, found.flatten(0, 1)[at - first * size : end - first * size].unsqueeze(0)
             at = end
 

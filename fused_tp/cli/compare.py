@@ -222,7 +222,7 @@ def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
         for _ in range(WARMUP):
             step(index)
         if index == 0:
-            most = torch.tensor(memory_peak(run.device), device=run.device)
+            most = torch.tensor(memory_peak(run.device), dtype=torch.int64, device=run.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             results[0].memory = int(most)
     for number in range(runs[0][1].settings.steps - WARMUP):

@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,8 +28,10 @@ Settings = TypeVar("Settings")
 # Ranks of one host need no network; gloo would look for the address of the host's name, which may not resolve.
 LOOPBACK = "lo"
 _LONGEST_FOLDER = 64  # a socket's name has 104 bytes at most, and what is made in the folder some 35
-_REFUSAL = "fused_tp_refusal"  # store key of why a rank cannot do what it was asked
-_RESULT = "fused_tp_result"
+# Files in a folder that this user alone can read and write. Not keys of the ranks' store, which others may reach over
+# the network.
+_REFUSAL = "refusal-of-rank-"  # why a rank cannot do what it was asked
+_RESULT = "result"
 
 
 @dataclass(frozen=True)
@@ -99,30 +102,32 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     # This process holds the store of the ranks: no other process can take its port between the choice and its use.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    try:
-        # Daemons: an interrupt here ends them, and does not wait for them.
-        arguments = (job, store.port, os.getpid())
-        mp.start_processes(_started, arguments, job.ranks, daemon=True, start_method=start_method)
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        # The rank that refused may not be the one that exited first: its peers lose their connection to it.
-        if store.check([_REFUSAL]):
-            raise ValueError(store.get(_REFUSAL).decode()) from None
-        if isinstance(error, mp.ProcessExitedException) and error.signal_name:
-            raise ChildProcessError(f"{error.signal_name} has ended rank {error.error_index}.") from None
-        raise ChildProcessError(f"A rank has failed. {error}") from None
-    return pickle.loads(store.get(_RESULT))
+    with tempfile.TemporaryDirectory(prefix="fused-tp-") as name:
+        folder = Path(name)
+        try:
+            # Daemons: an interrupt here ends them, and does not wait for them.
+            arguments = (job, store.port, os.getpid(), folder)
+            mp.start_processes(_started, arguments, job.ranks, daemon=True, start_method=start_method)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            # The rank that refused may not be the one that exited first: its peers lose their connection to it.
+            for refusal in sorted(folder.glob(f"{_REFUSAL}*")):
+                raise ValueError(refusal.read_text(encoding="utf-8")) from None
+            if isinstance(error, mp.ProcessExitedException) and error.signal_name:
+                raise ChildProcessError(f"{error.signal_name} has ended rank {error.error_index}.") from None
+            raise ChildProcessError(f"A rank has failed. {error}") from None
+        return pickle.loads((folder / _RESULT).read_bytes())
 
 
-def _started(rank: int, job: Job[Any], port: int, launcher: int) -> None:
+def _started(rank: int, job: Job[Any], port: int, launcher: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from fused_tp.runtime.settings import timeout_seconds
 
     end_with(launcher)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
-    result = _run_rank(job, rank, rank, store)
+    result = _run_rank(job, rank, rank, (store, folder))
     if rank == 0:
-        store.set(_RESULT, cast("str", pickle.dumps(result)))  # which takes bytes, too
+        (folder / _RESULT).write_bytes(pickle.dumps(result))
 
 
 def end_with(process: int) -> None:
@@ -141,7 +146,8 @@ def end_with(process: int) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _run_rank(job: Job[Any], rank: int, local_rank: int, store: dist.Store | None) -> Any:
+def _run_rank(job: Job[Any], rank: int, local_rank: int, launched: tuple[dist.Store, Path] | None) -> Any:
+    """`launched`: the store of the ranks and the folder of `launch`, None under torchrun."""
     import torch
     import torch.distributed as dist
 
@@ -153,15 +159,15 @@ def _run_rank(job: Job[Any], rank: int, local_rank: int, store: dist.Store | Non
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds())
-    if store is None:
+    if launched is None:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=job.ranks, timeout=timeout)
+        dist.init_process_group(backend, store=launched[0], rank=rank, world_size=job.ranks, timeout=timeout)
     try:
         return job.function(job.settings)
     except (ValueError, OSError) as error:
-        if store is not None:
-            store.set(_REFUSAL, str(error))
+        if launched is not None:
+            (launched[1] / f"{_REFUSAL}{rank}").write_text(str(error), encoding="utf-8")
         raise
     finally:
         dist.destroy_process_group()

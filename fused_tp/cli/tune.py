@@ -173,7 +173,7 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
     columns, rows = matmuls_of(_shape(model), world)
 
     def made(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=device).to(dtype).requires_grad_()
+        return torch.randn(shape, dtype=torch.float32, device=device).to(dtype).requires_grad_()
 
     told = set(told_choices(resolve_group(group)))
     for m in tokens:

@@ -191,7 +191,9 @@ def _bring_rows(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (scatter(x, 0, group=ranks.dealt),)
     assert ranks.dealt is not None
     count = next(experts.parameters()).shape[0]  # DTensors say how many there are in all
-    experts._fused_tp_exchange = Exchange(torch.full((count,), len(x) // count, device=x.device), ranks)
+    experts._fused_tp_exchange = Exchange(
+        torch.full((count,), len(x) // count, dtype=torch.int64, device=x.device), ranks
+    )
     return (experts._fused_tp_exchange.bring(x),)
 
 

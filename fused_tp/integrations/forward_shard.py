@@ -45,7 +45,7 @@ class CpContext:
 
     @property
     def cu_seqlens(self) -> Tensor | None:
-        return torch.tensor(self.documents, device="cpu") if self.documents else None
+        return torch.tensor(self.documents, dtype=torch.int64, device="cpu") if self.documents else None
 
     @property
     def _where(self) -> dict[str, Any]:

@@ -178,7 +178,7 @@ class GradientSync:
         nodes = [node for t in outputs for node in nodes_of(t)]
         used = {id(leaf) for leaf in leaves(nodes)}
         hidden = routed and any(node.name() == "CheckpointFunctionBackward" for node in nodes)
-        here = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32)
+        here = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32, device="cpu")
         *counts, hidden = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
         if hidden:
             raise ValueError(
@@ -250,7 +250,7 @@ class GradientSync:
         """
         if is_capturing():
             return
-        number = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64)
+        number = torch.tensor([checksum("\n".join(summed).encode())], dtype=torch.float64, device="cpu")
         numbers = all_gather(number.to(self.mesh.device_type), 0, group=self.mesh).tolist()
         if len(set(numbers)) == 1:
             return

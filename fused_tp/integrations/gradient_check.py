@@ -107,5 +107,6 @@ def _sketch(gradient: Tensor) -> Tensor:
     whole = flat.numel() // _WIDTH * _WIDTH
     folded = flat[:whole].view(-1, _WIDTH).sum(0)
     folded[: flat.numel() - whole] += flat[whole:]
-    weights = torch.randn(_WIDTH, generator=torch.Generator().manual_seed(0)).to(flat.device)
+    seeded = torch.Generator().manual_seed(0)
+    weights = torch.randn(_WIDTH, generator=seeded, dtype=flat.dtype, device="cpu").to(flat.device)
     return torch.stack([flat.norm(), folded @ weights])

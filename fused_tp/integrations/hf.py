@@ -406,7 +406,7 @@ class TransformersSequence(SequenceSharding):
             raise ValueError(PADDED_DOCUMENTS)
         if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
             # transformers keeps documents apart by these where there is neither a mask nor a cache.
-            counted = [torch.arange(stop - start) for start, stop in itertools.pairwise(documents)]
+            counted = [torch.arange(stop - start, device="cpu") for start, stop in itertools.pairwise(documents)]
             source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)
             arguments["position_ids"] = torch.cat(counted).to(source.device).unsqueeze(0)
 
@@ -696,9 +696,10 @@ def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:
     queries, keys = given["cu_seq_lens_q"], given["cu_seq_lens_k"]
     if queries is None:
         return ()
-    if keys is not None and torch.as_tensor(keys).tolist() != torch.as_tensor(queries).tolist():
+    queries = torch.as_tensor(queries, device="cpu")
+    if keys is not None and torch.as_tensor(keys, device="cpu").tolist() != queries.tolist():
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; tokens attend to those of the same rows.")
-    return read_bounds("cu_seq_lens_q", torch.as_tensor(queries), seq_len)
+    return read_bounds("cu_seq_lens_q", queries, seq_len)
 
 
 def _from_positions(positions: Tensor, mask: Tensor | None) -> tuple[int, ...]:

@@ -238,7 +238,9 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Where attention is ours: over tokens, or over a cache, of which each rank has a part.
     ours = cache if cache is not None else None if shard is None else shard.cp
     if frame is not None and ours is not None and getattr(frame.owner, "own_attention", None):
-        return torch.zeros((1, 1, 1, 1))  # which nothing reads, though MPT converts it
+        return torch.zeros(
+            (1, 1, 1, 1), dtype=torch.float32, device="cpu"
+        )  # which nothing reads, though MPT converts it
     if ours is not None:
         # Of a plain mask, causal or bidirectional, transformers says that attention may do without it.
         if kwargs.get("use_vmap") or not (
@@ -269,7 +271,7 @@ def _as_window(sees: Callable[..., Tensor], size: int) -> Window:
     """The window of a mask function, sees(batch, head, query, key), of that size."""
 
     def token_sees(query: int, key: int) -> bool:
-        return bool(sees(*torch.tensor([0, 0, query, key], device="cpu").unbind()))
+        return bool(sees(*torch.tensor([0, 0, query, key], dtype=torch.int64, device="cpu").unbind()))
 
     if not token_sees(size, 1):  # sees nothing of the `size` tokens before it: a new chunk begins here
         raise ValueError(

@@ -114,7 +114,7 @@ class ContextLayer:
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(len(self.cache.lengths)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self.cache.lengths), device="cpu").repeat_interleave(repeats))
 
 
 @lru_cache

@@ -43,6 +43,7 @@ from fused_tp.nn.sharding import Memo, PartsCut, shard_rows
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
 from fused_tp.runtime.group import GroupLike
+from fused_tp.runtime.subclass import why_not_plain
 
 HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
 
@@ -89,6 +90,11 @@ def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
                 raise TypeError(
                     f"model has the DTensor parameter {f'{name}.{key}'!r}; parallelize takes a whole model, before "
                     "fully_shard or any other sharding."
+                )
+            if ranks > 1 and (why := why_not_plain(type(parameter))) is not None:
+                raise ValueError(
+                    f"{_path(name, key)!r} cannot become a DTensor: {why}. Parallelize the model before it is quantized "
+                    "or its parameters are wrapped."
                 )
             if ranks > 1 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
                 raise ValueError(
@@ -262,7 +268,7 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
 
 
 def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * torch.tensor(scale, dtype=output.dtype).item()  # rounded as transformers rounds it
+    return output * torch.tensor(scale, dtype=output.dtype, device="cpu").item()  # rounded as transformers rounds it
 
 
 def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:

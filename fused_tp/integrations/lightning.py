@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from fused_tp.integrations.mesh import ORDER, make_mesh
 from fused_tp.integrations.model_check import is_parallelized
 from fused_tp.nn import original_shapes
+from fused_tp.nn.plain_data import PlainPlanner, PlainReader
 
 T = TypeVar("T", bound=type)
 
@@ -134,8 +135,11 @@ class _ParallelStrategy:
         for number, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         strict = self.lightning_module.strict_loading
-        planner = DefaultLoadPlanner(allow_partial_load=not strict)
-        dcp.load(original_shapes(self.model, state), checkpoint_id=str(folder), planner=planner)
+        # As torch.load of the rest below, for which None is True.
+        plain = weights_only is not False
+        planner = (PlainPlanner if plain else DefaultLoadPlanner)(allow_partial_load=not strict)
+        reader = (PlainReader if plain else dcp.FileSystemReader)(folder)
+        dcp.load(original_shapes(self.model, state), storage_reader=reader, planner=planner)
         set_model_state_dict(self.model, state["state_dict"], options=StateDictOptions(strict=strict))
         for number, optimizer in enumerate(self.optimizers):
             set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state[f"optimizer_{number}"])

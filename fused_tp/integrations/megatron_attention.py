@@ -137,11 +137,11 @@ class FusedDotProductAttention(DotProductAttention):
         if mask is None or mask in _CAUSAL_MASKS:
             return
         if self.cp_group is None:
-            seen = torch.arange(keys - queries, keys)
+            seen = torch.arange(keys - queries, keys, device="cpu")
         else:
             keys *= self.cp_group.size()
-            seen = sequence_positions(keys, group=self.cp_group)
-        hidden = torch.arange(keys) > seen[:, None]
+            seen = sequence_positions(keys, group=self.cp_group, device="cpu")
+        hidden = torch.arange(keys, device="cpu") > seen[:, None]
         if mask.shape[-2:] != hidden.shape or not (mask == hidden.to(mask.device)).all():
             raise ValueError(
                 f"attention_mask of shape {tuple(mask.shape)} is not the causal mask, which is all that is computed "

@@ -65,6 +65,12 @@ def make_mesh(
     if device_type is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device_type = "cpu" if accelerator is None else accelerator.type
+    usable = getattr(getattr(torch, device_type, None), "is_available", None)
+    if usable is None or not usable():
+        raise ValueError(
+            f"device_type is {device_type!r}, and torch {torch.__version__} finds no such device here. Pass 'cpu', or "
+            "leave device_type out for the devices that this machine has."
+        )
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

@@ -190,6 +190,6 @@ def _places(shape: torch.Size) -> Tensor:
     rows, columns = shape[0], shape[1:].numel()
     sampled = min(rows, _MOST)
     each = min(columns, -(-_SAMPLE // sampled))
-    row = (torch.arange(sampled) * rows // sampled).unsqueeze(1)
-    column = torch.arange(each) * columns // each + row * 7919 % (columns // each)
+    row = (torch.arange(sampled, device="cpu") * rows // sampled).unsqueeze(1)
+    column = torch.arange(each, device="cpu") * columns // each + row * 7919 % (columns // each)
     return (row * columns + column).flatten()

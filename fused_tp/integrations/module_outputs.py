@@ -138,12 +138,13 @@ class RankPart:
         cuts: list[Tensor] = []
         rows, rest = divmod(whole, self._tokens)
         if rows and not rest:  # tokens; of all rows where they lie in one dim
-            begins = torch.arange(rows).unsqueeze(1) * self._tokens
+            begins = torch.arange(rows, device="cpu").unsqueeze(1) * self._tokens
             cuts += [(begins + positions).flatten() for positions in self._positions]
         for parts in _PACKED:
             if whole % parts == 0:
                 start, stop = shard_range(whole // parts, self._tp_ranks, self._tp_rank)
-                cuts.append((torch.arange(parts).unsqueeze(1) * (whole // parts) + torch.arange(start, stop)).flatten())
+                begins = torch.arange(parts, device="cpu").unsqueeze(1) * (whole // parts)
+                cuts.append((begins + torch.arange(start, stop, device="cpu")).flatten())
         return [indices for indices in cuts if len(indices) == own]
 
 

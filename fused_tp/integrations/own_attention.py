@@ -129,7 +129,9 @@ def bloom(
     module: Any, attend: Attend, hidden_states: Tensor, residual: Tensor, layer_past: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     query, key, value = module._reshape(module.query_key_value(hidden_states))
-    two = torch.ones(1, 2, device=value.device)  # tokens, of which the second has the slopes for its biases
+    two = torch.ones(
+        1, 2, dtype=torch.int64, device=value.device
+    )  # tokens, of which the second has the slopes for its biases
     biases = _in_file_of(module, "build_alibi_tensor")(two, _heads_of_all_ranks(module), torch.float32)
     out = attend(query, *_cached(module, layer_past, key, value), alibi_slopes=biases[:, 0, 1])
     add = _in_file_of(module, "dropout_add")

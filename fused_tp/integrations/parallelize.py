@@ -209,6 +209,12 @@ def parallelize(
             "model is in a DistributedDataParallel, which holds the parameters that parallelize replaces; parallelize "
             "the model inside, and wrap that."
         )
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled where it has not been imported
+    if compiled is not None and any(isinstance(module, compiled.OptimizedModule) for module in model.modules()):
+        raise TypeError(
+            "model is, or holds, what torch.compile has returned, in which names differ from the plan's. Parallelize "
+            "the model first, and compile it after: torch.compile(parallelize(model, mesh))."
+        )
     if is_parallelized(model):
         raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
     _check_ulysses(

@@ -221,7 +221,9 @@ class ParallelLoraLinear(Linear):
         """Each row with its adapter, of which all ranks take one after the other. PEFT takes them as a set has them."""
         result: Tensor = self.base_layer(x, *args)
         for name in sorted(set(adapter_names) & self.lora_A.keys()):
-            rows = torch.tensor([i for i, one in enumerate(adapter_names) if one == name], device=x.device)
+            rows = torch.tensor(
+                [i for i, one in enumerate(adapter_names) if one == name], dtype=torch.int64, device=x.device
+            )
             given = self.lora_dropout[name](part_of(x)[rows].to(self.lora_A[name].weight.dtype))
             added = self.lora_B[name](self.lora_A[name](given)) * self.scaling[name]
             result = result.index_add(0, rows, added.to(result.dtype))
@@ -316,7 +318,8 @@ def _as_linear(head: Any) -> Iterator[None]:
         yield
         return
     layer = head.base_layer
-    head.base_layer = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    sizes = layer.in_features, layer.out_features, layer.bias is not None
+    head.base_layer = nn.Linear(*sizes, device="meta", dtype=layer.weight.dtype)
     try:
         yield
     finally:

@@ -39,7 +39,8 @@ from torch.overrides import TorchFunctionMode
 from fused_tp.integrations.forward_shard import CpContext, ForwardShard
 from fused_tp.integrations.layers import holds_sharded_heads
 from fused_tp.integrations.outputs import map_tensors
-from fused_tp.integrations.plan import Style, spec_of
+from fused_tp.integrations.plan import Style, StyleSpec, spec_of
+from fused_tp.integrations.readers import splits_output
 from fused_tp.integrations.sequence import PASSES_ON, Parallelism, Rows, SequenceSharding, cut_head
 
 POSITIONS = ("positions", "position_ids")
@@ -66,6 +67,8 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
             f"{mixes!r} ({type(model.get_submodule(mixes)).__name__}) mixes tokens by other means than attention, "
             "which a rank that holds a part of the sequence cannot; use neither cp_dim nor sequence_parallel."
         )
+    for name, style in plan.items():
+        _check_not_split(model, name, spec_of(style))
     heads = _heads(plan)
     for asked in ("sequence_parallel", "loss_parallel"):
         if getattr(parallelism, asked) and len(heads) != 1 and not hasattr(model, PASSES_ON):
@@ -78,6 +81,24 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
             f"loss_parallel=True needs {kind}.loss_function(logits, labels, vocab_size), which parallelize replaces by "
             "the cross entropy over all ranks' vocabulary; it has none."
         )
+
+
+def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
+    """Refuse a column layer of several parts (q, k and v) that is cut as if it were one, and parts of widths that a rank
+    does not have."""
+    parent, _, leaf = name.rpartition(".")
+    if spec.shard_dim != 0 or spec.gathers_output or spec.needs is not nn.Linear:
+        return
+    owner = type(model.get_submodule(parent))
+    taken_apart = splits_output(owner, leaf)
+    if taken_apart is None or (spec.parts > 1 and taken_apart == "chunk"):
+        return
+    raise ValueError(
+        f"{owner.__name__} takes what {name!r} returns apart by {taken_apart}(), and the plan cuts {name!r} "
+        + ("into parts, of which a rank has a share each" if spec.parts > 1 else "as one layer, of consecutive rows")
+        + ". Take it apart by .chunk(3, dim=-1) (or 2, of gate and up), which goes by the width that a rank has, and give "
+        f"{name!r} the style 'packed_colwise_3' (or 'packed_colwise'); or make it a layer for each part."
+    )
 
 
 def _mixes_tokens(module: nn.Module) -> bool:

@@ -52,7 +52,7 @@ def _chains(kind: Any, by_forward: bool) -> frozenset[str]:
     """Every `a.b.c` of a `self.a.b.c` in the methods of a class and its bases."""
     found: set[str] = set()
     for base in kind.__mro__:
-        if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
+        if issubclass(base, nn.Module) and (not base.__module__.startswith("torch.") or base is nn.MultiheadAttention):
             methods = _chains_of(_source(base.__module__)).get(base.__qualname__, {})
             found.update(*([methods.get("forward", frozenset())] if by_forward else methods.values()))
     return frozenset(found)
@@ -138,6 +138,57 @@ def _compared(definition: ast.ClassDef) -> Iterator[str]:
         reads = any(isinstance(one, ast.Attribute) and one.attr.endswith("_attn_implementation") for one in inside)
         if reads and names != {"eager"}:
             yield from names
+
+
+_SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
+_SAME = {"contiguous", "float", "to", "clone"}  # methods that keep a tensor's dims; others may have made one of heads
+
+
+def splits_output(kind: Any, layer: str) -> str | None:
+    """The function by which the methods of class `kind` take what `self.<layer>` has returned, itself or under a name,
+    apart into a few names; None where they do not, or there is no source."""
+    for definition in [d for k in kind.__mro__ for n, d in _parsed(_source(k.__module__)) if n == k.__qualname__]:
+        for method in (node for node in ast.walk(definition) if isinstance(node, ast.FunctionDef)):
+            called = f"{method.args.args[0].arg if method.args.args else 'self'}.{layer}"
+            named: set[str] = set()
+            assignments = (node for node in ast.walk(method) if isinstance(node, ast.Assign))
+            for one in sorted(assignments, key=lambda node: node.lineno):
+                target = one.targets[0]
+                if isinstance(target, ast.Name):
+                    made = _made_of(one.value, called, named)
+                    named = named | {target.id} if made else named - {target.id}
+                if not isinstance(target, ast.Tuple):
+                    continue
+                for node in ast.walk(one.value):
+                    if (
+                        isinstance(node, ast.Call)
+                        and isinstance(node.func, ast.Attribute)
+                        and node.func.attr in _SPLITS
+                    ):
+                        of_torch = ast.unparse(node.func.value) == "torch"
+                        whole = node.args[0] if of_torch and node.args else node.func.value
+                        if _made_of(whole, called, named):
+                            return node.func.attr
+    return None
+
+
+def _made_of(node: ast.expr, called: str, named: set[str]) -> bool:
+    """Whether an expression is a call of the layer `called`, or a name in `named`."""
+    while isinstance(node, ast.Call):
+        if ast.unparse(node.func) == called:
+            return True
+        if not isinstance(node.func, ast.Attribute) or node.func.attr not in _SAME:
+            return False
+        node = node.func.value
+    return isinstance(node, ast.Name) and node.id in named
+
+
+@lru_cache(maxsize=16)
+def _parsed(source: str) -> list[tuple[str, ast.ClassDef]]:
+    try:
+        return list(_definitions(ast.parse(source), ""))
+    except SyntaxError:
+        return []
 
 
 def forward_mentions(module: nn.Module, words: str, *, unknown: bool) -> bool:

@@ -264,7 +264,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     queries, keys = [start, *inside, stop], [first, *inside, last]
 
     def counted(ends: list[int]) -> tuple[Tensor, int]:
-        found = torch.tensor(ends, dtype=cu_seqlens.dtype) - ends[0]
+        found = torch.tensor(ends, dtype=cu_seqlens.dtype, device="cpu") - ends[0]
         return found.to(cu_seqlens.device), int(found.diff().max())
 
     (of_queries, longest), (of_keys, longest_keys) = counted(queries), counted(keys)

@@ -117,6 +117,7 @@ class SequenceSharding:
         self._loss: GlobalLoss | None = None
         self.attends = 0  # how often a forward pass calls attention over the CP ranks, at least
         self.attended = 0  # how often the last one has
+        self._tokens_known, self._targets_known = _known_ids(model)
 
     def prepare(self, model: nn.Module) -> None:
         """Change layers of `model` that stay in it, before others are replaced."""
@@ -285,6 +286,8 @@ class SequenceSharding:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
         targets = self._targets(arguments, tokens, ignore_index)
+        if self.parallelism.cp_mesh is not None:
+            self._check_range(source, tokens, targets, ignore_index)
         rows = self.check(arguments, seq_len, targets)
         cp = self._ring(seq_len, rows)
         if self.parallelism.shards_sequence and self.positions is not None:
@@ -310,6 +313,8 @@ class SequenceSharding:
         if self.parallelism.shards_sequence and "logits_to_keep" in arguments:
             keep = arguments["logits_to_keep"]  # of the whole sequence
             arguments["logits_to_keep"] = 0
+            if targets is None:
+                self._whole_labels(arguments, seq_len, keep)
         return ForwardShard(
             tokens.shape[0],
             seq_len,
@@ -321,6 +326,42 @@ class SequenceSharding:
             logits_to_keep=keep,
             targets_version=version_of(targets),
         )
+
+    def _check_range(self, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int) -> None:
+        """Refuse, on all ranks, ids that only the rank that holds them would refuse, which its peers would wait for. On a
+        GPU the question would stop the host."""
+        if torch.compiler.is_compiling():
+            return
+        of_tokens, of_targets = (source, tokens, self._tokens_known), (self.labels, targets, self._targets_known)
+        for name, ids, known in (of_tokens, of_targets):
+            if known is None or ids is None or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
+                continue
+            wrong = (ids < 0) | (ids >= known)
+            if ids is targets:
+                wrong &= ids != ignore_index
+            if bool(wrong.any()):
+                raise ValueError(
+                    f"{name} holds {int(ids[wrong][0])}; ids are 0 to {known - 1}"
+                    + (f", or ignore_index={ignore_index}." if ids is targets else ".")
+                )
+
+    def _whole_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:
+        """Labels of the last tokens only, which go with logits_to_keep, as labels of all: the model computes its loss from
+        the logits of all tokens here, of which the others are ignored."""
+        ignore_index = arguments.get("ignore_index", -100)
+        for name in (self.labels, "shift_labels"):
+            labels = None if name is None else arguments.get(name)
+            if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[1] == seq_len:
+                continue
+            if not isinstance(keep, int) or labels.shape[1] != keep:
+                raise ValueError(
+                    f"{name} has shape {tuple(labels.shape)}, of {seq_len} tokens and logits_to_keep={keep}; pass "
+                    "labels of all tokens, or of the last logits_to_keep ones."
+                )
+            whole = labels.new_full((len(labels), seq_len), ignore_index)
+            first = 0 if name == "shift_labels" else 1  # no kept logits come before the first label
+            whole[:, seq_len - keep + first :] = labels[:, first:]
+            arguments[name] = whole
 
     def _ring(self, seq_len: int, rows: Rows) -> CpContext | None:
         tp_mesh, cp_mesh = self.parallelism.tp_mesh, self.parallelism.cp_mesh
@@ -549,3 +590,21 @@ def in_one_order(hooks: dict[int, Any]) -> None:
     looks a hook up in the latter by its number in the former."""
     for key in list(hooks):
         hooks[key] = hooks.pop(key)
+
+
+def _known_ids(model: Any) -> tuple[int | None, int | None]:
+    """How many ids of tokens, and of targets, a model takes; None where that is not known."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config") and config.get_text_config() is not config:
+        return None, None  # ids beyond the vocabulary may stand for pictures
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    found: list[int | None] = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            layer = getattr(model, name)()
+        except (AttributeError, NotImplementedError):  # a plain model; or one without such a layer
+            layer = embeddings[0] if len(embeddings) == 1 and name == "get_input_embeddings" else None
+        weight = getattr(layer, "weight", None)
+        known = isinstance(layer, (nn.Embedding, nn.Linear)) and isinstance(weight, Tensor) and weight.ndim == 2
+        found.append(weight.shape[0] if known and weight is not None else None)
+    return found[0], found[1]

@@ -306,7 +306,7 @@ def _documents_at(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> li
         )
     for row in whole:
         begins = (row == 0).nonzero().flatten().tolist()
-        documents.append(torch.tensor(sorted({0, *begins, len(row)})))
+        documents.append(torch.tensor(sorted({0, *begins, len(row)}), dtype=torch.int64, device="cpu"))
     _known[positions] = positions._version, documents
     return documents
 

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from fused_tp.integrations.model_check import MARK
 from fused_tp.integrations.sequence import Parallelism
 from fused_tp.nn import original_shapes
+from fused_tp.nn.plain_data import PlainPlanner, PlainReader
 from fused_tp.nn.sharding import CUTS
 
 T = TypeVar("T", bound=type)
@@ -198,7 +199,7 @@ class _ParallelTrainer:
             return
         model, optimizer = get_state_dict(self.model, self._plain_optimizer())
         state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        dcp.load(original_shapes(self.model, state), checkpoint_id=str(_folder_of(checkpoint)))
+        _load(original_shapes(self.model, state), checkpoint)
         set_state_dict(
             self.model,
             self._plain_optimizer(),
@@ -211,11 +212,15 @@ class _ParallelTrainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         state = {"model": get_model_state_dict(self.model)}
-        dcp.load(original_shapes(self.model, state), checkpoint_id=str(_folder_of(resume_from_checkpoint)))
+        _load(original_shapes(self.model, state), resume_from_checkpoint)
         self.model.load_state_dict(state["model"])
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def _load(state: dict[str, Any], checkpoint: str) -> None:
+    dcp.load(state, storage_reader=PlainReader(_folder_of(checkpoint)), planner=PlainPlanner())
 
 
 def _folder_of(checkpoint: str) -> Path:

@@ -366,7 +366,7 @@ class ParallelAttention(nn.Module):
         if mask is not None:
             return attention_with_mask(q, k, v, mask, dropout_p=self._dropout_p, first_head=self._first_head(), **how)
         if cache is not None:
-            lengths = torch.full((q.shape[0],), k.shape[1])
+            lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int64, device="cpu")
             return decode(DecodeArguments(q, k, v, lengths, **how), alone=True)[0]
         return self._attend_over(q, k, v, call)
 
@@ -387,7 +387,7 @@ class ParallelAttention(nn.Module):
             "scale": self.scale,
             "window": self.window,
             "softcap": self.softcap,
-            "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float64).to(q.device),
+            "alibi_slopes": None if slopes is None else torch.tensor(slopes, dtype=torch.float64, device=q.device),
             "sinks": local(self.sinks),
         }
 

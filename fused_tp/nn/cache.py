@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -141,11 +141,11 @@ class ContextCache(ABC):
         lengths, added = self._lengths(), _as_list(new_lengths)
         if len(set(lengths)) <= 1 and added is None:
             start = lengths[0] if lengths else 0
-            return torch.arange(start, start + new)
+            return torch.arange(start, start + new, device="cpu")
         added = [new] * len(lengths) if added is None else added
         lengths = lengths or [0] * len(added)
-        stops = torch.tensor([length + n for length, n in zip(lengths, added, strict=True)])
-        return (stops[:, None] - new + torch.arange(new)).clamp_min(0)
+        stops = _on_host(length + n for length, n in zip(lengths, added, strict=True))
+        return (stops[:, None] - new + torch.arange(new, device="cpu")).clamp_min(0)
 
     def append(self, k: Tensor, v: Tensor, new_lengths: Sequence[int] | Tensor | None = None) -> None:
         """Add tokens that every rank has; each keeps what it owns, and nothing is sent.
@@ -237,7 +237,7 @@ class ContextCache(ABC):
         check_keywords("attend", keywords, SCORE_KEYWORDS)
         keys, values, table = self._shards(q)
         where: dict[str, Any] = {"block": self.block, "tokens": tokens, "group": self.group, **keywords}
-        out, lse = decode(DecodeArguments(q, keys, values, torch.tensor(self._before(q.shape[0])), table, **where))
+        out, lse = decode(DecodeArguments(q, keys, values, _on_host(self._before(q.shape[0])), table, **where))
         return (out, lse) if return_lse else out
 
     one_by_one = False  # whether `_write` takes one sequence at a time
@@ -489,7 +489,7 @@ class _Sequences(ContextCache):
         self._pool._reserve(k, v, self._sequences, lengths)
 
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        pages = torch.tensor(self._pool._pages_of[self._sequences[seqs.start]], device=rows.device)
+        pages = _on_host(self._pool._pages_of[self._sequences[seqs.start]]).to(rows.device)
         size = self._pool.page_size
         where = pages[rows // size] * size + rows % size
         for pool, new in ((self._pool._keys, k), (self._pool._values, v)):
@@ -500,8 +500,12 @@ class _Sequences(ContextCache):
         keys, values = _not_empty(self._pool._keys, self._pool._values)
         pages = [self._pool._pages_of[sequence] for sequence in self._sequences]
         most = max(map(len, pages))
-        table = torch.tensor([one + [0] * (most - len(one)) for one in pages], dtype=torch.int32)
+        table = torch.tensor([one + [0] * (most - len(one)) for one in pages], dtype=torch.int32, device="cpu")
         return keys, values, table.view(len(pages), most)
+
+
+def _on_host(numbers: Iterable[int]) -> Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
 
 
 def _checked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

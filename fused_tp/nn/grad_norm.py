@@ -63,7 +63,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor
             square = torch.linalg.vector_norm(own, dtype=wide).double() ** 2
         over = () if cut is None else _groups(cut)
         squares[over] = squares[over].to(own.device) + square if over in squares else square
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for over, square in squares.items():
         for group in over:
             square = all_reduce(square, group=group)

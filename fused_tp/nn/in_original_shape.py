@@ -34,7 +34,8 @@ class InOriginalShape(Tensor):
         """A DTensor, without `dim` in its own shape, else [.., parts, rows, ..] as [.., parts * rows, ..], the parts
         being along `dim`."""
         local = tensor.to_local().detach()
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        with torch.device("cpu"):  # torch counts rows in tensors on the default device, and reads each of them
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         if dim is None:
             # A rank without rows has no rectangle; but a whole without elements is there.
             own = {torch.Size(offset): local} if local.numel() or not tensor.numel() else {}
@@ -49,7 +50,7 @@ class InOriginalShape(Tensor):
 
     def on_cpu(self, copy: Callable[[Tensor], Tensor]) -> InOriginalShape:
         """The same of copies, which `copy` makes on the CPU."""
-        like = torch.empty(0, dtype=self.dtype)
+        like = torch.empty(0, dtype=self.dtype, device="cpu")
         return InOriginalShape(self.shape, {offset: copy(shard) for offset, shard in self.shards.items()}, like)
 
     @classmethod

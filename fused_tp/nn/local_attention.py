@@ -94,7 +94,9 @@ def attention_with_mask(
     weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
     weights = weights[..., : k.shape[1]]
     if dropout_p > 0:
-        seed = torch.randint(2**63 - 1, ())  # stays a tensor, which compilers can trace, and calculates like an int
+        seed = torch.randint(
+            2**63 - 1, (), device="cpu"
+        )  # stays a tensor, which compilers can trace, and calculates like an int
         dropout = Dropout(dropout_p, cast(int, seed), first_head)
         places = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[1]))
         weights = weights * dropout.kept(q.shape[0], heads, *places) / (1 - dropout_p)

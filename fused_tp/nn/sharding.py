@@ -8,7 +8,8 @@ receiving it, so a model is converted without a byte being sent and without an o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
@@ -123,6 +124,8 @@ def shard_parameter(
         )
     whole, parts = parameter, 1
     if isinstance(placement, PartsCut):
+        if placement.parts > 1:
+            _serve_original_shapes()
         dim, parts = placement
         placement = Shard(dim if parts == 1 else dim + 1)
         whole = parameter if parts == 1 else parameter.detach().unflatten(dim, (parts, -1))
@@ -148,6 +151,30 @@ def shard_parameter(
     if memo is not None:
         memo[parameter] = made
     return made
+
+
+@cache
+def _serve_original_shapes() -> None:
+    """Have torch's `set_model_state_dict` and `set_optimizer_state_dict` take full tensors of packed parameters in the
+    original's shape: they would cut them along the dims of the parameter, which has one more."""
+    from torch.distributed.checkpoint import state_dict as of_torch
+
+    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
+        if (own := getattr(of_torch, name, None)) is not None:
+            setattr(of_torch, name, partial(_with_own_shapes, own))
+
+
+def _with_own_shapes(
+    own: Callable[..., Any], full: dict[str, Any], held: dict[str, Any], *args: Any, **how: Any
+) -> Any:
+    for name, value in full.items():
+        like = held.get(name)
+        if isinstance(like, DTensor) and isinstance(value, Tensor) and value.ndim == like.ndim - 1:
+            own_shape = tuple(like.shape)
+            joined = ((*own_shape[:d], own_shape[d] * own_shape[d + 1], *own_shape[d + 2 :]) for d in range(value.ndim))
+            if tuple(value.shape) in joined:
+                full[name] = value.reshape(like.shape)
+    return own(full, held, *args, **how)
 
 
 def parts_dims(module: nn.Module) -> dict[int, int]:

@@ -117,7 +117,7 @@ def arguments_of(op: str, keywords: Mapping[str, Any], **inner: Any) -> Attentio
     dropout_p = checked_number("dropout_p", keywords.get("dropout_p", 0.0), lambda p: 0 <= p < 1, "in [0, 1)")
     # Of the CPU's generator, whatever the device: reading it on the host waits for nothing. Before the other checks,
     # which a plan spares: a call that they refuse has drawn, too.
-    seed = torch.randint(2**63 - 1, (1,)) if dropout_p else None
+    seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p else None
     return AttentionArguments(**{**keywords, **inner, "seed": seed})
 
 

@@ -46,7 +46,7 @@ def count_by_modes(op: Any) -> None:
         # A mode asks this of an op that it does not know. Whatever it is told: the op runs as it is.
         if type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__ == "_FlopCounterMode":
             for batch, m, k, n in _products(op.name, op.pack((*values[:-1], GroupName(values[-1])))):
-                a, b = torch.empty((batch, m, k), device="meta"), torch.empty((batch, k, n), device="meta")
+                a, b = (torch.empty((batch, *s), dtype=torch.float32, device="meta") for s in ((m, k), (k, n)))
                 torch.ops.aten.bmm.default(a, b)
         return NotImplemented
 

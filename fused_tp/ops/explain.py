@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fused_tp.attention.decode import MAX_DECODE_QUERIES, kernel_serves
 from fused_tp.attention.kernels.base import KernelQuery
@@ -24,6 +25,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.group import GroupLike, resolve_group
 from fused_tp.schedules.autotune import kept_choice, measures, told
+from fused_tp.schedules.gemm import few_rows_reason
 from fused_tp.schedules.registry import (
     ALONE,
     SCHEDULES,
@@ -55,7 +57,7 @@ class Explanation:
         op: name of the op.
         call: the op with its shapes, dtype, device and group size, in words.
         forward, backward: schedule, transport and reason of each; None where it moves nothing.
-        provider: of an attention (decoding too), else None.
+        provider: of an attention (decoding too), and of matmuls of tensors that were given, else None.
     """
 
     op: str
@@ -78,9 +80,9 @@ class Explanation:
 
 def explain(
     op: str,
-    *shapes: Sequence[int],
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | str = "cpu",
+    *shapes: Sequence[int] | Tensor,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
     group: GroupLike = None,
     dim: int | None = None,
 ) -> Explanation:
@@ -89,9 +91,10 @@ def explain(
     Args:
         op: name of an op that moves anything, as in `fused_tp.<op>`.
         shapes: of its first tensors as this rank would pass them: x and weight; q, k and v; one tensor for the others.
-            All ranks are taken to hold equally much.
-        dtype: of the tensors.
-        device: they would be on.
+            All ranks are taken to hold equally much. Or these tensors themselves: of x and weight it then says, too,
+            whether the kernels for few rows multiply them, and why not.
+        dtype: of the tensors; None: that of tensors that are given, else bfloat16.
+        device: they would be on; None: that of tensors that are given, else the CPU.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must ask: where they share memory
             for the first time, or need to know what the others' devices can run, they find out now.
         dim: that `all_gather` and `reduce_scatter` gather or scatter, 0 where None.
@@ -106,7 +109,10 @@ def explain(
           forward: local over none, because the group has one rank, so nothing moves
           backward: nothing moves
     """
-    resolved, where = resolve_group(group), torch.device(device)
+    given = [one for one in shapes if isinstance(one, Tensor)]
+    dtype = dtype or (given[0].dtype if given else torch.bfloat16)
+    resolved = resolve_group(group)
+    where = torch.device(device) if device is not None else given[0].device if given else torch.device("cpu")
 
     def ask(name: str, key: DispatchKey) -> Decision:
         key = key._replace(device=where)
@@ -128,7 +134,11 @@ def explain(
         lambda: backend_of(resolved, where.type),
         lambda query: fused_ring_available_in(resolved, query),
     )
-    return _explain(op, shapes, dim, dtype, place)
+    found = _explain(op, [one.shape if isinstance(one, Tensor) else one for one in shapes], dim, dtype, place)
+    if found.provider is None and len(given) == 2 and tensor_arguments()[op][-1] == "weight" and given[1].ndim == 2:
+        few, why = few_rows_reason(*given)
+        found = replace(found, provider=Provider("the kernels for few rows" if few else "torch or oneDNN", why))
+    return found
 
 
 def explain_for(

@@ -33,6 +33,7 @@ from fused_tp.ops.split_backward import apply_split, is_split
 from fused_tp.runtime import settings, tracing
 from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
 from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
+from fused_tp.runtime.subclass import result_kind
 from fused_tp.runtime.tracing import op_span, recording
 from fused_tp.schedules.autotune import measures, tuned_schedule
 from fused_tp.schedules.base import Schedule
@@ -212,12 +213,12 @@ class Op(Generic[A]):
                         if grad_mode and one.requires_grad:
                             needs_grad = True
                     elif isinstance(one, Tensor):
-                        return self._call(values)
+                        return self._call_unwrapped(values)
                     else:
                         parts += type(one), one
                 key = key, tuple(parts)
             elif isinstance(value, Tensor):
-                return self._call(values)
+                return self._call_unwrapped(values)
             else:
                 key = key, kind, value  # True is 1, but not for the checks
         try:
@@ -251,6 +252,33 @@ class Op(Generic[A]):
         if is_dynamo_compiling():
             return self.overload(*values)
         return self(*values[:-1], GroupName(values[-1]))
+
+    def _call_unwrapped(self, values: Sequence[Any]) -> Any:
+        """A call with tensors of subclasses. Where these show their memory as it is, it is one of plain tensors, and
+        the results are of the kind that torch's own functions would return."""
+        values = self._into_main_grads(values)  # before copies, which have no main_grad
+        found: type | None = Tensor
+        plain: list[Any] = []
+        for value in values:
+            several: Sequence[Any] = value if type(value) is list or type(value) is tuple else (value,)
+            own = []
+            for one in several:
+                if isinstance(one, Tensor) and type(one) not in _PLAIN:
+                    result = result_kind(type(one))
+                    if result is None:
+                        return self._call(values)
+                    found = result if found is Tensor or issubclass(result, found) else found
+                    one = one.as_subclass(Tensor)
+                own.append(one)
+            plain.append(type(value)(own) if several is value else own[0])
+        results = self(*plain)
+        if found is Tensor:
+            return results
+        return (
+            results.as_subclass(found)
+            if isinstance(results, Tensor)
+            else type(results)(one.as_subclass(found) for one in results)
+        )
 
     def _call(self, values: Sequence[Any], key: object = None) -> Any:
         """A call without a plan; with `key` it leaves one for the next."""

@@ -67,7 +67,7 @@ def sequence_positions(
         raise ValueError("within_documents=True counts from where documents begin; pass cu_seqlens, which says where.")
     if bounds is not None:
         positions: Tensor = SEQUENCE_POSITIONS(bounds, seq_len, layout, within_documents, group)
-        return positions.to(torch.empty(0, device=device).device)  # the default device where None
+        return positions.to(torch.empty(0, dtype=torch.int64, device=device).device)  # the default device where None
     _, size, rank = group_identity(group)
     ranges = all_tokens(seq_len, size, layout)[rank].ranges
     parts = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
@@ -245,7 +245,8 @@ def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
     words = _in_words(a) if checked else ""
     if checked:
-        _checksums(padded, 1).copy_(torch.tensor(list(checksum(words).to_bytes(_CHECKSUM_BYTES, "little"))))
+        check = list(checksum(words).to_bytes(_CHECKSUM_BYTES, "little"))
+        _checksums(padded, 1).copy_(torch.tensor(check, dtype=torch.uint8, device="cpu"))
     bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)
     try:
         everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait()

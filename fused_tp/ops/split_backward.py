@@ -129,7 +129,7 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
     split = _Split(op, args, [outputs] if isinstance(outputs, Tensor) else outputs)
     if pending is not None:
         # A leaf of no size: without it a call whose inputs need no gradient would have no node.
-        leaf = torch.empty(0, requires_grad=True)
+        leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         of_inputs = _Half.apply(split, False, *inputs) if inputs else ()
         joined = _JoinDeferred.apply(split, [get_gradient_edge(w) for w in weights], pending, leaf, *of_inputs)
     else:

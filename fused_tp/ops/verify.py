@@ -211,7 +211,7 @@ def _situations(
             yield call % 2, _outcome(example, sets[call % 2], group)
 
     def moving() -> Again:
-        moved = torch.ones(BESIDE_ELEMENTS, device=device)
+        moved = torch.ones(BESIDE_ELEMENTS, dtype=torch.float32, device=device)
         for call in range(4):
             work = dist.all_reduce(moved, group=beside, async_op=True)
             found = _outcome(example, sets[call % 2], group)
@@ -259,8 +259,8 @@ def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype
         name = 0
         for part in (seed, *number):
             name = 1009 * name + part
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(name))
-        return values.to(device, dtype)
+        seeded = torch.Generator().manual_seed(name)
+        return torch.randn(shape, generator=seeded, dtype=torch.float32, device="cpu").to(device, dtype)
 
     inputs: ByRank = []
     for one in range(world):

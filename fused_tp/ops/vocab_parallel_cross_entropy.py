@@ -138,7 +138,7 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     if checked:
         words = str(a)
         sums = checksum(words), checksum(target.cpu().contiguous().numpy())
-        stats[-1, :2] = torch.tensor(sums, dtype=stats.dtype)
+        stats[-1, :2] = torch.tensor(sums, dtype=stats.dtype, device="cpu")
     everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait().view(known.size, -1, _STATISTICS)
     if checked:
         of_words, of_targets = everyone[:, -1, :2].T.tolist()

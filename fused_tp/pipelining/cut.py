@@ -283,7 +283,7 @@ def _unwritten_zeros(t: Tensor) -> Tensor:
     """Zeros like `t` on the CPU, whose pages have no memory until they are written to. (Rejected: torch.zeros, which
     writes them; one zero that is expanded, whose strides not all ops take.)"""
     if not t.numel():
-        return torch.zeros(t.shape, dtype=t.dtype)
+        return torch.zeros(t.shape, dtype=t.dtype, device="cpu")
     pages = mmap.mmap(-1, t.numel() * t.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=t.dtype).view(t.shape)
 

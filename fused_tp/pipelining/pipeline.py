@@ -629,7 +629,7 @@ class Pipeline:
                     len(self.parts),
                     torch.device(self._pp_mesh.device_type),
                     input_args=hidden if number else (),
-                    output_args=torch.empty((), device="meta") if stage.is_last else hidden,
+                    output_args=torch.empty((), dtype=torch.float32, device="meta") if stage.is_last else hidden,
                     group=self._group,
                 )
                 for number, stage in sorted(self.stages.items())

@@ -22,6 +22,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fused_tp.runtime.subclass import why_not_plain
+
 try:
     import fused_tp._core as _core
 
@@ -122,6 +124,28 @@ def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = No
         torch.get_num_threads(),
     )
     return y
+
+
+def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
+    """Whether x @ w^T goes to the native core's kernels for few rows where nothing needs a gradient, and why."""
+    if not x.is_cpu:
+        return False, f"the kernels for few rows are for CPUs, not {x.device.type}"
+    for name, t in (("x", x), ("weight", w)):
+        if (why := why_not_plain(type(t))) is not None:
+            return False, f"of {name}, {why}"
+    if x.dtype not in _NATIVE_DTYPES or w.dtype is not x.dtype or not _native_rows(x.dtype):
+        return False, f"the kernels for few rows do not multiply {x.dtype} by {w.dtype} on this CPU"
+    rows, most = prod(x.shape[:-1]), _native_rows(x.dtype)
+    if not 0 < rows <= most:
+        return False, f"x has {rows} rows, and the kernels for few rows take 1 to {most}"
+    if w.numel() < _SMALLEST_NATIVE:
+        return False, f"weight has {w.numel()} elements; the kernels for few rows take {_SMALLEST_NATIVE} or more"
+    for name, t in (("x", x), ("weight", w)):
+        if t.stride(-1) != 1:
+            return False, f"the last dim of {name} has stride {t.stride(-1)}; the kernels for few rows read along it"
+        if t.is_neg():
+            return False, f"{name} is negated lazily, so its memory is not what it shows"
+    return True, f"{rows} rows of x read the weight once, as it lies"
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -114,7 +114,7 @@ def device_library(device: torch.device) -> str:
     begun = time.monotonic()
     native_kernels.native_kernels().preload()
     seconds = time.monotonic() - begun
-    terms = torch.randn(4, 1000, 77, device=device).bfloat16()
+    terms = torch.randn(4, 1000, 77, dtype=torch.float32, device=device).bfloat16()
     out = torch.empty(1000, 77, device=device, dtype=torch.bfloat16)
     sum_into(out, terms)
     error = float((out.double() - terms.double().sum(0)).abs().max())

@@ -194,11 +194,17 @@ class DistributedBatches:
         """(batch of this rank, samples of the global batch, state of the dataset behind it)."""
         # A generator of its own: a loader draws a number from it, and a run that resumes would otherwise be one behind.
         loader = {**self._loader, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
+        on_host = torch.device(
+            "cpu"
+        )  # torch draws a seed from the generator as iteration begins, on the default device
         if self._streams:
-            yield from DataLoader(_Share(self), batch_size=None, collate_fn=_as_it_is, **loader)
+            with on_host:
+                batches = iter(DataLoader(_Share(self), batch_size=None, collate_fn=_as_it_is, **loader))
+            yield from batches
             return
         sizes, indices = self._indices()
-        batches = DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **loader)
+        with on_host:
+            batches = iter(DataLoader(self.dataset, batch_sampler=indices, collate_fn=self._collate, **loader))
         for batch, size in zip(batches, sizes, strict=True):
             yield batch, size, None
 
@@ -206,7 +212,10 @@ class DistributedBatches:
         """Of the global batches that the epoch has left: their sizes, and this rank's samples."""
         assert self._length is not None
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
-        order = torch.randperm(self._length, generator=generator) if self._shuffle else torch.arange(self._length)
+        if self._shuffle:
+            order = torch.randperm(self._length, generator=generator, device="cpu")
+        else:
+            order = torch.arange(self._length, device="cpu")
         order = order[self.samples :]
         if self._drop_last:
             order = order[: len(order) // self.global_batch_size * self.global_batch_size]

@@ -141,13 +141,14 @@ def random_batch(
     if not vocabulary:
         raise ValueError(f"{type(model).__name__} has no nn.Embedding to make tokens for; give a batch.")
     rows = 2 * config.data_parallel * config.microbatches if rows is None else rows
-    tokens = torch.randint(vocabulary, (rows, seq), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(vocabulary, (rows, seq), generator=torch.Generator().manual_seed(1), device="cpu")
     batch: dict[str, Any] = {"input_ids" if hf else next(iter(parameters)): tokens, "labels": tokens}
     if hf:
         batch["use_cache"] = False
     if packed:
         first = seq // 3
-        batch["position_ids"] = torch.cat([torch.arange(first), torch.arange(seq - first)]).expand(rows, seq)
+        counted = [torch.arange(length, device="cpu") for length in (first, seq - first)]
+        batch["position_ids"] = torch.cat(counted).expand(rows, seq)
     return batch
 
 

@@ -44,6 +44,7 @@ from torch.futures import Future
 
 from fused_tp.nn.checkpoint import OriginalShapes
 from fused_tp.nn.in_original_shape import InOriginalShape
+from fused_tp.nn.plain_data import PlainPlanner, PlainReader, check_plain, load_plain, refused_kind
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.runtime.errors import FusedTPError, listed
@@ -70,7 +71,8 @@ class CheckpointManager:
 
     A checkpoint is a folder `step-N` of torch.distributed.checkpoint, and counts once it has `complete.pt`, which is
     written last, with checksums of the other files. What an interrupted save has left is ignored, and removed by a
-    later one. Files are pickles in part: restore from folders that you trust.
+    later one. It holds plain data (numbers, strings, containers, tensors, NumPy arrays), and restoring it runs no code
+    that it may hold; `pickles=True` is for folders that you trust.
 
     Making it, `save`, `restore` and `close` are collective calls of all ranks. Inside `with` it is closed at the end.
 
@@ -82,10 +84,12 @@ class CheckpointManager:
             its parameter is refused where this is cut.
         scheduler: with `state_dict` and `load_state_dict`, equal on all ranks.
         data: DistributedBatches.
-        extra: values of the caller, equal on all ranks, which pickle can carry. `save` takes what is in it then, and
-            `restore` puts that back in place.
+        extra: values of the caller, equal on all ranks. `save` takes what is in it then, and `restore` puts that back
+            in place.
         keep: how many complete checkpoints stay.
         async_save: write in the background. False: `save` returns once all is written.
+        pickles: `extra` and the states of scheduler, dataset and optimizer may hold any object that pickle carries.
+            Restoring then runs code of whoever wrote the files.
 
     Raises:
         TypeError, ValueError: an argument does not fit, or some rank does not see `folder` as rank 0 does.
@@ -110,6 +114,7 @@ class CheckpointManager:
         extra: dict[str, Any] | None = None,
         keep: int = 3,
         async_save: bool = True,
+        pickles: bool = False,
     ) -> None:
         if not isinstance(model, (nn.Module, Pipeline)):
             raise TypeError(f"model must be an nn.Module or a Pipeline, not {type(model).__name__}.")
@@ -122,11 +127,11 @@ class CheckpointManager:
                 f"data must be DistributedBatches or None, not {type(data).__name__}: its position is to be the same "
                 "on all ranks, at any number of them."
             )
-        check_bool(async_save=async_save)
+        check_bool(async_save=async_save, pickles=pickles)
         check_int("keep", keep, 1)
         self._modules = _modules_of(model)
         self._optimizer, self._scheduler, self._data, self._extra = optimizer, scheduler, data, extra
-        self._keep, self._async = keep, async_save
+        self._keep, self._async, self._pickles = keep, async_save, pickles
         self._thread: Thread | None = None
         self._failed: FusedTPError | None = None  # what the thread could not write
         self._closed = self._left = False
@@ -150,8 +155,8 @@ class CheckpointManager:
         With `async_save` it returns when the state has been copied, and writes in the background.
 
         Raises:
-            ValueError: there is a complete checkpoint of this step or of a later one; or optimizer state that cannot be
-                cut.
+            ValueError: there is a complete checkpoint of this step or of a later one; optimizer state that cannot be
+                cut; or, without `pickles`, what is not plain data.
             FusedTPError: the save before, or without `async_save` this one, could not be written.
         """
         self.wait()
@@ -182,6 +187,15 @@ class CheckpointManager:
                 "extra": self._extra,
             }
         )
+        if not self._pickles:
+            values = {f"{name!r} of the model": one for name, one in model.items() if not isinstance(one, Tensor)}
+            values |= {"the state of the scheduler": common["scheduler"], "the state of the data": common["data"]}
+            for what, value in {"extra": self._extra, "the state of the optimizer": rest, **values}.items():
+                check_plain(
+                    what,
+                    value,
+                    "Or pass pickles=True to CheckpointManager, for folders that you trust.",
+                )
         if not self._async:
             self._write(folder, tensors, own, common)
             return self.wait()
@@ -306,8 +320,11 @@ class CheckpointManager:
         reports = self._gather((refused, [] if loading is None else [*loading.model]))
         self._on_first(lambda: _check_reports(folder, reports, loading))
         assert loading is not None
-        with _alone(self._group):
-            dcp.load(loading.seen, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
+        # torch counts rows of DTensors in tensors on the default device, and reads each of them.
+        with _alone(self._group), torch.device("cpu"):
+            how: dict[str, Any] = {} if self._pickles else {"planner": PlainPlanner()}
+            reader, alone = self._reader(folder), self._group is None
+            dcp.load(loading.seen, storage_reader=reader, process_group=self._group, no_dist=alone, **how)
         for module in self._modules:
             own = get_model_state_dict(module)
             set_model_state_dict(module, {name: loading.model[name] for name in own})
@@ -334,8 +351,16 @@ class CheckpointManager:
         if not (folder / COMPLETE).exists():
             raise ValueError(f"it does not see {folder / COMPLETE}, which rank 0 does.")
         try:
-            common = torch.load(folder / COMPLETE, map_location="cpu", weights_only=False)
+            if self._pickles:
+                common = torch.load(folder / COMPLETE, map_location="cpu", weights_only=False)
+            else:
+                common = load_plain(folder / COMPLETE)
         except Exception as error:
+            if (kind := refused_kind(error)) is not None:
+                raise ValueError(
+                    f"{folder / COMPLETE} holds {kind}, and reading objects of such kinds runs code of whoever wrote "
+                    "them. Pass pickles=True to CheckpointManager if you trust this folder."
+                ) from None
             raise ValueError(_damaged(folder / COMPLETE, _reason(error))) from error
         for name in sorted(common["checksums"])[self._rank :: self._size]:
             if not (folder / name).exists() or _checksum(folder / name) != common["checksums"][name]:
@@ -345,7 +370,7 @@ class CheckpointManager:
             raise ValueError(f"{folder} was saved without {listed(lacks)}; make the CheckpointManager without, too.")
         if self._data is not None:
             self._data.check_state(common["data"])
-        metadata = dcp.FileSystemReader(folder).read_metadata()
+        metadata = self._reader(folder).read_metadata()
         shapes, model = OriginalShapes(*self._modules), self._model_state()
         seen = {name: _as_saved(value, shapes.named.get(name), shapes) for name, value in model.items()}
         for name, value in seen.items():
@@ -444,6 +469,9 @@ class CheckpointManager:
 
     def _folder_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
+
+    def _reader(self, folder: Path) -> dcp.FileSystemReader:
+        return dcp.FileSystemReader(folder) if self._pickles else PlainReader(folder)
 
     def _steps(self) -> list[int]:
         """Of the complete checkpoints, in ascending order."""
@@ -567,7 +595,7 @@ def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> 
     dtype = saved.properties.dtype
     if saved.size == shapes(parameter.detach(), parameter).shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(saved.size, dtype=dtype)
+    return torch.zeros(saved.size, dtype=dtype, device="cpu")
 
 
 def _check_cut(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
@@ -614,7 +642,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _copied(t: Tensor) -> Tensor:
-    held = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+    held = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
     return held.copy_(t.detach(), non_blocking=True)
 
 

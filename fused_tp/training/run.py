@@ -315,7 +315,7 @@ class TrainingRun:
         several = 2 * self.config.cp * self.config.tp
         padded = tokens + [0] * (-len(tokens) % several)
         rows = self.config.microbatches if self.config.pp > 1 else 1
-        given = torch.tensor(padded, device=self.device).expand(rows, -1)
+        given = torch.tensor(padded, dtype=torch.int64, device=self.device).expand(rows, -1)
         with self._autocast():
             if not isinstance(self.model, Pipeline):
                 self.model.eval()
@@ -324,7 +324,9 @@ class TrainingRun:
                 return logits
             found = self.model.eval({"input_ids": given})
         vocab = self.shape.vocab
-        logits = torch.zeros(vocab, device=self.device) if found is None else found[0, place].float()
+        logits = (
+            torch.zeros(vocab, dtype=torch.float32, device=self.device) if found is None else found[0, place].float()
+        )
         dist.all_reduce(logits, group=self.mesh["pp"].get_group())  # of one rank along pp
         return logits
 

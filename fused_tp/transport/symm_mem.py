@@ -419,7 +419,7 @@ class CpuSymmetricMemory:
         """A view of `rank`'s buffer, `storage_offset` elements in."""
         begin, end = byte_range(sizes, dtype, storage_offset, self._nbytes)
         if begin == end:
-            return torch.empty(tuple(sizes), dtype=dtype)
+            return torch.empty(tuple(sizes), dtype=dtype, device="cpu")
         memory = self._memories[rank]
         return torch.frombuffer(memory, dtype=dtype, count=math.prod(sizes), offset=begin).view(tuple(sizes))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import random
 import re
 import shutil
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ import fused_tp
 from fused_tp import CheckpointManager, DistributedBatches
 from fused_tp.nn.sharding import as_dtensors, parts_dims
 from fused_tp.pipelining import Pipeline
-from fused_tp.training.checkpoints import _reason
+from fused_tp.training.checkpoints import _checksum, _reason
 from tests.integrations.models import make, make_tokens, mesh_of
 from tests.workers import REPOSITORY, error_of, run_fresh, run_ranks
 
@@ -484,3 +486,99 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path) -> None:
     assert list(found) == list(wanted)
     for name, value in wanted.items():
         assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
+
+
+# -- files of others ---------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """What a pickle may hold: reading it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+    def __deepcopy__(self, memo: Any) -> Runs:
+        return self
+
+
+class Holding(nn.Linear):
+    """Has state that is no tensor."""
+
+    held: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.held
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def test_plain_data_come_back(tmp_path: Path) -> None:
+    plain = {
+        "best": np.float64(0.5),
+        "seen": {1, 2},
+        "mean": np.arange(3.0),
+        "names": ["a", ("b", None)],
+        "t": torch.ones(2),
+    }
+    extra, model = dict(plain), nn.Linear(2, 2)
+    with CheckpointManager(tmp_path, model, extra=extra) as checkpoints:
+        checkpoints.save(1)
+        extra.clear()
+        assert checkpoints.restore() == 1
+    assert repr(extra) == repr(plain)
+
+
+@pytest.mark.parametrize("where", ["complete.pt", ".metadata", "value"])
+def test_restoring_runs_no_code_of_the_files(tmp_path: Path, where: str) -> None:
+    marker, model = tmp_path / "was run", Holding(2, 2)
+    folder, extra = tmp_path / "run", {"mine": 1}
+    evil = Runs(marker)
+    with CheckpointManager(folder, model, extra=extra, async_save=False, pickles=True) as checkpoints:
+        model.held = evil if where == "value" else None
+        checkpoints.save(1)
+        step = folder / "step-00000001"
+        if where == ".metadata":
+            metadata = pickle.loads((step / ".metadata").read_bytes())
+            metadata.planner_data["mine"] = evil
+            (step / ".metadata").write_bytes(pickle.dumps(metadata))
+        common = torch.load(step / "complete.pt", weights_only=False)
+        common["checksums"][".metadata"] = _checksum(step / ".metadata")
+        if where == "complete.pt":
+            common["extra"] = evil
+        torch.save(common, step / "complete.pt")
+    model.held = None
+    with CheckpointManager(folder, model, extra=extra) as checkpoints:
+        with pytest.raises(BaseException, match=r"mkdir") as raised:
+            checkpoints.restore()
+        assert where != "complete.pt" or "pickles=True" in str(raised.value)
+    assert not marker.exists()
+    with CheckpointManager(folder, model, extra=extra, pickles=True) as checkpoints, suppress(Exception):
+        checkpoints.restore()
+    assert marker.exists()
+
+
+def test_what_is_not_plain_is_refused_where_it_is_saved(tmp_path: Path) -> None:
+    holds = Holding(2, 2)
+    holds.held = random.Random(1)
+    with (
+        CheckpointManager(tmp_path, holds) as checkpoints,
+        pytest.raises(ValueError, match=r"_extra_state.* holds .*Random"),
+    ):
+        checkpoints.save(1)
+    extra = {"mine": Small()}
+    with (
+        CheckpointManager(tmp_path, nn.Linear(2, 2), extra=extra) as checkpoints,
+        pytest.raises(ValueError, match=r"extra holds .*Small, which only a pickle.*pickles=True"),
+    ):
+        checkpoints.save(1)
+    with CheckpointManager(tmp_path, nn.Linear(2, 2), extra=extra, pickles=True) as checkpoints:
+        checkpoints.save(1)
+        assert checkpoints.restore() == 1
+    with (
+        CheckpointManager(tmp_path, nn.Linear(2, 2), extra=extra) as checkpoints,
+        pytest.raises(ValueError, match=r"Small, and reading.*pickles=True"),
+    ):
+        checkpoints.restore()

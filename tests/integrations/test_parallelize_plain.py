@@ -518,3 +518,66 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     refuses(TypeError, "a part of it, has been parallelized", parallelize, tagger.blocks[0], cp_mesh)
     model = make("plain", num_key_value_heads=1)
     refuses(ValueError, "TP sizes that work: 1", parallelize, model, tp_mesh)
+
+
+# -- what is refused with a sentence ------------------------------------------------------------------------------------
+
+
+class Packed(nn.Module):
+    """q, k and v of one layer, as nanoGPT has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.c_attn, self.out = nn.Embedding(8, 8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.c_attn(self.embed(x))
+        q, k, v = made.split(8, dim=2)
+        return self.out(q + k + v)
+
+
+class Chunked(Packed):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(self.embed(x)).chunk(3, -1)
+        return self.out(q + k + v)
+
+
+class WithWholeAttention(Packed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        h = h + self.whole(h, h, h, need_weights=False)[0]
+        q, k, v = self.c_attn(h).chunk(3, -1)
+        return self.out(q + k + v)
+
+
+class Wrapped(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, {**(kwargs or {})})
+
+
+@on_ranks(2)
+def test_packed_layers_and_whole_attention(group: dist.ProcessGroup) -> None:
+    mesh, ids = mesh_of(group, 1, 2), torch.tensor([[1, 2, 3]])
+    plan = {"c_attn": "colwise", "out": "rowwise"}
+    packed = {**plan, "c_attn": "packed_colwise_3"}
+    for kind, wrong in ((Packed, plan), (Packed, packed), (Chunked, plan)):
+        with pytest.raises(ValueError, match=r"takes what 'c_attn' returns apart by (split|chunk).*packed_colwise_3"):
+            parallelize(kind(), mesh, plan=wrong)
+    for kind in (Chunked, WithWholeAttention):
+        torch.manual_seed(0)
+        whole = kind()
+        parallel = parallelize(copy_of(whole), mesh, plan=packed)
+        for model in (whole, parallel):
+            model(ids).logsumexp(-1).sum().backward()
+        assert_same_gradients(parallel, whole)
+    quantized = Chunked()
+    quantized.out.weight = nn.Parameter(quantized.out.weight.detach().as_subclass(Wrapped))
+    with pytest.raises(ValueError, match=r"'out.weight' cannot become a DTensor: it is a Wrapped.*before it is quant"):
+        parallelize(quantized, mesh, plan=packed)
+    with pytest.raises(TypeError, match=r"torch.compile\(parallelize"):
+        parallelize(torch.compile(Chunked(), backend="eager"), mesh, plan=packed)

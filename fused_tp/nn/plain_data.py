@@ -1,0 +1,137 @@
+"""Checkpoint files as plain data: reading them runs no code that somebody has put into them.
+
+`torch.distributed.checkpoint` unpickles its metadata, and every value that is no tensor, without a restriction.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+_OF_METADATA: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        torch.Size,
+        torch.device,
+        OrderedDict,
+        set,
+    )
+}
+_OF_METADATA["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+# By their names of all versions of Python.
+_OF_METADATA |= {(module, type(Path()).__name__): type(Path()) for module in ("pathlib", "pathlib._local")}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OF_METADATA:
+            return _OF_METADATA[module, name]
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, (torch.dtype, torch.layout, torch.memory_format)):
+            return dtype
+        raise pickle.UnpicklingError(f"{module}.{name} is not what metadata are made of")
+
+
+class PlainReader(dcp.FileSystemReader):
+    """A FileSystemReader whose metadata may hold nothing but what torch.distributed.checkpoint itself writes.
+
+    Raises:
+        pickle.UnpicklingError: they hold something else.
+    """
+
+    def read_metadata(self, *args: Any, **keywords: Any) -> Metadata:
+        rank = keywords.get("rank")
+        name = ".metadata" if rank is None else f"__{rank}.metadata"
+        with self.fs.create_stream(Path(self.path, name), "rb") as file:
+            found: Metadata = _MetadataUnpickler(file).load()
+        storage = getattr(found, "storage_meta", None) or metadata.StorageMeta()
+        storage.load_id, found.storage_meta = self.load_id, storage
+        return found
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """A DefaultLoadPlanner that reads values that are no tensors as plain data.
+
+    Raises:
+        pickle.UnpicklingError: one of them is an object of another kind.
+    """
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(load_plain(value), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
+    """`torch.load` of numbers, strings, containers, tensors and NumPy arrays.
+
+    Raises:
+        pickle.UnpicklingError: the file holds an object of another kind; `refused_kind` names it.
+    """
+    dtypes: list[Any] = [type(np.dtype(kind)) for kind in np.sctypeDict.values() if not np.issubdtype(kind, np.void)]
+    # Under the names of NumPy 1, too.
+    core: Any = np._core if hasattr(np, "_core") else np.core
+    makers = (core.multiarray._reconstruct, core.multiarray.scalar)
+    named: list[Any] = [(one, f"numpy.{c}.multiarray.{one.__name__}") for one in makers for c in ("core", "_core")]
+    with torch.serialization.safe_globals([np.ndarray, np.dtype, *dict.fromkeys(dtypes), *named]):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def refused_kind(error: BaseException) -> str | None:
+    """What `load_plain` has found that is not plain; None if the error is another one."""
+    found = (
+        re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    )
+    return None if found is None else found[1] or found[2]
+
+
+def check_plain(what: str, value: Any, remedy: str) -> None:
+    """Refuse what `load_plain` would not read back.
+
+    Raises:
+        ValueError: `value` is not plain; names what it holds, and `remedy`.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(_without_tensors(value), file)
+        file.seek(0)
+        load_plain(file)
+    except Exception as error:
+        found = refused_kind(error) or f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(
+            f"{what} holds {found}, which only a pickle carries, and reading a pickle runs code of whoever wrote it. "
+            f"Plain are numbers, strings, lists, tuples, dicts, sets, tensors and NumPy arrays. {remedy}"
+        ) from None
+
+
+def _without_tensors(value: Any) -> Any:
+    """`value` with 0 for each tensor, which is plain and may be large."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        return 0
+    if kind is dict:
+        return {key: _without_tensors(one) for key, one in value.items()}
+    return kind(map(_without_tensors, value)) if kind in (list, tuple) else value
