@@ -3,16 +3,20 @@ the one that was cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.integrations.batch_check import is_due, of_all_ranks
+from fused_tp.nn.sharding import CUTS
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
@@ -38,16 +42,33 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 class ModuleCheck:
-    """A forward pre-hook that refuses modules with parameters that were put into a tensor parallel model after it was
-    cut, at its first calls and now and then: what they add is that of a rank's part, and nothing fails.
+    """A forward pre-hook that refuses a tensor parallel model which is no longer the one that was cut, at its first
+    calls and now and then: nothing fails where a rank's part is computed with or replaced by something else.
+
+    Args:
+        parallelism: the mark of the model's modules.
+        model: the model as `parallelize` leaves it.
+        from_meta: it has been made on the meta device, and may have no values yet.
 
     Raises:
-        ValueError: there is one.
+        ValueError: modules or parameters that were put in afterwards; an assignment to `parameter.data`, which a
+            DTensor ignores; parameters without values.
     """
 
-    def __init__(self, parallelism: object) -> None:
+    def __init__(self, parallelism: object, model: nn.Module, *, from_meta: bool) -> None:
         self.parallelism = parallelism
+        self.from_meta = from_meta
         self.calls = 0
+        # Of each DTensor parameter an address of the whole, for which there is no memory, and its part.
+        self.memory: MutableMapping[Tensor, tuple[int, ReferenceType[Tensor]]] = WeakIdKeyDictionary()
+        for parameter in model.parameters():
+            self._check_memory("", parameter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "memory": None}  # of other parameters than a copy's
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, memory=WeakIdKeyDictionary())
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -56,13 +77,53 @@ class ModuleCheck:
         if not is_due(self.calls):
             return
         for name, module in model.named_modules():
-            own = any(parameter is not None for parameter in module._parameters.values())
+            own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
             if own and getattr(module, MARK, None) is not self.parallelism:
                 raise ValueError(
                     f"{name!r} ({type(module).__name__}) was put into the model after parallelize, so it is not "
                     "parallel. Put it in before; LoRA adapters also after, by "
                     "fused_tp.integrations.peft.parallel_config."
                 )
+            for key, parameter in own.items():
+                path = f"{name}.{key}".lstrip(".")
+                if not isinstance(parameter, DTensor) and key not in vars(module).get(CUTS, {}):
+                    raise ValueError(
+                        f"{path!r} is a {type(parameter).__name__} of {tuple(parameter.shape)} that was put into the "
+                        "model after parallelize (quantized, perhaps), so it is not this rank's part. Change weights "
+                        "before parallelize; load others by load_full_state_dict."
+                    )
+                self._check_memory(path, parameter)
+        if self.from_meta:
+            self.from_meta = False
+            _check_values(model)
+
+    def _check_memory(self, path: str, parameter: Tensor) -> None:
+        if isinstance(parameter, DTensor):
+            own, part = parameter.untyped_storage()._cdata, parameter._local_tensor
+            before = self.memory.get(parameter, (own, None))
+            if before[0] != own and before[1] is not None and before[1]() is part:
+                raise ValueError(
+                    f"somebody has assigned to {path!r}.data, which has no effect on a DTensor: the rank's part is what "
+                    "it was. Write in place, as parameter.mul_(0.5) under torch.no_grad(), or load whole tensors by "
+                    "load_full_state_dict."
+                )
+            self.memory[parameter] = own, ref(part)
+
+
+def _check_values(model: nn.Module) -> None:
+    """Refuse parameters that hold what memory for a model of the meta device is filled with."""
+    locals_of = {name: p._local_tensor if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    firsts = {name: t.detach().view(-1)[:1].float() for name, t in locals_of.items() if t.is_floating_point()}
+    known = {name: first for name, first in firsts.items() if first.numel()}
+    unset = torch.cat([*known.values()]).isnan().tolist() if known else []
+    if any(unset):
+        names = [name for name, one in zip(known, unset, strict=True) if one]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise ValueError(
+            f"the model was made on the meta device, and {listed(map(repr, names[:4]))}{more} have no values (NaN). "
+            "Load some by load_full_state_dict or torch.distributed.checkpoint, or initialise the model, by "
+            "init_weights() or apply(), with equal random states on all ranks."
+        )
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:

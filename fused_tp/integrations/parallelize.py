@@ -93,8 +93,10 @@ def parallelize(
     use_cache=False and no attention_mask, or `cu_seq_lens_q`, make documents that do not see each other.
 
     Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have, which the ranks
-    compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, without
-    values: follow with `load_full_state_dict` or torch.distributed.checkpoint. Tied weights stay one parameter.
+    compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, of NaN:
+    follow with `load_full_state_dict`, torch.distributed.checkpoint or, with equal random states on all ranks,
+    `init_weights()` or `apply(init)`, which leave the values that they leave in one process. Tied weights stay one
+    parameter.
     `gather_state_dict(model)` gives the original's state back. `save_pretrained(folder)` of a transformers model, which
     all ranks must call, writes the original's files on global rank 0.
 
@@ -207,6 +209,7 @@ def parallelize(
     ulysses = None if cp_mesh is None or ulysses_size == 1 else _split(cp_mesh, ulysses_size)
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync, ulysses)
 
+    from_meta = any(parameter.is_meta for parameter in model.parameters())
     adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
     # Without TP ranks the model's own plan says where a plain model's attention is, and of a transformers model nothing
@@ -294,7 +297,7 @@ def parallelize(
         in_one_order(model._forward_pre_hooks)
     if tp_mesh is not None:
         model.register_forward_hook(GradientCheck(tp_mesh))
-        model.register_forward_pre_hook(ModuleCheck(parallelism))
+        model.register_forward_pre_hook(ModuleCheck(parallelism, model, from_meta=from_meta))
     syncs = [] if sequence.sync is None else [sequence.sync]
     if own_dim and grad_sync:
         syncs.append(GradientSync(own_dim[0], mean=True))

@@ -54,11 +54,13 @@ class LayerKeywords(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class _ParallelLinear(nn.Module):
-    """What both layers share: sizes, mesh, checks, the initial distribution, `from_linear`."""
+class _ParallelLinear(nn.Linear):
+    """What both layers share: sizes, mesh, checks, the initial distribution, `from_linear`.
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    An nn.Linear, so that code which looks for linear layers (initialisation, PEFT) finds it.
+    """
+
+    bias: nn.Parameter | None  # type: ignore[assignment]
     _weight_placement: Shard | Replicate  # of [out, in]
     _bias_placement: Shard | Replicate
 
@@ -74,7 +76,7 @@ class _ParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nn.Linear's would make whole parameters
         check_positive("in_features", in_features)
         check_positive("out_features", out_features)
         check_bool(bias=bias, sequence_parallel=sequence_parallel)
