@@ -12,7 +12,7 @@ from fused_tp.nn.sharding import shown_as_dtensors
 
 
 def adapt_later_calls(model: nn.Module) -> None:
-    """Make `init_weights()` of `model` and of the models in it see whole parameters, and refuse to resize embeddings."""
+    """Let `init_weights()` of `model`, and of the models in it, see whole parameters; refuse to resize embeddings."""
     for module in model.modules():
         own: Any = module  # partials, unlike methods of the instance, can be pickled; a copy of the model has its own
         if hasattr(module, "_init_weights"):

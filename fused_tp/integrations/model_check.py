@@ -3,17 +3,17 @@ the one that was cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_tp.integrations.batch_check import is_due, of_all_ranks
 from fused_tp.nn.sharding import CUTS
@@ -59,16 +59,10 @@ class ModuleCheck:
         self.parallelism = parallelism
         self.from_meta = from_meta
         self.calls = 0
-        # Of each DTensor parameter an address of the whole, for which there is no memory, and its part.
-        self.memory: MutableMapping[Tensor, tuple[int, ReferenceType[Tensor]]] = WeakIdKeyDictionary()
-        for parameter in model.parameters():
-            self._check_memory("", parameter)
+        self.memory = _memory_of(model)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "memory": None}  # of other parameters than a copy's
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, memory=WeakIdKeyDictionary())
+        return {**vars(self), "memory": {}}  # of other parameters than a copy's
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -86,28 +80,40 @@ class ModuleCheck:
                 )
             for key, parameter in own.items():
                 path = f"{name}.{key}".lstrip(".")
-                if not isinstance(parameter, DTensor) and key not in vars(module).get(CUTS, {}):
+                plain = key in vars(module).get(CUTS, {}) and not is_traceable_wrapper_subclass(parameter)
+                if not (plain or isinstance(parameter, DTensor)):
                     raise ValueError(
                         f"{path!r} is a {type(parameter).__name__} of {tuple(parameter.shape)} that was put into the "
-                        "model after parallelize (quantized, perhaps), so it is not this rank's part. Change weights "
-                        "before parallelize; load others by load_full_state_dict."
+                        "model after parallelize, by a quantizer perhaps, so it is not this rank's part. Leave layers "
+                        "to be quantized out of the plan, and quantize before; load other values by "
+                        "load_full_state_dict."
                     )
-                self._check_memory(path, parameter)
+        self._check_memory(model)
         if self.from_meta:
             self.from_meta = False
             _check_values(model)
 
-    def _check_memory(self, path: str, parameter: Tensor) -> None:
-        if isinstance(parameter, DTensor):
-            own, part = parameter.untyped_storage()._cdata, parameter._local_tensor
-            before = self.memory.get(parameter, (own, None))
-            if before[0] != own and before[1] is not None and before[1]() is part:
+    def _check_memory(self, model: nn.Module) -> None:
+        memory = _memory_of(model)
+        for name, parameter in model.named_parameters():
+            before, now = self.memory.get(id(parameter)), memory.get(id(parameter))
+            if before and now and before[0] != now[0] and before[1] == now[1]:
                 raise ValueError(
-                    f"somebody has assigned to {path!r}.data, which has no effect on a DTensor: the rank's part is what "
-                    "it was. Write in place, as parameter.mul_(0.5) under torch.no_grad(), or load whole tensors by "
+                    f"{name}.data was assigned to, which has no effect on a DTensor: the rank's part is what it was. "
+                    "Write in place, as parameter.mul_(0.5) under torch.no_grad(), or load whole tensors by "
                     "load_full_state_dict."
                 )
-            self.memory[parameter] = own, ref(part)
+        self.memory = memory
+
+
+def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
+    """Of each DTensor parameter its storage, which has no memory, and that of its part. An assignment to `data`
+    exchanges the first only. (Not weak references to tensors: module.to() refuses to swap those.)"""
+    dtensors = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return {
+        id(one): (StorageWeakRef(one.untyped_storage()), StorageWeakRef(one._local_tensor.untyped_storage()))
+        for one in dtensors
+    }
 
 
 def _check_values(model: nn.Module) -> None:

@@ -92,7 +92,7 @@ class VocabParallelEmbedding(nn.Embedding):
         Example:
             >>> model.embed = VocabParallelEmbedding.from_embedding(model.embed, mesh=mesh["tp"])
         """
-        if not isinstance(embedding, nn.Embedding):
+        if isinstance(embedding, VocabParallelEmbedding) or not isinstance(embedding, nn.Embedding):
             raise TypeError(f"{cls.__name__}.from_embedding takes an nn.Embedding, not {type(embedding).__name__}.")
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):

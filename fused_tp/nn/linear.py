@@ -60,6 +60,7 @@ class _ParallelLinear(nn.Linear):
     An nn.Linear, so that code which looks for linear layers (initialisation, PEFT) finds it.
     """
 
+    weight: nn.Parameter
     bias: nn.Parameter | None  # type: ignore[assignment]
     _weight_placement: Shard | Replicate  # of [out, in]
     _bias_placement: Shard | Replicate
@@ -135,7 +136,7 @@ class _ParallelLinear(nn.Linear):
             >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
             >>> model.down = RowParallelLinear.from_linear(model.down, mesh=mesh["tp"])
         """
-        if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
+        if isinstance(linear, _ParallelLinear) or not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
             raise TypeError(f"{cls.__name__}.from_linear takes an nn.Linear, not {type(linear).__name__}.")
         given = cast("nn.Linear", linear)
         sizes = *features_of(given), given.bias is not None

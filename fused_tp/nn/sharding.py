@@ -114,9 +114,8 @@ def shard_parameter(
     its order under FSDP2 where both cut one dim, cannot be saved by torch.distributed.checkpoint, and is filled with
     other rows by set_model_state_dict.)
 
-    On the meta device there is nothing to slice: this rank's part is allocated on the mesh's device, and holds NaN until
-    it is loaded or initialised. What has been set on the parameter (marks by which optimizers and initialisers tell
-    parameters apart) is set on the new one.
+    On the meta device there is nothing to slice: this rank's part is allocated on the mesh's device, and holds NaN
+    until it is loaded or initialised. Attributes that were set on the parameter (marks for optimizers) are kept.
 
     Raises:
         TypeError: `parameter` is a DTensor already.
@@ -251,17 +250,18 @@ def shown_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[No
         for key, cut in vars(child).get(CUTS, {}).items():
             plain: Any = child._parameters[key]
             if plain is not None and not isinstance(plain, DTensor):  # one that is shown already
-                dtensor = as_dtensor(plain.detach(), cut.mesh, cut.placement, cut.shape)
-                child._parameters[key] = nn.Parameter(dtensor, requires_grad=plain.requires_grad)
-                vars(child._parameters[key]).update(vars(plain))
-                shown.append((child, key, plain, child._parameters[key]))
+                whole = as_dtensor(plain.detach(), cut.mesh, cut.placement, cut.shape)
+                parameter = nn.Parameter(whole, requires_grad=plain.requires_grad)
+                vars(parameter).update(vars(plain))
+                child._parameters[key] = parameter
+                shown.append((child, key, plain, parameter))
     try:
         yield
     finally:
-        for child, key, plain, dtensor in shown:
-            if child._parameters.get(key) is dtensor:  # else the initialiser has put another one there
-                child._parameters[key] = plain.requires_grad_(dtensor.requires_grad)
-                vars(plain).update(vars(dtensor))
+        for child, key, plain, parameter in shown:
+            if child._parameters.get(key) is parameter:  # else the initialiser has put another one there
+                child._parameters[key] = plain.requires_grad_(parameter.requires_grad)
+                vars(plain).update(vars(parameter))
 
 
 def _plain(parameter: DTensor) -> nn.Parameter:

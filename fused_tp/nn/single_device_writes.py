@@ -2,12 +2,12 @@
 
 torch's own DTensor operations differ from one process in two ways, which initialisation of a sharded model meets:
 
-| write                         | torch                                            | here                                |
-|-------------------------------|--------------------------------------------------|-------------------------------------|
-| `weight.normal_()` on CPU     | each rank draws its shard from its own generator | each rank draws all numbers, and    |
-|                               | state: with equal seeds all shards are equal     | keeps those of its shard            |
-| `weight.normal_()` on GPUs    | shards differ, and depend on the number of ranks | the same                            |
-| `weight[padding_idx].zero_()` | along a sharded dim: writes to a copy, no effect | writes to the parameter             |
+| write                     | torch                                                | here                             |
+|---------------------------|------------------------------------------------------|----------------------------------|
+| `weight.normal_()`, CPU   | each rank draws its shard: of equal random states    | each rank draws the whole and    |
+|                           | all shards are equal                                 | keeps its shard                  |
+| `weight.normal_()`, GPUs  | shards differ, and depend on the number of ranks     | the same                         |
+| `weight[padding].zero_()` | along a sharded dim it writes to a copy: no effect   | writes to the parameter          |
 
 So `torch.nn.init`, `model.apply(init)`, transformers' `init_weights()` and loops over parameters leave the values that
 they leave in one process of the same random state. A draw takes the memory of the whole tensor for a moment.
@@ -108,5 +108,5 @@ def _keep_own(tensor: DTensor, whole: Tensor, *, equalize: bool = True) -> None:
 def _check_no_terms(func: Any, tensor: DTensor) -> None:
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise ValueError(
-            f"{func} of a DTensor placed as {tensor.placements}, whose ranks hold terms of a sum: redistribute it first."
+            f"{func} of a DTensor placed as {tensor.placements}: its ranks hold terms of a sum. Redistribute it first."
         )
