@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -93,9 +94,11 @@ def test_what_is_done_to_a_model_afterwards(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed; pip install torchao")
 @pytest.mark.parametrize("parameters", ["dtensor", "plain"])
 def test_quantized_afterwards(group: dist.ProcessGroup, parameters: str) -> None:
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed; pip install torchao")
+    from torchao import quantization
+
     model = parallelize(make("llama"), mesh_of(group, 1, 2), parameters=parameters)
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
     refuses(ValueError, "by a quantizer perhaps", model, make_tokens(2, 9))
