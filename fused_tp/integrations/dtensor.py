@@ -33,6 +33,7 @@ from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup
 from fused_tp.nn.linear import check_floating, check_width, column_matmul, row_matmul
 from fused_tp.nn.norm import sequence_parallel_
 from fused_tp.nn.sharding import as_dtensor, check_mesh, local
+from fused_tp.nn.single_device_writes import write_as_one_process
 
 
 class _FusedStyle(ParallelStyle):
@@ -267,6 +268,7 @@ _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 def _shard_parameters(module: nn.Module, mesh: DeviceMesh, cuts: dict[str, Placement], source: int | None) -> None:
+    write_as_one_process()
     for name, placement in cuts.items():
         parameter = getattr(module, name)
         if parameter is None:

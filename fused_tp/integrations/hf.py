@@ -24,6 +24,7 @@ from fused_tp.integrations.families import family_of
 from fused_tp.integrations.forward_shard import ForwardShard
 from fused_tp.integrations.hf_attention import has_eager, register_attention, register_mask, replace_own_attention
 from fused_tp.integrations.hf_cache import CachedPass, cached_pass, is_shared
+from fused_tp.integrations.hf_later_calls import adapt_later_calls
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.readers import attentions_named, forward_mentions
@@ -251,6 +252,7 @@ class TransformersSequence(SequenceSharding):
         self.head = cut_head(model.get_output_embeddings())
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
+            adapt_later_calls(model)
         save_whole(model)
         if parallelism.shards_sequence:
             _own_config(model)

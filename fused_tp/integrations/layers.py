@@ -252,6 +252,8 @@ def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Me
     if spec.convert is None:
         return module
     layer = spec.convert(module, mesh=mesh, memo=memo)
+    # Marks such as that of transformers for layers that have been initialised.
+    vars(layer).update((key, value) for key, value in vars(module).items() if key not in vars(layer))
     scale = embedding_scale(module)
     if scale is not None:
         layer.register_forward_hook(partial(_scale_output, scale))

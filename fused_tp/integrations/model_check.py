@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fused_tp.integrations.batch_check import is_due, is_suspended, of_all_ranks
+from fused_tp.nn.sharding import CUTS
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
@@ -42,22 +46,33 @@ def is_parallelized(model: nn.Module) -> bool:
 class ModuleCheck:
     """A forward pre-hook that looks, at its first calls and now and then, for what was changed after the model was cut.
 
-    Modules with parameters that were put into a tensor parallel model are refused: what they add is that of a rank's
-    part, and nothing fails. Another module, forward, method or hook of the caller's is named in a log line: what it
-    does was not compared with the whole model.
+    What a rank's part is computed with or replaced by fails nowhere, so it is refused. Another module without
+    parameters, forward, method or hook of the caller's is named in a log line: it was not compared with the whole
+    model.
+
+    Args:
+        parallelism: the mark of the model's modules.
+        model: the model as `parallelize` leaves it.
+        from_meta: it has been made on the meta device, and may have no values yet.
 
     Raises:
-        ValueError: there is such a module.
+        ValueError: modules or parameters that were put into a tensor parallel model; an assignment to
+            `parameter.data`, which a DTensor ignores; parameters without values.
     """
 
-    def __init__(self, parallelism: Any) -> None:
+    def __init__(self, parallelism: Any, model: nn.Module, *, from_meta: bool) -> None:
         self.parallelism = parallelism
+        self.from_meta = from_meta
         self.calls = 0
         self._code: dict[str, dict[str, object]] = {}  # of each module, when it was compared with the whole model
+        self.memory = _memory_of(model)
 
     def remember(self, model: nn.Module) -> None:
         """What `model` is now has been compared."""
         self._code = {name: _code_of(module) for name, module in model.named_modules()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "memory": {}, "_code": {}}  # of other parameters and modules than a copy's
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if is_suspended():
@@ -66,13 +81,24 @@ class ModuleCheck:
         if not is_due(self.calls):
             return
         for name, module in model.named_modules():
-            own = any(parameter is not None for parameter in module._parameters.values())
-            if own and self.parallelism.tp_mesh is not None and getattr(module, MARK, None) is not self.parallelism:
+            own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+            own = own if self.parallelism.tp_mesh is not None else {}
+            if own and getattr(module, MARK, None) is not self.parallelism:
                 raise ValueError(
                     f"{name!r} ({type(module).__name__}) was put into the model after parallelize, so it is not "
                     "parallel. Put it in before; LoRA adapters also after, by "
                     "fused_tp.integrations.peft.parallel_config."
                 )
+            for key, parameter in own.items():
+                path = f"{name}.{key}".lstrip(".")
+                plain = key in vars(module).get(CUTS, {}) and not is_traceable_wrapper_subclass(parameter)
+                if not (plain or isinstance(parameter, DTensor)):
+                    raise ValueError(
+                        f"{path!r} is a {type(parameter).__name__} of {tuple(parameter.shape)} that was put into the "
+                        "model after parallelize, by a quantizer perhaps, so it is not this rank's part. Leave layers "
+                        "to be quantized out of the plan, and quantize before; load other values by "
+                        "load_full_state_dict."
+                    )
             code = _code_of(module)
             before, self._code[name] = self._code.get(name, {}), code
             changed = [part for part, what in code.items() if self._code and before.get(part) != what]
@@ -84,6 +110,48 @@ class ModuleCheck:
                     type(module).__name__,
                     ", ".join(changed),
                 )
+        self._check_memory(model)
+        if self.from_meta:
+            self.from_meta = False
+            _check_values(model)
+
+    def _check_memory(self, model: nn.Module) -> None:
+        memory = _memory_of(model)
+        for name, parameter in model.named_parameters():
+            before, now = self.memory.get(id(parameter)), memory.get(id(parameter))
+            if before and now and before[0] != now[0] and before[1] == now[1]:
+                raise ValueError(
+                    f"{name}.data was assigned to, which has no effect on a DTensor: the rank's part is what it was. "
+                    "Write in place, as parameter.mul_(0.5) under torch.no_grad(), or load whole tensors by "
+                    "load_full_state_dict."
+                )
+        self.memory = memory
+
+
+def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
+    """Of each DTensor parameter its storage, which has no memory, and that of its part. An assignment to `data`
+    exchanges the first only. (Not weak references to tensors: module.to() refuses to swap those.)"""
+    dtensors = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return {
+        id(one): (StorageWeakRef(one.untyped_storage()), StorageWeakRef(one._local_tensor.untyped_storage()))
+        for one in dtensors
+    }
+
+
+def _check_values(model: nn.Module) -> None:
+    """Refuse parameters that hold what memory for a model of the meta device is filled with."""
+    locals_of = {name: p._local_tensor if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    firsts = {name: t.detach().view(-1)[:1].float() for name, t in locals_of.items() if t.is_floating_point()}
+    known = {name: first for name, first in firsts.items() if first.numel()}
+    unset = torch.cat([*known.values()]).isnan().tolist() if known else []
+    if any(unset):
+        names = [name for name, one in zip(known, unset, strict=True) if one]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise ValueError(
+            f"the model was made on the meta device, and {listed(map(repr, names[:4]))}{more} have no values (NaN). "
+            "Load some by load_full_state_dict or torch.distributed.checkpoint, or initialise the model, by "
+            "init_weights() or apply(), with equal random states on all ranks."
+        )
 
 
 _LIBRARIES = (

@@ -95,8 +95,10 @@ def parallelize(
     use_cache=False and no attention_mask, or `cu_seq_lens_q`, make documents that do not see each other.
 
     Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have, which the ranks
-    compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, without
-    values: follow with `load_full_state_dict` or torch.distributed.checkpoint. Tied weights stay one parameter.
+    compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, of NaN:
+    follow with `load_full_state_dict`, torch.distributed.checkpoint or, with equal random states on all ranks,
+    `init_weights()` or `apply(init)`, which leave the values that they leave in one process. Tied weights stay one
+    parameter.
     `gather_state_dict(model)` gives the original's state back. `save_pretrained(folder)` of a transformers model, which
     all ranks must call, writes the original's files on global rank 0.
 
@@ -248,6 +250,7 @@ def _cut(
     tp_mesh, cp_mesh, sequence_parallel = parallelism.tp_mesh, parallelism.cp_mesh, parallelism.sequence_parallel
     meshes = [one for one in (tp_mesh, cp_mesh) if one is not None]
     peft = _peft()
+    from_meta = any(parameter.is_meta for parameter in model.parameters())
     adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
     # Without TP ranks the model's own plan says where a plain model's attention is, and of a transformers model nothing
@@ -333,7 +336,7 @@ def _cut(
     if meshes:
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
-        model.register_forward_pre_hook(ModuleCheck(parallelism))
+        model.register_forward_pre_hook(ModuleCheck(parallelism, model, from_meta=from_meta))
     if tp_mesh is not None:
         model.register_forward_hook(GradientCheck(tp_mesh))
     syncs = [] if sequence.sync is None else [sequence.sync]

@@ -258,8 +258,8 @@ def parallel_config(model: nn.Module, config: Config) -> Config:
 
 
 def _linear_layers(model: Any) -> set[str]:
-    """All but the output layer, as PEFT has them, which does not know those that have been cut."""
-    kinds = (nn.Linear, ColumnParallelLinear, RowParallelLinear, Linear)
+    """All but the output layer: PEFT's own search passes over those with adapters."""
+    kinds = (nn.Linear, Linear)
     wrappers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _WRAPPERS))
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and not name.startswith(wrappers)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -306,24 +306,7 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
         given["state_dict"] = gather_tensors(wanted, model, rank0_only=True, device="cpu")
         writes = writes and dist.get_rank() == 0
     if writes:
-        with _as_linear(layers[-1]):
-            type(model).save_pretrained(*call.args, **call.kwargs)
-
-
-@contextmanager
-def _as_linear(head: Any) -> Iterator[None]:
-    """Within it the layer in an adapter of the output layer is an nn.Linear, without values: PEFT writes the weights of
-    such a layer, given by name, into the file of its adapter."""
-    if not (isinstance(head, ParallelLoraLinear) and isinstance(head.base_layer, ColumnParallelLinear)):
-        yield
-        return
-    layer = head.base_layer
-    sizes = layer.in_features, layer.out_features, layer.bias is not None
-    head.base_layer = nn.Linear(*sizes, device="meta", dtype=layer.weight.dtype)
-    try:
-        yield
-    finally:
-        head.base_layer = layer
+        type(model).save_pretrained(*call.args, **call.kwargs)
 
 
 # ---- what is not served ---------------------------------------------------------------------------------------------

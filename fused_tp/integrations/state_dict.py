@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from math import prod
+from math import isnan, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.nn import gather_state_dict
-from fused_tp.nn.sharding import as_dtensors, copy_full_, parts_dims
+from fused_tp.nn.sharding import as_dtensors, copy_full_, no_values_, parts_dims, value_of_nothing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,14 +93,16 @@ def check_buffers(model: nn.Module, *, hf: bool) -> None:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
-    """Give what is still on the meta device memory (parameters: no values), and bring the rest to the device."""
+    """Give what is still on the meta device memory (of NaN: it has no values yet), and bring the rest to the device."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if parameter not in made:
                     empty = torch.empty_like(parameter, device=device_type)
+                    no_values_(empty)
                     made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    vars(made[parameter]).update(vars(parameter))
                 module._parameters[key] = made[parameter]
         lost = False
         for key, buffer in module._buffers.items():
@@ -132,18 +134,13 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
 
 def _unset(like: Tensor, device: torch.device | str) -> Tensor:
     """A buffer like `like`, of a value that no code computes for all of it."""
-    return torch.full_like(like, _value_of_nothing(like.dtype), device=device)
+    return torch.full_like(like, value_of_nothing(like.dtype), device=device)
 
 
 def _is_unset(buffer: Tensor) -> bool:
     known = buffer.dtype == torch.bool or not buffer.numel()  # of which any values may be meant
-    return not known and bool((buffer == _value_of_nothing(buffer.dtype)).all())
-
-
-def _value_of_nothing(dtype: torch.dtype) -> float:
-    if dtype.is_floating_point or dtype.is_complex:
-        return 2.0**-9 * 1.25  # exact in bfloat16 and float16 too
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1 if dtype.is_signed else torch.iinfo(dtype).max - 1
+    nothing = value_of_nothing(buffer.dtype)
+    return not known and bool((buffer.isnan() if isnan(nothing) else buffer == nothing).all())
 
 
 def _enclosing(name: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from fused_tp.ops.arguments import check_bool
 from fused_tp.ops.collectives import all_reduce, reduce_scatter
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Embedding):
     """nn.Embedding whose vocabulary is cut over `mesh`.
 
     Shapes on a rank: ids [...] (integers, the same on all ranks) -> [..., embedding_dim]; with `sequence_parallel` this
@@ -43,6 +43,9 @@ class VocabParallelEmbedding(nn.Module):
         >>> hidden = embed(ids)             # [batch, seq] -> [batch, seq, 512] on every rank
     """
 
+    # Of nn.Embedding, at its defaults: `from_embedding` refuses others.
+    max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
+
     def __init__(
         self,
         num_embeddings: int,
@@ -55,7 +58,7 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nn.Embedding's would make a whole table
         check_positive("num_embeddings", num_embeddings)
         check_positive("embedding_dim", embedding_dim)
         check_bool(sequence_parallel=sequence_parallel)
@@ -89,7 +92,7 @@ class VocabParallelEmbedding(nn.Module):
         Example:
             >>> model.embed = VocabParallelEmbedding.from_embedding(model.embed, mesh=mesh["tp"])
         """
-        if not isinstance(embedding, nn.Embedding):
+        if isinstance(embedding, VocabParallelEmbedding) or not isinstance(embedding, nn.Embedding):
             raise TypeError(f"{cls.__name__}.from_embedding takes an nn.Embedding, not {type(embedding).__name__}.")
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):

@@ -54,11 +54,14 @@ class LayerKeywords(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class _ParallelLinear(nn.Module):
-    """What both layers share: sizes, mesh, checks, the initial distribution, `from_linear`."""
+class _ParallelLinear(nn.Linear):
+    """What both layers share: sizes, mesh, checks, the initial distribution, `from_linear`.
+
+    An nn.Linear, so that code which looks for linear layers (initialisation, PEFT) finds it.
+    """
 
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
     _weight_placement: Shard | Replicate  # of [out, in]
     _bias_placement: Shard | Replicate
 
@@ -74,7 +77,7 @@ class _ParallelLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # nn.Linear's would make whole parameters
         check_positive("in_features", in_features)
         check_positive("out_features", out_features)
         check_bool(bias=bias, sequence_parallel=sequence_parallel)
@@ -133,7 +136,7 @@ class _ParallelLinear(nn.Module):
             >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
             >>> model.down = RowParallelLinear.from_linear(model.down, mesh=mesh["tp"])
         """
-        if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
+        if isinstance(linear, _ParallelLinear) or not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
             raise TypeError(f"{cls.__name__}.from_linear takes an nn.Linear, not {type(linear).__name__}.")
         given = cast("nn.Linear", linear)
         sizes = *features_of(given), given.bias is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from fused_tp.nn.single_device_writes import write_as_one_process
 from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.runtime.partition import shard_range
 
@@ -94,6 +96,7 @@ def empty_parameter(
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
     """An uninitialised parameter of global `shape`; only this rank's part of it is allocated."""
+    write_as_one_process()
     local_shape = list(shape)
     for dim, _, length in _own_parts(shape, mesh, placement):
         local_shape[dim] = length
@@ -111,7 +114,8 @@ def shard_parameter(
     its order under FSDP2 where both cut one dim, cannot be saved by torch.distributed.checkpoint, and is filled with
     other rows by set_model_state_dict.)
 
-    On the meta device there is nothing to slice: this rank's part is allocated on the mesh's device, uninitialised.
+    On the meta device there is nothing to slice: this rank's part is allocated on the mesh's device, and holds NaN
+    until it is loaded or initialised. Attributes that were set on the parameter (marks for optimizers) are kept.
 
     Raises:
         TypeError: `parameter` is a DTensor already.
@@ -140,14 +144,17 @@ def shard_parameter(
         return known
     if parameter.is_meta:
         made = empty_parameter(tuple(whole.shape), mesh, placement, dtype=parameter.dtype)
+        no_values_(made)
         made.requires_grad_(parameter.requires_grad)
     else:
+        write_as_one_process()
         own = whole.detach()
         for dim, start, length in _own_parts(own.shape, mesh, placement):
             own = own.narrow(dim, start, length)
         own = own.clone(memory_format=torch.contiguous_format)  # a copy, so that the full storage can be freed
         dtensor = as_dtensor(own, mesh, placement, whole.shape)
         made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+    vars(made).update((key, value) for key, value in vars(parameter).items() if not isinstance(value, Tensor))
     if memo is not None:
         memo[parameter] = made
     return made
@@ -175,6 +182,20 @@ def _with_own_shapes(
             if tuple(value.shape) in joined:
                 full[name] = value.reshape(like.shape)
     return own(full, held, *args, **how)
+
+
+@torch.no_grad()
+def no_values_(tensor: Tensor) -> None:
+    """Fill `tensor` with what no computation takes for values: NaN, or an integer at the end of the range."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local.fill_(value_of_nothing(local.dtype))
+
+
+def value_of_nothing(dtype: torch.dtype) -> float:
+    """The number by which a tensor of `dtype` shows that nothing has set it."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1 if dtype.is_signed else torch.iinfo(dtype).max - 1
 
 
 def parts_dims(module: nn.Module) -> dict[int, int]:
@@ -232,7 +253,41 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
             if isinstance(own, DTensor):
                 child._parameters[key] = made[id(own)]
                 vars(child).setdefault(CUTS, {})[key] = Cut(own.device_mesh, own.placements[0], own.shape)
+                changed: Any = child
+                changed.apply = partial(_apply_to_dtensors, child)
     return module
+
+
+def _apply_to_dtensors(module: ModuleT, function: Callable[[nn.Module], Any]) -> ModuleT:
+    """`module.apply(function)` that initialises the whole parameters of which this rank holds plain parts."""
+    for child in module.children():
+        child.apply(function)
+    with shown_as_dtensors(module, recurse=False):
+        function(module)
+    return module
+
+
+@contextmanager
+def shown_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
+    """A context in which what `plain_parameters_` has made plain are DTensors, of the same memory: an initialiser then
+    sees the sizes of the whole, and draws different numbers for each rank."""
+    shown = []
+    for child in module.modules() if recurse else [module]:
+        for key, cut in vars(child).get(CUTS, {}).items():
+            plain: Any = child._parameters[key]
+            if plain is not None and not isinstance(plain, DTensor):  # one that is shown already
+                whole = as_dtensor(plain.detach(), cut.mesh, cut.placement, cut.shape)
+                parameter = nn.Parameter(whole, requires_grad=plain.requires_grad)
+                vars(parameter).update(vars(plain))
+                child._parameters[key] = parameter
+                shown.append((child, key, plain, parameter))
+    try:
+        yield
+    finally:
+        for child, key, plain, parameter in shown:
+            if child._parameters.get(key) is parameter:  # else the initialiser has put another one there
+                child._parameters[key] = plain.requires_grad_(parameter.requires_grad)
+                vars(plain).update(vars(parameter))
 
 
 def _plain(parameter: DTensor) -> nn.Parameter:

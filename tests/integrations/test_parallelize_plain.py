@@ -520,7 +520,7 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "TP sizes that work: 1", parallelize, model, tp_mesh)
 
 
-# -- what is refused with a sentence ------------------------------------------------------------------------------------
+# -- what is refused with a sentence -----------------------------------------------------------------------------------
 
 
 class Packed(nn.Module):

@@ -1,0 +1,112 @@
+"""In-place writes to DTensors that give the numbers of one process.
+
+torch's own DTensor operations differ from one process in two ways, which initialisation of a sharded model meets:
+
+| write                     | torch                                                | here                             |
+|---------------------------|------------------------------------------------------|----------------------------------|
+| `weight.normal_()`, CPU   | each rank draws its shard: of equal random states    | each rank draws the whole and    |
+|                           | all shards are equal                                 | keeps its shard                  |
+| `weight.normal_()`, GPUs  | shards differ, and depend on the number of ranks     | the same                         |
+| `weight[padding].zero_()` | along a sharded dim it writes to a copy: no effect   | writes to the parameter          |
+
+So `torch.nn.init`, `model.apply(init)`, transformers' `init_weights()` and loops over parameters leave the values that
+they leave in one process of the same random state. A draw takes the memory of the whole tensor for a moment.
+
+Rejected: to show initialisers a plain, whole tensor in the place of the parameter (they also freeze, mark and collect
+parameters, which would be those of the stand-in).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+_DRAWS = (
+    *("normal_", "uniform_", "bernoulli_.float", "exponential_", "log_normal_", "cauchy_", "geometric_"),
+    *("random_", "random_.to", "random_.from"),
+)
+_FILLS = ("zero_", "fill_.Scalar")
+_NEW = ("rand_like", "randn_like")
+
+
+@cache
+def write_as_one_process() -> None:
+    """Register the rules for DTensors in this process; called where the first parameter is sharded.
+
+    `torch.library.register_torch_dispatch` is torch's public way to give an operation a meaning for a tensor class.
+    """
+    for names, rule in ((_DRAWS, _draw), (_FILLS, _fill), (_NEW, _draw_new)):
+        for name in names:
+            torch.library.register_torch_dispatch(f"aten::{name}", DTensor, rule)
+
+
+def _draw(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    given, *rest = args
+    if not given._local_tensor.is_meta and not _write_through(given, func, rest, kwargs):
+        whole = _whole_like(given)
+        func(whole, *rest, **(kwargs or {}))
+        _keep_own(given, whole, equalize=func is not torch.ops.aten.bernoulli_.float)  # which dropout calls, too
+    return given
+
+
+def _fill(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    given, *rest = args
+    if any(rest):
+        _check_no_terms(func, given)
+    if not _write_through(given, func, rest, kwargs):
+        func(given._local_tensor, *rest, **(kwargs or {}))
+    return given
+
+
+def _draw_new(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    given = args[0]
+    _check_no_terms(func, given)
+    whole = func(_whole_like(given), *args[1:], **(kwargs or {}))
+    return distribute_tensor(whole, given.device_mesh, given.placements, src_data_rank=None)
+
+
+def _write_through(given: DTensor, func: Any, rest: list[Any], kwargs: Any) -> bool:
+    """True if `given` is a part of another DTensor and has memory of its own: the write went to both."""
+    base = given._base if given._is_view() else None
+    if not isinstance(base, DTensor) or _memory(base) == _memory(given):
+        return False
+    # Of the local part alone: autograd is not to see this.
+    local = base._local_tensor.detach()
+    layout: dict[str, Any] = {"shape": base.shape, "stride": base.stride(), "run_check": False}
+    whole = DTensor.from_local(local, base.device_mesh, base.placements, **layout).full_tensor().clone()
+    part = given._view_func_unsafe(whole)
+    func(part, *rest, **(kwargs or {}))
+    _keep_own(base, whole)
+    _keep_own(given, part)
+    return True
+
+
+def _memory(tensor: DTensor) -> int:
+    return tensor._local_tensor.untyped_storage().data_ptr()
+
+
+def _whole_like(tensor: DTensor) -> Tensor:
+    """Memory for the whole tensor, in the order in which one process has it: draws follow it."""
+    local = tensor._local_tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
+
+
+def _keep_own(tensor: DTensor, whole: Tensor, *, equalize: bool = True) -> None:
+    """Write this rank's part of `whole`; with `equalize`, of a tensor that every rank has, the mesh's first rank's:
+    ranks whose random states differ would otherwise hold different copies."""
+    _check_no_terms("a random draw", tensor)
+    replicated = all(isinstance(placement, Replicate) for placement in tensor.placements)
+    source = 0 if equalize and replicated and type(whole) is Tensor else None  # no collective while tracing
+    own = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=source)
+    tensor._local_tensor.copy_(own._local_tensor)
+
+
+def _check_no_terms(func: Any, tensor: DTensor) -> None:
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(
+            f"{func} of a DTensor placed as {tensor.placements}: its ranks hold terms of a sum. Redistribute it first."
+        )
