@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from fused_tp.integrations.batch_check import is_due, of_all_ranks
+from fused_tp.integrations.batch_check import of_all_ranks
+from fused_tp.runtime.checks import is_due
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
