@@ -3,6 +3,7 @@ the one that was cut."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fused_tp.integrations.batch_check import of_all_ranks
@@ -40,15 +42,20 @@ def is_parallelized(model: nn.Module) -> bool:
 
 class ModuleCheck:
     """A forward pre-hook that refuses modules with parameters that were put into a tensor parallel model after it was
-    cut, at its first calls and now and then: what they add is that of a rank's part, and nothing fails.
+    cut, at its first calls and now and then: what they add is that of a rank's part, and nothing fails. Nor does an
+    assignment to the `data` of a DTensor, which leaves its numbers as they were.
 
     Raises:
         ValueError: there is one.
     """
 
-    def __init__(self, parallelism: object) -> None:
+    def __init__(self, parallelism: object, model: nn.Module) -> None:
         self.parallelism = parallelism
         self.calls = 0
+        # By id of a DTensor: the id of its part, and the storage that it claims to have, which alone an assignment to
+        # `data` changes.
+        self._storages: dict[int, tuple[int, int]] = {}
+        self._check_data(model)
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
@@ -56,6 +63,7 @@ class ModuleCheck:
         self.calls += 1
         if not is_due(self.calls):
             return
+        self._check_data(model)
         for name, module in model.named_modules():
             own = any(parameter is not None for parameter in module._parameters.values())
             if own and getattr(module, MARK, None) is not self.parallelism:
@@ -64,6 +72,29 @@ class ModuleCheck:
                     "parallel. Put it in before; LoRA adapters also after, by "
                     "fused_tp.integrations.peft.parallel_config."
                 )
+
+    def _check_data(self, model: nn.Module) -> None:
+        now: dict[int, tuple[int, int]] = {}
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor):
+                part, storage = now[id(parameter)] = id(parameter._local_tensor), parameter.untyped_storage()._cdata
+                before = self._storages.get(id(parameter))
+                if before is not None and before[0] == part and before[1] != storage:
+                    raise ValueError(
+                        f"the data of {name!r} was assigned to, which does not change the numbers of a DTensor. Write "
+                        "into it instead: with torch.no_grad(): parameter.copy_(values), where values is a DTensor, or "
+                        "parameter.to_local().copy_(part); load_full_state_dict takes full tensors. With "
+                        "parameters='plain' data can be assigned to."
+                    )
+        self._storages = now
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleCheck:
+        made = copy.copy(self)  # ids are those of other tensors there
+        made.parallelism, made._storages = copy.deepcopy(self.parallelism, memo), {}
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_storages": {}}
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:

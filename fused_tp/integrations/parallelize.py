@@ -296,12 +296,13 @@ def parallelize(
     if meshes:
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
-    if shared_over := [*own_dim, *meshes]:
+    if shared_over := [*meshes, *own_dim]:
         watch(model, shared_over)
-        model.register_forward_pre_hook(PartsCheck(shared_over, tp_mesh))
+        model.register_forward_pre_hook(PartsCheck(shared_over, tp_mesh), prepend=True)
+        in_one_order(model._forward_pre_hooks)
     if tp_mesh is not None:
         model.register_forward_hook(GradientCheck(tp_mesh))
-        model.register_forward_pre_hook(ModuleCheck(parallelism))
+        model.register_forward_pre_hook(ModuleCheck(parallelism, model))
     syncs = [] if sequence.sync is None else [sequence.sync]
     if own_dim and grad_sync:
         syncs.append(GradientSync(own_dim[0], mean=True))

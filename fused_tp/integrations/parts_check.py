@@ -19,7 +19,16 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from fused_tp.integrations.batch_check import of_all_ranks
-from fused_tp.nn.optimizers import CUTS, Cut, checksum_of_parts, steps_of, watch_again
+from fused_tp.nn.optimizers import (
+    CUTS,
+    FORWARD,
+    PARTS_AND_STEPS,
+    Cut,
+    checksum_of_parts,
+    refuse_different_moments,
+    steps_of,
+    watch_again,
+)
 from fused_tp.runtime.checks import is_due
 from fused_tp.runtime.errors import RankMismatchError, listed
 
@@ -33,7 +42,7 @@ class PartsCheck:
     one exchange of two numbers for each mesh.
 
     Args:
-        meshes: whose ranks call the model together.
+        meshes: whose ranks call the model together, `tp_mesh` first: a rank that steps an optimizer asks there.
         tp_mesh: over which weights are cut, or None.
 
     Raises:
@@ -57,12 +66,13 @@ class PartsCheck:
         place, parts = 0, None
         if self.tp_mesh is not None:
             place, parts = self.tp_mesh.get_local_rank(), checksum_of_parts(self._parts(model))
-        found = of_all_ranks(self.meshes, "parts and steps", [place, parts, steps_of(model)])
+        found = of_all_ranks(self.meshes, PARTS_AND_STEPS, [FORWARD, place, parts, steps_of(model)])
+        refuse_different_moments(self.meshes[0], [one[0] for one in found])
         places: dict[int, int] = {}
-        for theirs, part, _ in found:
+        for _, theirs, part, _ in found:
             if part is not None and places.setdefault(part, theirs) != theirs:
                 self._refuse(f"ranks {places[part]} and {theirs} hold the same numbers in every part of the weights")
-        check_equal_steps(self.meshes, [steps for _, _, steps in found])
+        check_equal_steps(self.meshes, [steps for *_, steps in found])
 
     def _check_data_parallel(self, model: nn.Module) -> None:
         wrapper = DistributedDataParallel._get_active_ddp_module()

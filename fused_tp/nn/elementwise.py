@@ -25,6 +25,7 @@ _KNOWN = frozenset(
 # What torch runs on DTensors, as of 2.13: the others of these raise in the midst of their step.
 _NOT_ON_DTENSORS = frozenset({torch.optim.Rprop})
 _FUSED_ON_DTENSORS = frozenset({torch.optim.Adam, torch.optim.AdamW})
+_WITH_CLOSURE = (torch.optim.LBFGS,)  # no step without one; it works on DTensors, and is not elementwise
 # More than roundings of bfloat16, in which Muon computes, and less than what parts of unlike sizes make of any norm.
 _SIZE, _STEPS, _TOLERANCE = 8, 3, 0.05
 
@@ -42,6 +43,8 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any
     """
     if type(optimizer) in _KNOWN:
         return False
+    if isinstance(optimizer, _WITH_CLOSURE):
+        return True
 
     def step_parts(whole: Tensor, gradients: Sequence[Tensor]) -> Tensor:
         parts = [part.clone() for part in whole.chunk(2, dim)]
@@ -62,6 +65,8 @@ def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, 
     kind = type(optimizer)
     known = kind in _KNOWN and kind not in _NOT_ON_DTENSORS
     if (known and (not options.get("fused") or kind in _FUSED_ON_DTENSORS)) or not _is_common(kind):
+        return False
+    if kind in _WITH_CLOSURE:
         return False
     mesh, placements = parameter.device_mesh, parameter.placements
 

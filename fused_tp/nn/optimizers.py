@@ -38,8 +38,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.nn.elementwise import differs_on_dtensors, differs_on_parts
 from fused_tp.ops.collectives import all_reduce
-from fused_tp.runtime.checks import is_due
-from fused_tp.runtime.errors import listed
+from fused_tp.runtime.checks import FIRST_CALLS, is_due
+from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.base import checksum
 from fused_tp.transport.store import exchange
@@ -60,6 +60,7 @@ class Cut(NamedTuple):
 # Attributes of a model: the 1-D meshes whose ranks share it, and how many steps each optimizer of it has taken.
 _SHARED_OVER, _STEPS = "_fused_tp_shared_over", "_fused_tp_optimizer_steps"
 _SAMPLE = 61  # numbers of a tensor that are compared; a prime, so that they lie in different columns
+PARTS_AND_STEPS, STEP, FORWARD = "parts and steps", "step", "forward"  # one exchange for both moments: see below
 _OF_NORM = 1e-3  # more than what other last bits of gradients make of the norm of all of them
 
 _models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
@@ -156,6 +157,8 @@ def _check(optimizer: Optimizer, seen: _Seen) -> None:
             steps = getattr(model, _STEPS)
             seen.places[model] = len(steps)
             steps.append(0)
+    if seen.steps == FIRST_CALLS:
+        return  # the next forward pass may ask nothing, where a rank that skips this step would be noticed at once
     for mesh in {id(cut.mesh): cut.mesh for cut in cuts.values()}.values():
         held = [(p, cuts[id(p)]) for p in parameters if id(p) in cuts and cuts[id(p)].mesh is mesh]
         _compare_gradients(mesh, held)
@@ -199,7 +202,8 @@ def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         )
     if any(parameter.grad is not None for parameter in parameters) or _models_of(parameters):
         return
-    if any(parameter.grad is not None for model in list(_models) for parameter in model.parameters()):
+    unstepped = [model for model in list(_models) if not steps_of(model)]
+    if any(parameter.grad is not None for model in unstepped for parameter in model.parameters()):
         raise ValueError(
             f"{name} would train nothing: none of its {len(parameters)} parameters has a gradient, nor is one of them "
             "a parameter of the parallel model, whose parameters have gradients. Make the optimizer of "
@@ -211,6 +215,8 @@ def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> N
     """Raises:
     ValueError: of parts the optimizer computes other updates than of the whole, or of DTensors none.
     """
+    if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
+        return  # a wrapper: the optimizer inside is checked before its own step
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         tried = set()
@@ -231,7 +237,7 @@ def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> N
 
 def _try_parts(name: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, dim: int) -> None:
     try:
-        differs = isinstance(optimizer, torch.optim.LBFGS) or differs_on_parts(optimizer, group, parameter, dim)
+        differs = differs_on_parts(optimizer, group, parameter, dim)
     except Exception as error:
         if _optimizers[optimizer].steps == 1:
             _log.warning(
@@ -255,13 +261,10 @@ def _try_dtensors(name: str, optimizer: Optimizer, group: Mapping[str, Any], par
         "AdamW, Adam (also fused=True), SGD, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Adamax and ASGD step DTensors, "
         "and Muon where it is given matrices only"
     )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        differs, why = True, "sums over elements of this rank only"
-    else:
-        try:
-            differs, why = differs_on_dtensors(optimizer, group, parameter), "updates parts otherwise than the whole"
-        except Exception as error:
-            differs, why = True, f"fails on them ({type(error).__name__}: {str(error).splitlines()[0]})"
+    try:
+        differs, why = differs_on_dtensors(optimizer, group, parameter), "updates parts otherwise than the whole"
+    except Exception as error:
+        differs, why = True, f"fails on them ({type(error).__name__}: {str(error).splitlines()[0]})"
     if differs:
         how = ", fused=True," if group.get("fused") else ""
         raise ValueError(
@@ -276,8 +279,10 @@ def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, Cut]]) -> 
     whole = [p.grad for p, cut in held if not isinstance(cut.placement, Shard) and p.grad is not None]
     norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in whole]
     norm = float(torch.stack([one.double().cpu() for one in norms]).norm()) if norms else 0.0
-    mine = [checksum_of_parts(parts), norm if isfinite(norm) else None]
-    sums, totals = zip(*exchange(resolve_group(mesh), "gradients before a step", mine), strict=True)
+    mine = [STEP, checksum_of_parts(parts), norm if isfinite(norm) else None]
+    found = [one for theirs in exchange(resolve_group(mesh), PARTS_AND_STEPS, [mine]) for one in theirs]
+    refuse_different_moments(mesh, [one[0] for one in found])
+    _, sums, totals = zip(*found, strict=True)
     dim = repr((mesh.mesh_dim_names or ("tp",))[0])
     known = [one for one in sums if one is not None]
     if len(set(known)) < len(known):
@@ -293,6 +298,19 @@ def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, Cut]]) -> 
             f"whole, of norms {min(finite):.4g} to {max(finite):.4g}: they were scaled by each rank's own part, most "
             "likely by torch.nn.utils.clip_grad_norm_. With parameters='plain' call "
             "fused_tp.nn.clip_grad_norm_(model, max_norm)."
+        )
+
+
+def refuse_different_moments(mesh: DeviceMesh, moments: Sequence[str]) -> None:
+    """Raises:
+    RankMismatchError: some ranks are about to step an optimizer, others are not.
+    """
+    if len(set(moments)) > 1:
+        raise RankMismatchError(
+            f"of the ranks of {(mesh.mesh_dim_names or ('?',))[0]!r} number {moments.index(STEP)} is at an optimizer "
+            f"step and number {moments.index(FORWARD)} at the next forward pass: it has skipped the step, most likely "
+            "because of its own gradients, and would have other weights from here on. torch.amp.GradScaler and "
+            "fused_tp.nn.clip_grad_norm_ decide alike on all ranks."
         )
 
 
