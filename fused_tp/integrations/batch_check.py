@@ -15,20 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.runtime import settings
+from fused_tp.runtime.checks import is_due
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.base import checksum
 from fused_tp.transport.store import exchange
-
-FIRST_CALLS = 3
-
-
-def is_due(call: int) -> bool:
-    """Whether ranks compare what they have at this call, counted from 1. Not while a CUDA graph is captured."""
-    every = settings.batch_check_every()
-    return every > 0 and (call <= FIRST_CALLS or call % every == 0) and not is_capturing()
-
 
 _suspended = threading.local()
 
@@ -45,11 +36,6 @@ def suspended() -> Iterator[None]:
 
 def is_suspended() -> bool:
     return torch.compiler.is_compiling() or getattr(_suspended, "now", False)
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is captured, for which nothing can be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any]:

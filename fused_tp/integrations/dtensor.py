@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fused_tp.nn.embedding import check_ids_inside, check_integer_ids, lookup
 from fused_tp.nn.linear import check_floating, check_width, column_matmul, row_matmul
 from fused_tp.nn.norm import sequence_parallel_
+from fused_tp.nn.optimizers import note_replaced
 from fused_tp.nn.sharding import as_dtensor, check_mesh, local
 from fused_tp.nn.single_device_writes import write_as_one_process
 
@@ -280,6 +281,7 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, cuts: dict[str, Place
             )
         cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
         module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        note_replaced({parameter: name}, module)
 
 
 def _kind(module: nn.Module, style: str) -> type[nn.Module]:

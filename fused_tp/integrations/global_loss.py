@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.integrations.batch_check import is_capturing
 from fused_tp.integrations.forward_shard import ForwardShard, running_shard, runs_again, version_of
 from fused_tp.integrations.graph import HeadOutputs, nodes_of
 from fused_tp.integrations.outputs import tensors_in
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+from fused_tp.runtime.checks import is_capturing
 
 # Keywords that would make it another loss, and the values that do not.
 OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}

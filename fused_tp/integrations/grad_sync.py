@@ -29,11 +29,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_tp.integrations.batch_check import is_capturing
 from fused_tp.integrations.graph import leaves, nodes_of
 from fused_tp.integrations.model_check import MARK
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_captured
+from fused_tp.runtime.checks import is_capturing
 from fused_tp.runtime.errors import RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.base import checksum

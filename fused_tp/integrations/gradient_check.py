@@ -19,8 +19,8 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fused_tp.integrations.batch_check import is_due
 from fused_tp.integrations.outputs import tensors_in
+from fused_tp.runtime.checks import is_due
 from fused_tp.runtime.errors import listed
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.store import exchange

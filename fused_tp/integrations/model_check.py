@@ -16,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fused_tp.integrations.batch_check import is_due, is_suspended, of_all_ranks
+from fused_tp.integrations.batch_check import is_suspended, of_all_ranks
 from fused_tp.nn.sharding import CUTS
+from fused_tp.runtime.checks import is_due
 from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 

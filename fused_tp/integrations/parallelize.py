@@ -27,6 +27,7 @@ from fused_tp.integrations.hf import (
 )
 from fused_tp.integrations.layers import Sharding, check_layers, deal_experts, replicate_parameters, shard_layers
 from fused_tp.integrations.model_check import MARK, SHARDING, ModuleCheck, check_equal_models, is_parallelized
+from fused_tp.integrations.parts_check import PartsCheck
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
     Plan,
@@ -44,6 +45,7 @@ from fused_tp.integrations.plan import (
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
 from fused_tp.integrations.whole_blocks import find_blocks, join_behind, run_whole, split_before
+from fused_tp.nn.optimizers import note_replaced, watch
 from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.runtime.availability import Availability
@@ -297,6 +299,7 @@ def _cut(
         sequence.in_front, sequence.splits = frozenset(resolved.before), bool(resolved.splits)
         sequence.joins, sequence.behind = resolved.joins, resolved.behind
     sharding: Sharding | None = None
+    before = WeakIdKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
     input_hooks = ExitStack()
     input_hooks.enter_context(without_input_hooks(model))
     if tp_mesh is not None:
@@ -326,6 +329,7 @@ def _cut(
             replicate_parameters(experts, Sharding(whole, dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
         if parallelism.grad_sync:
             replicate_parameters(model, Sharding(Plan(), dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
+    note_replaced(before, model)
     materialize(model, mesh.device_type, hf=hf)
     if plain:
         plain_parameters_(model)
@@ -337,6 +341,11 @@ def _cut(
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
         model.register_forward_pre_hook(ModuleCheck(parallelism, model, from_meta=from_meta))
+    own_dim = [ep_mesh] if ep_mesh not in (None, tp_mesh, cp_mesh) else []
+    if shared_over := [*meshes, *own_dim]:
+        watch(model, shared_over)
+        model.register_forward_pre_hook(PartsCheck(shared_over, tp_mesh), prepend=True)
+        in_one_order(model._forward_pre_hooks)
     if tp_mesh is not None:
         model.register_forward_hook(GradientCheck(tp_mesh))
     syncs = [] if sequence.sync is None else [sequence.sync]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fused_tp.integrations.batch_check import is_due
 from fused_tp.integrations.forward_shard import (
     UNSHARDED,
     CpContext,
@@ -32,6 +31,7 @@ from fused_tp.integrations.graph import HeadOutputs, leaves, nodes_of
 from fused_tp.integrations.outputs import map_tensors, tensors_in
 from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
+from fused_tp.runtime.checks import is_due
 
 # A mark on a model whose output nobody reads: a pipeline stage that is not the last.
 PASSES_ON = "_fused_tp_passes_on"

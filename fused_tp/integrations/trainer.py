@@ -10,6 +10,7 @@ What Trainer refuses for such models, resuming, is done here by torch.distribute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -20,16 +21,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from fused_tp.integrations.model_check import MARK
 from fused_tp.integrations.sequence import Parallelism
-from fused_tp.nn import original_shapes
+from fused_tp.nn import clip_grad_norm_, original_shapes
+from fused_tp.nn.optimizers import CUTS
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader
-from fused_tp.nn.sharding import CUTS
 
 T = TypeVar("T", bound=type)
 
@@ -154,6 +155,16 @@ class _ParallelTrainer:
             )
         with _may_resume(settings), _many_cpus():
             super().__init__(*args, **kwargs)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        self.accelerator.unscale_gradients()  # which Trainer leaves out where DTensors lie on several meshes
+        return clip_grad_norm_(model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> float:
+        if grad_norm is None:
+            self.accelerator.unscale_gradients()
+            grad_norm = clip_grad_norm_(model, math.inf)
+        return float(grad_norm)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         trainer: Any = super()

@@ -39,8 +39,26 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
         >>> norm = clip_grad_norm_(model, 1.0)
     """
     total = grad_norm(module.parameters(), module)
-    torch.nn.utils.clip_grads_with_norm_(module.parameters(), max_norm, total)
+    clip_by_norm_(module.parameters(), max_norm, total)
     return total
+
+
+def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
+    """Scale gradients whose norm is `total` to `max_norm`, where it is greater."""
+    scale_gradients_(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
+@torch.no_grad()
+def scale_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply gradients by a scalar, in place: plain ones and DTensors of any meshes."""
+    # By ranks' own parts: torch takes the DTensors of one mesh only in an operation.
+    own: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            part = grad.to_local() if isinstance(grad, DTensor) else grad
+            own.setdefault((part.device, part.dtype), []).append(part)
+    for (device, _), parts in own.items():
+        torch._foreach_mul_(parts, factor.to(device))
 
 
 @torch.no_grad()

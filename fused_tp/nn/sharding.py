@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import WeakIdKeyDictionary
 
+from fused_tp.nn.optimizers import CUTS, Cut, install, note_replaced, watch
 from fused_tp.nn.single_device_writes import write_as_one_process
 from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.runtime.partition import shard_range
@@ -97,6 +99,7 @@ def empty_parameter(
 ) -> nn.Parameter:
     """An uninitialised parameter of global `shape`; only this rank's part of it is allocated."""
     write_as_one_process()
+    install()
     local_shape = list(shape)
     for dim, _, length in _own_parts(shape, mesh, placement):
         local_shape[dim] = length
@@ -126,6 +129,7 @@ def shard_parameter(
             f"the parameter is a DTensor already ({parameter.placements} on {parameter.device_mesh}); convert modules "
             "that are still whole, tensor parallelism first and fully_shard after it."
         )
+    install()
     whole, parts = parameter, 1
     if isinstance(placement, PartsCut):
         if placement.parts > 1:
@@ -208,17 +212,6 @@ def parts_dims(module: nn.Module) -> dict[int, int]:
     }
 
 
-CUTS = "_fused_tp_cuts"  # of a module, by the name of a plain parameter
-
-
-class Cut(NamedTuple):
-    """What a DTensor knows and a plain parameter of its part does not."""
-
-    mesh: DeviceMesh
-    placement: Placement
-    shape: torch.Size
-
-
 def plain_parameters_(module: ModuleT) -> ModuleT:
     """`module`, whose DTensor parameters have become plain ones in place: this rank's parts, of the same memory.
 
@@ -247,6 +240,7 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
                 "only."
             )
     made = {key: _plain(parameter) for key, (_, parameter) in named.items()}
+    before = WeakIdKeyDictionary({parameter: name for name, parameter in named.values()})
     for child in module.modules():
         own: Any
         for key, own in child._parameters.items():
@@ -255,6 +249,8 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
                 vars(child).setdefault(CUTS, {})[key] = Cut(own.device_mesh, own.placements[0], own.shape)
                 changed: Any = child
                 changed.apply = partial(_apply_to_dtensors, child)
+    note_replaced(before, module)
+    watch(module, [*dict.fromkeys(parameter.device_mesh for _, parameter in named.values())])
     return module
 
 

@@ -21,16 +21,18 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from fused_tp.integrations.batch_check import BatchCheck
+from fused_tp.integrations.batch_check import BatchCheck, of_all_ranks
 from fused_tp.integrations.cut_check import check_verify, compared
 from fused_tp.integrations.grad_sync import is_dealt, take_mean
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.parts_check import check_equal_steps
 from fused_tp.integrations.plan import Style, resolve_plan
 from fused_tp.integrations.readers import forward_mentions
 from fused_tp.integrations.sequence import PASSES_ON
 from fused_tp.integrations.state_dict import check_buffers, load_full_state_dict, materialize
-from fused_tp.nn.grad_norm import grad_norm
+from fused_tp.nn.grad_norm import clip_by_norm_, grad_norm
+from fused_tp.nn.optimizers import steps_of, watch
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.pipelining.cut import (
@@ -46,6 +48,7 @@ from fused_tp.pipelining.cut import (
 )
 from fused_tp.pipelining.schedules import ScheduleKind, find_schedule
 from fused_tp.pipelining.timeline import Recorder, Span
+from fused_tp.runtime.checks import is_due
 from fused_tp.runtime.errors import FusedTPError
 from fused_tp.runtime.partition import shard_range
 
@@ -404,6 +407,9 @@ class Pipeline:
         first = next(iter(inspect.signature(a_stage.model.forward).parameters), "tokens")
         self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first,)
         self._check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
+        self._calls = 0  # of step
+        for stage in stages.values():
+            watch(stage.model, [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None])
         self._recorder = Recorder()
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -422,6 +428,7 @@ class Pipeline:
         """
         check_bool(sync_gradients=sync_gradients)
         self._check_parameters()
+        self._check_steps()
         prepared = self._prepared(batch, with_labels=True)
         held = [] if self._unsynced else self._set_aside()
         try:
@@ -470,6 +477,16 @@ class Pipeline:
                         f"schedule {self._kind.name!r} splits backward, of which torch's FSDP2 loses a half where it "
                         "reshards in between. Call fully_shard with reshard_after_forward=False."
                     )
+
+    def _check_steps(self) -> None:
+        """Raises RankMismatchError where stages have been stepped differently. Each is asked for its busiest optimizer:
+        which parameters there are to share out among several differs between stages."""
+        self._calls += 1
+        if not is_due(self._calls) or self._pp_mesh.size() == 1:
+            return
+        steps = max((number for stage in self.stages.values() for number in steps_of(stage.model)), default=0)
+        found = of_all_ranks([self._pp_mesh], "optimizer steps", steps)
+        check_equal_steps([self._pp_mesh], [one for one in found if one])  # of frozen stages there are none
 
     def _split(self) -> AbstractContextManager[None]:
         return split_backward() if self._kind.splits else nullcontext()
@@ -711,7 +728,7 @@ class Pipeline:
         square = grad_norm(counted.values()).square().to(self._pp_mesh.device_type)
         dist.all_reduce(square, group=self._group)
         total = square.sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        clip_by_norm_(self.parameters(), max_norm, total)
         return total
 
     def _is_second_copy(self, name: str) -> bool:

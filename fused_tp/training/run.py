@@ -23,7 +23,7 @@ from torch.utils.data import Subset
 
 from fused_tp.integrations.grad_sync import no_sync
 from fused_tp.integrations.mesh import make_mesh
-from fused_tp.nn.grad_norm import clip_grad_norm_
+from fused_tp.nn.grad_norm import clip_grad_norm_, scale_gradients_
 from fused_tp.pipelining.pipeline import Pipeline, count_targets, takes_target_count
 from fused_tp.planning.build import build
 from fused_tp.planning.model_count import count_model, make_on_meta
@@ -266,7 +266,7 @@ class TrainingRun:
         else:
             norm = clip_grad_norm_(self.model, clip * scale)
         if scale != 1:
-            torch._foreach_div_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
+            scale_gradients_(self.model.parameters(), torch.tensor(1 / scale, device=self.device))
         return float(norm) / scale
 
     # -- evaluation, samples ------------------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""Trial steps of an optimizer: parts of a matrix, stepped apart, against the matrix stepped whole.
+
+Adam computes each element's update from that element's gradients, so stepping parts is stepping the whole. Muon
+orthogonalizes a matrix and Adafactor averages over its rows and columns: of plain parts they compute other updates, and
+nothing fails. Of DTensors their arithmetic is that of the whole, where torch has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+# Known to be: no trial. As exact classes, since a subclass may override the step.
+_KNOWN = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
+)
+# What torch runs on DTensors, as of 2.13: the others of these raise in the midst of their step.
+_NOT_ON_DTENSORS = frozenset({torch.optim.Rprop})
+_FUSED_ON_DTENSORS = frozenset({torch.optim.Adam, torch.optim.AdamW})
+_WITH_CLOSURE = (torch.optim.LBFGS,)  # no step without one; it works on DTensors, and is not elementwise
+# More than roundings of bfloat16, in which Muon computes, and less than what parts of unlike sizes make of any norm.
+_SIZE, _STEPS, _TOLERANCE = 8, 3, 0.05
+
+
+def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, dim: int) -> bool:
+    """True if `optimizer` updates two parts of a matrix otherwise than the matrix. Local, on `like`'s device.
+
+    Args:
+        options: of the parameter group.
+        like: a parameter, of which the number of dims and the device count.
+        dim: along which it is cut.
+
+    Raises:
+        Exception: the trial failed, by whatever the optimizer raises.
+    """
+    if type(optimizer) in _KNOWN:
+        return False
+    if isinstance(optimizer, _WITH_CLOSURE):
+        return True
+
+    def step_parts(whole: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        parts = [part.clone() for part in whole.chunk(2, dim)]
+        made = _stepped(optimizer, options, parts, [gradient.chunk(2, dim) for gradient in gradients])
+        return torch.cat(made, dim)
+
+    return _differs(optimizer, options, like, step_parts)
+
+
+def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:
+    """True if `optimizer` updates a DTensor with the placements of `parameter` otherwise than a whole tensor.
+
+    A collective over its mesh. Trials only optimizers of torch and transformers: others may communicate by themselves.
+
+    Raises:
+        Exception: the trial failed, by whatever the optimizer raises.
+    """
+    kind = type(optimizer)
+    known = kind in _KNOWN and kind not in _NOT_ON_DTENSORS
+    if (known and (not options.get("fused") or kind in _FUSED_ON_DTENSORS)) or not _is_common(kind):
+        return False
+    if kind in _WITH_CLOSURE:
+        return False
+    mesh, placements = parameter.device_mesh, parameter.placements
+
+    def step_dtensor(whole: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        (made,) = _stepped(
+            optimizer,
+            options,
+            [_cut(whole, mesh, placements)],
+            [[_cut(gradient, mesh, placements)] for gradient in gradients],
+        )
+        return made.full_tensor() if isinstance(made, DTensor) else made
+
+    return _differs(optimizer, options, parameter, step_dtensor)
+
+
+def _is_common(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.optim.", "transformers."))
+
+
+def _cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    return distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def _differs(
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    like: Tensor,
+    step: Callable[[Tensor, Sequence[Tensor]], Tensor],
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shape = (_SIZE,) * max(1, like.ndim)
+    ramp = torch.ones(shape)
+    for dim in range(len(shape)):  # so that one half of a tensor is larger than the other, in parameters or gradients
+        ramp *= torch.arange(1.0, 1 + _SIZE).view(-1, *[1] * (len(shape) - 1 - dim))
+    whole = (torch.randn(shape, generator=generator) / ramp).to(like.device)
+    gradients = [(torch.randn(shape, generator=generator) * ramp).to(like.device) for _ in range(_STEPS)]
+    (wanted,) = _stepped(optimizer, options, [whole.clone()], [[gradient] for gradient in gradients])
+    difference = step(whole, gradients) - wanted
+    return bool(difference.norm() > _TOLERANCE * (wanted - whole).norm())
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    options: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> list[Tensor]:
+    """Parameters after steps of a new optimizer of the same class and options. (Rejected: a copy of the optimizer,
+    which may hold another one in it, and step the real parameters by that.)"""
+    kind = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    given = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+    held = [nn.Parameter(parameter) for parameter in parameters]
+    group = {name: value for name, value in options.items() if name not in ("params", "initial_lr")}
+    if "lr" in group:  # which a warm-up may have at 0
+        group["lr"] = torch.full_like(group["lr"], 0.1) if isinstance(group["lr"], Tensor) else 0.1
+    twin: Any = kind([{"params": held, **group}], **given)
+    step = inspect.unwrap(kind.step)  # without hooks
+    devices = [held[0].device] if held[0].is_cuda else []
+    with torch.random.fork_rng(devices):
+        torch.default_generator.manual_seed(0)
+        if devices:
+            torch.cuda.manual_seed(0)
+        for of_step in gradients:
+            for parameter, gradient in zip(held, of_step, strict=True):
+                parameter.grad = gradient.clone()
+            step(twin)
+    return [parameter.detach() for parameter in held]

@@ -1,0 +1,405 @@
+"""Optimizers and gradient scalers of models of which each rank holds a part.
+
+torch calls one function before each step of every optimizer, and asks another which gradients are not finite. Both know
+the models whose ranks share parameters, and refuse, or set right, steps that would go wrong without an error:
+
+| before a step                                              | then                                            |
+|------------------------------------------------------------|-------------------------------------------------|
+| a parameter was replaced when its model was made parallel  | ValueError                                      |
+| no gradient, and none of the parallel model's parameters   | ValueError                                      |
+| plain parts, and an update that is not elementwise         | ValueError                                      |
+| DTensors, which torch cannot step by this optimizer        | ValueError                                      |
+| plain parts: reduced or clipped as if a part were a whole  | ValueError                                      |
+| a gradient scaler: one rank's gradients are not finite     | all ranks that share the model skip the step    |
+
+All but the last at the calls of `fused_tp.runtime.checks.is_due`, counted for each optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fused_tp.nn.elementwise import differs_on_dtensors, differs_on_parts
+from fused_tp.ops.collectives import all_reduce
+from fused_tp.runtime.checks import FIRST_CALLS, is_due
+from fused_tp.runtime.errors import RankMismatchError, listed
+from fused_tp.runtime.group import resolve_group
+from fused_tp.transport.base import checksum
+from fused_tp.transport.store import exchange
+
+_log = logging.getLogger(__name__)
+
+CUTS = "_fused_tp_cuts"  # of a module, by the name of a plain parameter
+
+
+class Cut(NamedTuple):
+    """What a DTensor knows and a plain parameter of its part does not."""
+
+    mesh: DeviceMesh
+    placement: Placement
+    shape: torch.Size
+
+
+# Attributes of a model: the 1-D meshes whose ranks share it, and how many steps each optimizer of it has taken.
+_SHARED_OVER, _STEPS = "_fused_tp_shared_over", "_fused_tp_optimizer_steps"
+_SAMPLE = 61  # numbers of a tensor that are compared; a prime, so that they lie in different columns
+PARTS_AND_STEPS, STEP, FORWARD = "parts and steps", "step", "forward"  # one exchange for both moments: see below
+_OF_NORM = 1e-3  # more than what other last bits of gradients make of the norm of all of them
+
+_models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+_replaced: Any = WeakIdKeyDictionary()  # parameters that nothing computes with any more, with their names
+_optimizers: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
+
+
+@dataclass
+class _Seen:
+    """An optimizer's steps, and its place in the list of steps of each model of which it has parameters."""
+
+    steps: int = 0
+    places: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def watch(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
+    """Have optimizers and gradient scalers of `model` checked, whose parameters the ranks of these 1-D meshes share."""
+    setattr(model, _SHARED_OVER, tuple(meshes))
+    if not hasattr(model, _STEPS):
+        setattr(model, _STEPS, [])
+    watch_again(model)
+
+
+def watch_again(model: nn.Module) -> None:
+    """The same for a copy or an unpickled model, which has the attributes of a watched one."""
+    if model not in _models:
+        _models[model] = None
+        install()
+
+
+def steps_of(model: nn.Module) -> list[int]:
+    """Steps that each optimizer of more than one parameter has taken with some of `model`'s, in the order of their
+    first ones."""
+    return list(getattr(model, _STEPS, ()))
+
+
+def note_replaced(before: Mapping[nn.Parameter, str], model: nn.Module) -> None:
+    """Remember those of the parameters `before` that `model` has no more, by weak references."""
+    now = {id(parameter) for parameter in model.parameters()}
+    for parameter, name in before.items():
+        if id(parameter) not in now:
+            _replaced[parameter] = name
+    install()
+
+
+@functools.cache
+def install() -> None:
+    """Have torch call this module. Once a process, at the first parameter that is cut."""
+    register_optimizer_step_pre_hook(_before_step)
+    for kind in (torch.amp.GradScaler, ShardedGradScaler):  # the second has a method of its own
+        kind._unscale_grads_ = _agreeing(kind._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _models_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """Watched models that have some of these parameters, in the order in which they were watched."""
+    ids = {id(parameter) for parameter in parameters}
+    return [model for model in list(_models) if any(id(p) in ids for p in model.parameters())]
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    seen = _optimizers.get(optimizer)
+    if seen is None:
+        seen = _optimizers[optimizer] = _Seen()
+    seen.steps += 1
+    if is_due(seen.steps):
+        _check(optimizer, seen)
+    for model, place in list(seen.places.items()):
+        getattr(model, _STEPS)[place] += 1
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _check(optimizer: Optimizer, seen: _Seen) -> None:
+    parameters = _parameters_of(optimizer)
+    _refuse_idle(optimizer, parameters)
+    models = _models_of(parameters)
+    cuts = {key: cut for model in models for key, cut in _plain_cuts(model)}
+    _refuse_copies(optimizer, cuts)
+    _refuse_updates_of_parts(optimizer, cuts)
+    if len(parameters) == 1:
+        return  # stepped in the midst of backward, which ranks with other experts may do at other parameters
+    for model in models:
+        if model not in seen.places:
+            steps = getattr(model, _STEPS)
+            seen.places[model] = len(steps)
+            steps.append(0)
+    if seen.steps == FIRST_CALLS:
+        return  # the next forward pass may ask nothing, where a rank that skips this step would be noticed at once
+    for mesh in {id(cut.mesh): cut.mesh for cut in cuts.values()}.values():
+        held = [(p, cuts[id(p)]) for p in parameters if id(p) in cuts and cuts[id(p)].mesh is mesh]
+        _compare_gradients(mesh, held)
+
+
+def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
+    """Raises:
+    ValueError: the optimizer sends a rank's parts to others, which have other parts.
+    """
+    group = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
+    if isinstance(group, ProcessGroup) and cuts:
+        mesh = next(iter(cuts.values())).mesh
+        ours = sorted(set(mesh.mesh.flatten().tolist()) & set(get_process_group_ranks(group)))
+        if len(ours) > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} sends stepped parameters between global ranks {listed(map(str, ours))}, "
+                "which with parameters='plain' hold different parts of them. Give it the data parallel ranks only: "
+                "process_group=mesh['dp'].get_group()."
+            )
+
+
+def _plain_cuts(model: nn.Module) -> Iterator[tuple[int, Cut]]:
+    """Plain parameters of `model`, by id."""
+    for module in model.modules():
+        for name, cut in vars(module).get(CUTS, {}).items():
+            parameter = module._parameters.get(name)
+            if parameter is not None and not isinstance(parameter, DTensor):
+                yield id(parameter), cut
+
+
+def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+    """Raises:
+    ValueError: the optimizer was made before its model was made parallel.
+    """
+    name = type(optimizer).__name__
+    replaced = [_replaced[parameter] for parameter in parameters if parameter in _replaced] if _replaced else []
+    if replaced:
+        raise ValueError(
+            f"{name} has {len(replaced)} parameters ({replaced[0]!r} for one) that the model has no more, since it was "
+            "made parallel: stepping them trains nothing. Make the optimizer after parallelize, of model.parameters()."
+        )
+    if any(parameter.grad is not None for parameter in parameters) or _models_of(parameters):
+        return
+    unstepped = [model for model in list(_models) if not steps_of(model)]
+    if any(parameter.grad is not None for model in unstepped for parameter in model.parameters()):
+        raise ValueError(
+            f"{name} would train nothing: none of its {len(parameters)} parameters has a gradient, nor is one of them "
+            "a parameter of the parallel model, whose parameters have gradients. Make the optimizer of "
+            "model.parameters() after whatever replaces these: parallelize, pipeline, plain_parameters_, fully_shard."
+        )
+
+
+def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
+    """Raises:
+    ValueError: of parts the optimizer computes other updates than of the whole, or of DTensors none.
+    """
+    if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
+        return  # a wrapper: the optimizer inside is checked before its own step
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        tried = set()
+        for parameter in group["params"]:
+            cut = cuts.get(id(parameter))
+            if cut is None and isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
+                key: Any = (parameter.ndim, parameter.device_mesh, parameter.placements)
+                if key not in tried:
+                    _try_dtensors(name, optimizer, group, parameter)
+            elif cut is not None and isinstance(cut.placement, Shard):
+                key = (parameter.ndim, cut.placement.dim)
+                if key not in tried:
+                    _try_parts(name, optimizer, group, parameter, cut.placement.dim)
+            else:
+                continue
+            tried.add(key)
+
+
+def _try_parts(name: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, dim: int) -> None:
+    try:
+        differs = differs_on_parts(optimizer, group, parameter, dim)
+    except Exception as error:
+        if _optimizers[optimizer].steps == 1:
+            _log.warning(
+                "%s could not be tried on parts of a matrix (%s: %s). If its update of an element depends on others of "
+                "the same tensor, it is wrong for parameters='plain'.",
+                name,
+                type(error).__name__,
+                error,
+            )
+        return
+    if differs:
+        raise ValueError(
+            f"{name} computes an update from all of a parameter (a norm, means over rows, a product of matrices), and "
+            "with parameters='plain' each rank has a part of it, for which that is another one. Take an elementwise "
+            "optimizer such as AdamW for parameters that are cut (partition_dim >= 0), or leave out parameters='plain'."
+        )
+
+
+def _try_dtensors(name: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: DTensor) -> None:
+    instead = (
+        "AdamW, Adam (also fused=True), SGD, NAdam, RAdam, RMSprop, Adagrad, Adadelta, Adamax and ASGD step DTensors, "
+        "and Muon where it is given matrices only"
+    )
+    try:
+        differs, why = differs_on_dtensors(optimizer, group, parameter), "updates parts otherwise than the whole"
+    except Exception as error:
+        differs, why = True, f"fails on them ({type(error).__name__}: {str(error).splitlines()[0]})"
+    if differs:
+        how = ", fused=True," if group.get("fused") else ""
+        raise ValueError(
+            f"{name}{how} cannot step parameters that are DTensors cut as {tuple(parameter.placements)}: it {why}. "
+            f"{instead}."
+        )
+
+
+def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, Cut]]) -> None:
+    """Compare gradients of plain parameters, when they are to be used, over the ranks of `mesh`. A collective call."""
+    parts = [p.grad for p, cut in held if isinstance(cut.placement, Shard) and p.grad is not None]
+    whole = [p.grad for p, cut in held if not isinstance(cut.placement, Shard) and p.grad is not None]
+    norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in whole]
+    norm = float(torch.stack([one.double().cpu() for one in norms]).norm()) if norms else 0.0
+    mine = [STEP, checksum_of_parts(parts), norm if isfinite(norm) else None]
+    found = [one for theirs in exchange(resolve_group(mesh), PARTS_AND_STEPS, [mine]) for one in theirs]
+    refuse_different_moments(mesh, [one[0] for one in found])
+    _, sums, totals = zip(*found, strict=True)
+    dim = repr((mesh.mesh_dim_names or ("tp",))[0])
+    known = [one for one in sums if one is not None]
+    if len(set(known)) < len(known):
+        raise ValueError(
+            f"before the optimizer's step ranks of {dim} have the same gradients of different parts of the weights: "
+            "they were averaged, or sent, between them. With parameters='plain' reduce gradients over the data "
+            "parallel ranks only: group=mesh['dp'].get_group()."
+        )
+    finite = [one for one in totals if one is not None]
+    if finite and max(finite) - min(finite) > _OF_NORM * max(finite):
+        raise ValueError(
+            f"before the optimizer's step the ranks of {dim} have different gradients of parameters that each holds "
+            f"whole, of norms {min(finite):.4g} to {max(finite):.4g}: they were scaled by each rank's own part, most "
+            "likely by torch.nn.utils.clip_grad_norm_. With parameters='plain' call "
+            "fused_tp.nn.clip_grad_norm_(model, max_norm)."
+        )
+
+
+def refuse_different_moments(mesh: DeviceMesh, moments: Sequence[str]) -> None:
+    """Raises:
+    RankMismatchError: some ranks are about to step an optimizer, others are not.
+    """
+    if len(set(moments)) > 1:
+        raise RankMismatchError(
+            f"of the ranks of {(mesh.mesh_dim_names or ('?',))[0]!r} number {moments.index(STEP)} is at an optimizer "
+            f"step and number {moments.index(FORWARD)} at the next forward pass: it has skipped the step, most likely "
+            "because of its own gradients, and would have other weights from here on. torch.amp.GradScaler and "
+            "fused_tp.nn.clip_grad_norm_ decide alike on all ranks."
+        )
+
+
+def checksum_of_parts(tensors: Iterable[Tensor]) -> int | None:
+    """Checksum of some numbers of each tensor; None if none says anything. Of constant ones, such as zeros, none does.
+
+    One small copy for each tensor, and one transfer from the device.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    sizes: dict[torch.device, list[tuple[int, int]]] = {}
+    for t in tensors:
+        own = (t.to_local() if isinstance(t, DTensor) else t).detach()
+        if type(own).__torch_dispatch__ is not Tensor.__torch_dispatch__ or own.layout != torch.strided:
+            continue
+        if own.is_meta or own.is_quantized or own.is_nested or not own.numel():
+            continue
+        flat = own.view(-1) if own.is_contiguous() else own.flatten()
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].contiguous().view(torch.uint8)
+        by_device.setdefault(own.device, []).append(sample)
+        sizes.setdefault(own.device, []).append((sample.numel(), own.element_size()))
+    kept = []
+    for device, samples in by_device.items():
+        content, start = torch.cat(samples).cpu().numpy().tobytes(), 0
+        for size, item in sizes[device]:
+            sample_bytes = content[start : start + size]
+            start += size
+            if sample_bytes != sample_bytes[:item] * (size // item):
+                kept.append(sample_bytes)
+    return checksum(b"".join(kept)) if kept else None
+
+
+# -- gradient scalers -------------------------------------------------------------------------------------------------
+
+
+def _agreeing(own: Any) -> Any:
+    """`own`, the method of a gradient scaler that divides gradients and tells whether they are finite, so that all
+    ranks which share a model come to one answer.
+
+    torch asks the first gradient alone over which ranks to agree, and of plain tensors none. (Rejected: a scaler class
+    of ours, which Trainer, accelerate and Lightning would not make.)
+    """
+
+    @functools.wraps(own)
+    def _unscale_grads_(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:
+        parameters = _parameters_of(optimizer)
+        groups = _groups_of(parameters)
+        given = optimizer
+        if any(isinstance(parameter.grad, DTensor) for parameter in parameters):
+            given = SimpleNamespace(param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}])
+        found: dict[torch.device, Tensor] = own(scaler, given, inv_scale, found_inf, *args)
+        if groups:
+            found = found or {found_inf.device: found_inf}  # no gradient here, but on other ranks
+            _agree(groups, found)
+        elif not found:
+            _refuse_idle(optimizer, parameters)
+        return found
+
+    return _unscale_grads_
+
+
+def _groups_of(parameters: Sequence[Tensor]) -> list[tuple[ProcessGroup, str]]:
+    """The groups that hold parts of the same model, in one order on all ranks, with their type of device."""
+    found: dict[str, tuple[ProcessGroup, str]] = {}
+    for model in _models_of(parameters):
+        for mesh in getattr(model, _SHARED_OVER):
+            found.setdefault(mesh.get_group().group_name, (mesh.get_group(), mesh.device_type))
+    for mesh in dict.fromkeys(p.device_mesh for p in parameters if isinstance(p, DTensor)):
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                found.setdefault(mesh.get_group(dim).group_name, (mesh.get_group(dim), mesh.device_type))
+    return list(found.values())
+
+
+def _with_local_gradient(parameter: Tensor) -> Tensor:
+    """A tensor with this rank's part of the gradient, of the same memory."""
+    grad = parameter.grad
+    if not isinstance(grad, DTensor):
+        return parameter
+    part = grad.to_local().detach()
+    part.grad = grad.to_local().detach()
+    return part
+
+
+@torch.no_grad()
+def _agree(groups: Sequence[tuple[ProcessGroup, str]], found: Mapping[torch.device, Tensor]) -> None:
+    """Set all flags if one of them is set on any rank. One sum of a number for each group."""
+    flags = list(found.values())
+    total = sum((flag.detach().reshape(1).to(flags[0].device) for flag in flags[1:]), flags[0].detach().reshape(1))
+    for group, device_type in groups:
+        total = all_reduce(total.to(device_type), group=group)
+    for flag in flags:
+        flag.copy_(total.reshape(flag.shape))

@@ -1,0 +1,176 @@
+"""Steps and gradient scalers of models whose ranks each hold a part: alike on all ranks, or refused with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import fused_tp
+from fused_tp.nn import clip_grad_norm_
+from tests.integrations.models import copy_of, make, make_tokens, mesh_of
+from tests.workers import error_of, on_ranks
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
+
+
+class LayerwiseSGD(torch.optim.Optimizer):
+    """SGD with a learning rate for each tensor by its norm, as LARS has it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad * (p.norm() / p.grad.norm()), alpha=-group["lr"])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], Any] = list) -> None:
+    tokens = make_tokens(2, 12)
+    optimizer.zero_grad()
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    between()
+    optimizer.step()
+
+
+def part(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def assert_refused(fn: Callable[..., Any], *args: Any, says: str) -> None:
+    error = error_of(fn, *args)
+    assert type(error) is ValueError and says in str(error), error
+
+
+@on_ranks(2)
+def test_what_takes_a_part_for_the_whole_is_refused(group: dist.ProcessGroup) -> None:
+    whole = make("llama")
+
+    def plain() -> Any:
+        return fused_tp.parallelize(copy_of(whole), mesh_of(group, 1, 2), parameters="plain")
+
+    model = plain()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    assert_refused(step, wrapped, adamw(model), says="process_group=mesh['dp'].get_group()")
+    model = plain()
+    for p in model.parameters():
+        dist.broadcast(p.data, dist.get_global_rank(group, 0), group=group)
+    assert_refused(step, model, adamw(model), says="hold the same numbers")
+    model = plain()
+    assert_refused(
+        lambda: step(model, adamw(model), lambda: [dist.all_reduce(p.grad, group=group) for p in model.parameters()]),
+        says="the same gradients of different parts",
+    )
+    model = plain()
+    assert_refused(
+        lambda: step(model, adamw(model), lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)),
+        says="fused_tp.nn.clip_grad_norm_",
+    )
+    model = plain()
+    step(model, adamw(model), lambda: clip_grad_norm_(model, 1e-3))
+
+
+@on_ranks(2)
+def test_updates_that_are_not_elementwise(group: dist.ProcessGroup) -> None:
+    mesh, whole = mesh_of(group, 1, 2), make("llama")
+    for kind in (torch.optim.Adafactor, LayerwiseSGD):
+        model = fused_tp.parallelize(copy_of(whole), mesh, parameters="plain")
+        assert_refused(step, model, kind(model.parameters(), lr=1e-2), says="Take an elementwise optimizer")
+    model = fused_tp.parallelize(copy_of(whole), mesh)
+    assert_refused(step, model, torch.optim.Adafactor(model.parameters()), says="AdamW, Adam")
+    step(model, torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.0))
+    step(model, adamw(model))
+
+
+@on_ranks(2)
+def test_optimizers_made_before(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group, 1, 2)
+    for parameters in ("dtensor", "plain"):
+        model = make("llama")
+        optimizer = adamw(model)
+        fused_tp.parallelize(model, mesh, parameters=parameters)
+        assert_refused(step, model, optimizer, says="after parallelize")
+    scaler, tokens = torch.amp.GradScaler("cpu"), make_tokens(2, 12)
+    scaler.scale(model(input_ids=tokens, labels=tokens).loss).backward()
+    assert_refused(scaler.step, optimizer, says="after parallelize")
+    model = make("llama")
+    optimizer = adamw(model)
+    step(fused_tp.parallelize(model, mesh_of(group, 2, 1)), optimizer)  # whose parameters are the same ones
+
+
+@on_ranks(2)
+def test_assigned_data_of_dtensors(group: dist.ProcessGroup) -> None:
+    model, tokens = fused_tp.parallelize(make("llama"), mesh_of(group, 1, 2)), make_tokens(1, 8)
+    model(input_ids=tokens)
+    model.to(torch.float64)(input_ids=tokens)
+    weight = model.model.norm.weight
+    weight.data = weight.data * 2
+    assert_refused(model, tokens, says="the data of 'model.norm.weight' was assigned to")
+
+
+def skips_alike(group: dist.ProcessGroup, model: Any, optimizer: torch.optim.Optimizer, poisoned: Tensor) -> bool:
+    """True if all ranks skip a step because of one rank's gradient, and lower their scales."""
+    tokens, scaler = make_tokens(2, 12), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = [part(p).detach().clone() for p in model.parameters()]
+    scaler.scale(model(input_ids=tokens, labels=tokens).loss).backward()
+    if dist.get_rank(group) == 1:
+        assert poisoned.grad is not None
+        part(poisoned.grad).fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    same = all(torch.equal(one, part(p)) for one, p in zip(before, model.parameters(), strict=True))
+    return same and scaler.get_scale() == 2.0
+
+
+@on_ranks(2)
+def test_gradient_scalers_agree(group: dist.ProcessGroup) -> None:
+    tp, cp = mesh_of(group, 1, 2), mesh_of(group, 2, 1)
+    model = fused_tp.parallelize(make("llama"), tp, parameters="plain")
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    assert skips_alike(group, model, fused, model.model.layers[1].mlp.down_proj.weight)
+    model = fused_tp.parallelize(make("llama"), tp)
+    whole_first = sorted(model.parameters(), key=lambda p: p.placements[0].is_shard())
+    optimizer = torch.optim.SGD(whole_first, lr=0.1)
+    assert skips_alike(group, model, optimizer, model.model.layers[1].mlp.down_proj.weight)
+    model = fused_tp.parallelize(make("qwen3_moe"), cp, ep_dim="cp")
+    assert skips_alike(group, model, adamw(model), model.model.layers[1].mlp.experts.down_proj)
+
+
+@on_ranks(2)
+def test_a_rank_that_skips_steps(group: dist.ProcessGroup) -> None:
+    for parameters in ("dtensor", "plain"):
+        model = fused_tp.parallelize(make("llama"), mesh_of(group, 1, 2), parameters=parameters)
+        optimizer, tokens = adamw(model), make_tokens(2, 12)
+
+        def steps(model: Any = model, optimizer: Any = optimizer, tokens: Tensor = tokens) -> None:
+            for number in range(3):
+                model(input_ids=tokens, labels=tokens).loss.backward()
+                if number != 1 or dist.get_rank(group) == 0:
+                    optimizer.step()
+
+        error = error_of(steps)
+        assert isinstance(error, fused_tp.RankMismatchError) and "GradScaler" in str(error), error
+
+
+@on_ranks(4)
+def test_clipping_over_several_meshes(group: dist.ProcessGroup) -> None:
+    whole, tokens = make("qwen3_moe"), make_tokens(2, 12)
+    model = fused_tp.parallelize(copy_of(whole), mesh_of(group, 2, 2), ep_dim="cp")
+    for one in (whole, model):
+        one(input_ids=tokens, labels=tokens).loss.backward()
+    wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(model, 0.1).float(), wanted)
+    torch.testing.assert_close(float(clip_grad_norm_(model, 1.0)), 0.1, rtol=1e-4, atol=0)
