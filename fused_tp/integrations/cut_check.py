@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -205,9 +206,9 @@ class _Whole:
                 found = tensors_in(outcome.run(_on_device(self.arguments, outcome.modules)))
         except FusedTPError:
             raise
-        except ValueError as error:
-            return 0.0, "", "", str(error)
         except Exception as error:
+            if _is_refusal(error):
+                return 0.0, "", "", str(error)
             raise ValueError(
                 f"the cut {type(outcome.modules[0]).__name__} does not run on {self.shown}, which the whole one takes: "
                 f"{type(error).__name__}: {error}. {_advice(tp, cp)} verify=False leaves this comparison out."
@@ -236,6 +237,15 @@ class _Whole:
     def _worst(self, pairs: Iterable[Sequence[Tensor]]) -> float:
         errors = [_token_errors(*pair) for pair in pairs]
         return max((float(one.median() if self.routed else one.max()) for one in errors if one.numel()), default=0.0)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a line of this package has raised it as a sentence of its own."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    ours = trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parents[1]))
+    return ours and isinstance(error, (ValueError, TypeError))
 
 
 def _token_errors(found: Tensor, expected: Tensor) -> Tensor:

@@ -349,7 +349,9 @@ def test_what_would_be_lost_is_refused(group: dist.ProcessGroup) -> None:
     for of in ("weight", "forward", "_forward_pre_hooks", "_forward_hooks"):
         plan = {"0": "colwise", "1": "rowwise"}
         refuses(ValueError, f"{of}.* ha(s|ve).*after parallelize", parallelize, hooked(of), mesh, plan=plan)
-    tied = parallelize(Tied(), mesh, plan={"embed": "embedding_rowwise"})  # of which logits() may never be called
+    plan = {"embed": "embedding_rowwise"}
+    refuses(ValueError, "does not run on .*mixed torch.Tensor and DTensor", parallelize, Tied(), mesh, plan=plan)
+    tied = parallelize(Tied(), mesh, plan=plan, verify=False)  # of which logits() may never be called
     refuses(RuntimeError, "mixed torch.Tensor and DTensor", tied, torch.tensor([[1, 2]]))
     renormed = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 8))
     refuses(ValueError, "max_norm", parallelize, renormed, mesh, plan={"1": "colwise_gather_output"})
