@@ -34,7 +34,10 @@ EAGER = "eager_attention_forward"  # what a file of models calls the attention t
 # tensors and change nothing, or that have been read where the forward pass began. Others (indices of selected tokens, a
 # bias) could mean anything.
 UNSERVED = ("sinks", "position_bias", "head_mask", "cache")
-SERVED = {"s_aux", "alibi_slopes", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"}
+SERVED = {
+    *("s_aux", "alibi_slopes", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
+    *("labels", *SequenceSharding.known),  # that some models hand down with all other keywords
+}
 
 
 @dataclass(frozen=True)

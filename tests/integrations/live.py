@@ -108,7 +108,7 @@ INERT: dict[str, dict[str, str]] = {
     "mllama": {"text_config.cross_attention_layers": "of images"},
     "modernbert-decoder": {"local_attention": DERIVED},
     "moshi": dict.fromkeys(("audio_vocab_size", "num_codebooks", "sliding_window"), UNREAD),
-    "moss_transcribe_diarize": {"projector_hidden_act": "of sounds"},
+    "moss_transcribe_diarize": dict.fromkeys(("audio_chunk_size", "projector_hidden_act"), "of sounds"),
     "mpt": dict.fromkeys(("embedding_fraction", "expansion_ratio", "learned_pos_emb", "no_bias"), UNREAD),
     "nemotron_h": dict.fromkeys(
         ("attention_bias", "expand", "mamba_proj_bias", "moe_shared_expert_overlap", "n_shared_experts"), UNREAD

@@ -69,7 +69,11 @@ RIGHT = [
     ("zamba2", "cp"),  # one attention block at several places
     ("zaya", "tp+sp"),  # parameters of the base model itself; a router that is told of the last one
 ]
-VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+NGRAMS = {"ple_layer_ids": [1], "ple_embed_dim": 64, "ngram_vocab_size_base": 50, "heads_per_ngram": 2}
+NGRAMS |= {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2}
+VARIANTS: list[Any] = [
+    pytest.param("doge", "tp+sp", {"is_moe": True, "num_experts": 16}, marks=pytest.mark.full),
+    pytest.param("qwen4_exp_text", "advised", NGRAMS, marks=pytest.mark.full),
     ("falcon", "tp+sp", {"attn_implementation": "eager"}),  # as its refusal says
     ("gemma4_text", "tp+sp", {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0}),
     ("recurrent_gemma", "tp+sp", {"num_key_value_heads": 1}),
