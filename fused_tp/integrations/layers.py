@@ -93,8 +93,8 @@ def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
                 )
             if ranks > 1 and (why := why_not_plain(type(parameter))) is not None:
                 raise ValueError(
-                    f"{_path(name, key)!r} cannot become a DTensor: {why}. Parallelize the model before it is quantized "
-                    "or its parameters are wrapped."
+                    f"{_path(name, key)!r} cannot become a DTensor: {why}. Parallelize the model before it is "
+                    "quantized or its parameters are wrapped."
                 )
             if ranks > 1 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
                 raise ValueError(

@@ -84,8 +84,8 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
 
 
 def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
-    """Refuse a column layer of several parts (q, k and v) that is cut as if it were one, and parts of widths that a rank
-    does not have."""
+    """Refuse a column layer of several parts (q, k and v) that is cut as if it were one, and parts of widths that a
+    rank does not have."""
     parent, _, leaf = name.rpartition(".")
     if spec.shard_dim != 0 or spec.gathers_output or spec.needs is not nn.Linear:
         return
@@ -96,8 +96,8 @@ def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
     raise ValueError(
         f"{owner.__name__} takes what {name!r} returns apart by {taken_apart}(), and the plan cuts {name!r} "
         + ("into parts, of which a rank has a share each" if spec.parts > 1 else "as one layer, of consecutive rows")
-        + ". Take it apart by .chunk(3, dim=-1) (or 2, of gate and up), which goes by the width that a rank has, and give "
-        f"{name!r} the style 'packed_colwise_3' (or 'packed_colwise'); or make it a layer for each part."
+        + ". Take it apart by .chunk(3, dim=-1) (or 2, of gate and up), which goes by the width that a rank has, and "
+        f"give {name!r} the style 'packed_colwise_3' (or 'packed_colwise'); or make it a layer for each part."
     )
 
 

@@ -321,8 +321,8 @@ class SequenceSharding:
         )
 
     def _check_range(self, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int) -> None:
-        """Refuse, on all ranks, ids that only the rank that holds them would refuse, which its peers would wait for. On a
-        GPU the question would stop the host."""
+        """Refuse, on all ranks, ids that only the rank that holds them would refuse, which its peers would wait for. On
+        a GPU the question would stop the host."""
         if torch.compiler.is_compiling():
             return
         of_tokens, of_targets = (source, tokens, self._tokens_known), (self.labels, targets, self._targets_known)
@@ -339,8 +339,8 @@ class SequenceSharding:
                 )
 
     def _whole_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:
-        """Labels of the last tokens only, which go with logits_to_keep, as labels of all: the model computes its loss from
-        the logits of all tokens here, of which the others are ignored."""
+        """Labels of the last tokens only, which go with logits_to_keep, as labels of all: the model computes its loss
+        from the logits of all tokens here, of which the others are ignored."""
         ignore_index = arguments.get("ignore_index", -100)
         for name in (self.labels, "shift_labels"):
             labels = None if name is None else arguments.get(name)

@@ -520,7 +520,7 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "TP sizes that work: 1", parallelize, model, tp_mesh)
 
 
-# -- what is refused with a sentence ------------------------------------------------------------------------------------
+# -- what is refused with a sentence ----------------------------------------------------------------------------------
 
 
 class Packed(nn.Module):
@@ -528,6 +528,7 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed, self.c_attn, self.out = nn.Embedding(8, 8), nn.Linear(8, 24), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -569,7 +570,6 @@ def test_packed_layers_and_whole_attention(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"takes what 'c_attn' returns apart by (split|chunk).*packed_colwise_3"):
             parallelize(kind(), mesh, plan=wrong)
     for kind in (Chunked, WithWholeAttention):
-        torch.manual_seed(0)
         whole = kind()
         parallel = parallelize(copy_of(whole), mesh, plan=packed)
         for model in (whole, parallel):
