@@ -342,8 +342,8 @@ class SequenceSharding:
         """Labels of the last tokens only, which go with logits_to_keep, as labels of all: the model computes its loss
         from the logits of all tokens here, of which the others are ignored."""
         ignore_index = arguments.get("ignore_index", -100)
-        for name in (self.labels, "shift_labels"):
-            labels = None if name is None else arguments.get(name)
+        for name in (self.labels or "", "shift_labels"):
+            labels = arguments.get(name)
             if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[1] == seq_len:
                 continue
             if not isinstance(keep, int) or labels.shape[1] != keep:
@@ -570,7 +570,7 @@ def in_one_order(hooks: dict[int, Any]) -> None:
 
 def _known_ids(model: Any) -> tuple[int | None, int | None]:
     """How many ids of tokens, and of targets, a model takes; None where that is not known."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
         return None, None  # ids beyond the vocabulary may stand for pictures
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -257,7 +257,7 @@ class Op(Generic[A]):
         """A call with tensors of subclasses. Where these show their memory as it is, it is one of plain tensors, and
         the results are of the kind that torch's own functions would return."""
         values = self._into_main_grads(values)  # before copies, which have no main_grad
-        found: type | None = Tensor
+        found: Any = Tensor
         plain: list[Any] = []
         for value in values:
             several: Sequence[Any] = value if type(value) is list or type(value) is tuple else (value,)
@@ -270,7 +270,7 @@ class Op(Generic[A]):
                     found = result if found is Tensor or issubclass(result, found) else found
                     one = one.as_subclass(Tensor)
                 own.append(one)
-            plain.append(type(value)(own) if several is value else own[0])
+            plain.append(own if type(value) is list else tuple(own) if several is value else own[0])
         results = self(*plain)
         if found is Tensor:
             return results

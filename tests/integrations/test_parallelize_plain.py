@@ -558,7 +558,8 @@ class WithWholeAttention(Packed):
 class Wrapped(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, {**(kwargs or {})})
+        assert callable(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 @on_ranks(2)
