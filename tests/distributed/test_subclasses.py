@@ -68,7 +68,7 @@ def test_few_rows(group: dist.ProcessGroup) -> None:
             found, other = matmul_all_reduce(x, weight, group=group), all_gather_matmul(x, [weight], group=group)[0]
             assert type(found) is type(nn.functional.linear(x, weight)), name
         for one, expected in ((found, wanted), (other, gathered)):
-            torch.testing.assert_close(one.as_subclass(Tensor), expected, rtol=1e-4, atol=1e-4, msg=name)  # of other libraries
+            torch.testing.assert_close(one.as_subclass(Tensor), expected, rtol=1e-4, atol=1e-4, msg=name)
         assert any(used) == ("kernels for few rows, because" in told), (name, told)
         assert ("OwnMeaning" in told) == (name == "own"), told
     loaded: Any = weights["loaded"]
