@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache, lru_cache
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -29,7 +31,11 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
     """
     kind: Any = type(module)
     found: set[str] = set()
-    for chain in _chains(kind, by_forward) if module._modules else ():
+    chains = _chains(kind, by_forward, _patches(kind)) if module._modules else frozenset()
+    own = vars(module).get("forward")
+    if module._modules and isinstance(own, (MethodType, FunctionType)):
+        chains |= _chains_of_function(getattr(own, "__func__", own))
+    for chain in chains:
         *owners, last = chain.split(".")
         owner: nn.Module | None = module
         for name in owners:
@@ -48,14 +54,38 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
 
 
 @cache  # of classes
-def _chains(kind: Any, by_forward: bool) -> frozenset[str]:
+def _chains(kind: Any, by_forward: bool, patches: tuple[tuple[Any, str, FunctionType], ...]) -> frozenset[str]:
     """Every `a.b.c` of a `self.a.b.c` in the methods of a class and its bases."""
     found: set[str] = set()
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and (not base.__module__.startswith("torch.") or base is nn.MultiheadAttention):
-            methods = _chains_of(_source(base.__module__)).get(base.__qualname__, {})
+            methods = dict(_chains_of(_source(base.__module__)).get(base.__qualname__, {}))
+            methods |= {name: _chains_of_function(function) for of, name, function in patches if of is base}
             found.update(*([methods.get("forward", frozenset())] if by_forward else methods.values()))
     return frozenset(found)
+
+
+def _patches(kind: Any) -> tuple[tuple[Any, str, FunctionType], ...]:
+    """(class, name, function) of the methods of a class and its bases that its file does not define, as after
+    `LlamaForCausalLM.forward = lce_forward`."""
+    found = []
+    for base in kind.__mro__:
+        if not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
+            continue
+        for name, method in vars(base).items():
+            function = inspect.unwrap(method) if isinstance(method, FunctionType) else None
+            if isinstance(function, FunctionType) and name not in _PREPARE and function.__module__ != base.__module__:
+                found.append((base, name, function))
+    return tuple(found)
+
+
+@cache
+def _chains_of_function(function: FunctionType) -> frozenset[str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    return frozenset().union(*_chains_in(tree).values())
 
 
 def _source(module: str) -> str:
@@ -78,7 +108,7 @@ def _chains_of(source: str) -> dict[str, dict[str, frozenset[str]]]:
         return {}
 
 
-def _chains_in(definition: ast.ClassDef) -> dict[str, frozenset[str]]:
+def _chains_in(definition: ast.AST) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for method in ast.walk(definition):
         if isinstance(method, ast.FunctionDef) and method.name not in _PREPARE:

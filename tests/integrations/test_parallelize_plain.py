@@ -530,6 +530,7 @@ class Packed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embed, self.c_attn, self.out = nn.Embedding(8, 8), nn.Linear(8, 24), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -559,7 +560,8 @@ class WithWholeAttention(Packed):
 class Wrapped(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, {**(kwargs or {})})
+        assert callable(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 @on_ranks(2)
@@ -571,7 +573,6 @@ def test_packed_layers_and_whole_attention(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"takes what 'c_attn' returns apart by (split|chunk).*packed_colwise_3"):
             parallelize(kind(), mesh, plan=wrong)
     for kind in (Chunked, WithWholeAttention):
-        torch.manual_seed(0)
         whole = kind()
         parallel = parallelize(copy_of(whole), mesh, plan=packed)
         for model in (whole, parallel):

@@ -7,6 +7,7 @@ import inspect
 import pickle
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -21,9 +23,11 @@ import fused_tp
 from fused_tp import RankMismatchError
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.integrations.state_dict import load_full_state_dict, save_whole
+from fused_tp.nn import gather_state_dict
 from fused_tp.runtime import settings
 from tests.integrations.models import (
     LAYOUTS,
+    assert_equal_states,
     assert_near,
     assert_same_calls,
     assert_same_gradients,
@@ -704,3 +708,60 @@ def test_buffers_that_nothing_fills(group: dist.ProcessGroup) -> None:
         model = make_model("falcon_h1")
     refused = error_of(parallelize, model, mesh_of(group, 1, 2))
     assert isinstance(refused, ValueError) and "mup_vector is in no checkpoint" in str(refused), refused
+
+
+def fused_loss(self: Any, input_ids: Tensor, labels: Tensor | None = None, **keywords: Any) -> Any:
+    """As Liger's, which replaces the forward of a class and reads the weight of the output layer."""
+    hidden = self.model(input_ids=input_ids).last_hidden_state
+    return torch.nn.functional.linear(hidden, self.lm_head.weight)
+
+
+@on_ranks(2)
+def test_a_patch_that_reads_a_weight(group: dist.ProcessGroup) -> None:
+    """In the function that the class, or the model itself, has now."""
+    whole = make("llama")
+    kind = type(whole)
+    with (
+        patch.object(kind, "forward", fused_loss),
+        pytest.raises(ValueError, match=r"reads 'lm_head.weight' itself"),
+    ):
+        parallelize(copy_of(whole), mesh_of(group, 1, 2))
+    patched = copy_of(whole)
+    patched.forward = MethodType(fused_loss, patched)
+    with pytest.raises(ValueError, match=r"reads 'lm_head.weight' itself"):
+        parallelize(patched, mesh_of(group, 1, 2))
+    parallelize(copy_of(whole), mesh_of(group, 1, 2))
+
+
+@on_ranks(2)
+def test_ids_that_one_rank_would_refuse(group: dist.ProcessGroup) -> None:
+    parallel, tokens = parallelize(make("llama"), mesh_of(group, 2, 1)), make_tokens(2, 8)
+    for name, place in (("input_ids", 0), ("labels", 1)):
+        given = {"input_ids": tokens.clone(), "labels": tokens.clone()}
+        given[name][0, place] = 67
+        with pytest.raises(ValueError, match=rf"{name} holds 67; ids are 0 to 66"):
+            parallel(**given)
+
+
+@on_ranks(2)
+def test_labels_of_kept_tokens(group: dist.ProcessGroup) -> None:
+    whole, tokens = make("llama"), make_tokens(2, 9)
+    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
+    assert_trains_alike(parallel, whole, lambda m: m(tokens, labels=tokens[:, -4:], logits_to_keep=4).loss)
+    with pytest.raises(ValueError, match=r"labels has shape \(2, 5\).*logits_to_keep=4"):
+        parallel(tokens, labels=tokens[:, -5:], logits_to_keep=4)
+
+
+@pytest.mark.parametrize("from_rank0", [False, True])
+@on_ranks(4)  # torch broadcasts over all ranks of the default group
+def test_full_state_of_packed_parameters(group: dist.ProcessGroup, from_rank0: bool) -> None:
+    whole = make("qwen3_moe")
+    state = whole.state_dict()
+    parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2))
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.zero_()
+    given = {name: t.clone() for name, t in state.items()} if group.rank() == 0 or not from_rank0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank0)
+    set_model_state_dict(parallel, given, options=options)
+    assert_equal_states(gather_state_dict(parallel), state)
