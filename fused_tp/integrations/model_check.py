@@ -112,7 +112,7 @@ class ModuleCheck:
                     ", ".join(changed),
                 )
         self._check_memory(model)
-        if self.from_meta:
+        if self.from_meta and self.parallelism.tp_mesh is not None:
             self.from_meta = False
             _check_values(model)
 

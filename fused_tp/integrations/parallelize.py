@@ -156,7 +156,9 @@ def parallelize(
         grad_sync: see above.
         parameters: "dtensor" as above; "plain": each is a plain tensor of this rank's part, for what knows no DTensors
             (DeepSpeed, Megatron-Core, DistributedDataParallel). See `fused_tp.nn.plain_parameters_`. A norm over all
-            gradients is then to be summed over the TP ranks: see `fused_tp.nn.clip_grad_norm_`.
+            gradients is then to be summed over the TP ranks: see `fused_tp.nn.clip_grad_norm_`. Optimizers must be
+            elementwise, and DistributedDataParallel is given the data parallel ranks only; else ValueError is raised
+            before the first step. Norms of weights as a penalty are each rank's own, which nothing notices.
         verify: compare the cut model with the whole one: both compute a few pseudo-random tokens without gradients, in
             the mode that the model is in, or in eval mode where it draws random numbers. Random states, modes and
             buffers are left as they were, and what is changed later is named in a log line. "auto": where the whole

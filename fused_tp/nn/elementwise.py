@@ -83,7 +83,7 @@ def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, 
 
 
 def _is_common(kind: type) -> bool:
-    return kind.__module__.startswith(("torch.optim.", "transformers."))
+    return f"{kind.__module__}.".startswith(("torch.optim.", "transformers."))
 
 
 def _cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -57,7 +57,7 @@ def assert_refused(fn: Callable[..., Any], *args: Any, says: str) -> None:
 
 @on_ranks(2)
 def test_what_takes_a_part_for_the_whole_is_refused(group: dist.ProcessGroup) -> None:
-    whole = make("llama")
+    whole = make("llama", vocab_size=68)  # parts of equal length, which DistributedDataParallel asks for
 
     def plain() -> Any:
         return fused_tp.parallelize(copy_of(whole), mesh_of(group, 1, 2), parameters="plain")
@@ -118,7 +118,7 @@ def test_assigned_data_of_dtensors(group: dist.ProcessGroup) -> None:
     model.to(torch.float64)(input_ids=tokens)
     weight = model.model.norm.weight
     weight.data = weight.data * 2
-    assert_refused(model, tokens, says="the data of 'model.norm.weight' was assigned to")
+    assert_refused(model, tokens, says="model.norm.weight.data was assigned to")
 
 
 def skips_alike(group: dist.ProcessGroup, model: Any, optimizer: torch.optim.Optimizer, poisoned: Tensor) -> bool:
