@@ -44,14 +44,8 @@ def mean_error(rows: list[Row]) -> float:
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> ModelShape:
     """A GPT: whole heads, an MLP of 4 x hidden features without a gate."""
-    sizes: dict[str, Any] = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "intermediate": 4 * hidden,
-        "vocab": vocab,
-    }
-    return decoder(name, **sizes, gated=False, **rest)
+    rest = {"intermediate": 4 * hidden, "gated": False} | rest
+    return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
 
 
 def _config(dp: int, microbatches: int, virtual: int = 1, **sizes: Any) -> ParallelConfig:

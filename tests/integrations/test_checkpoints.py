@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -305,7 +304,7 @@ def test_errors_of_saves_are_raised_by_the_next_call(tmp_path: Path) -> None:
     error = error_of(run.checkpoints.save, 4)
     assert isinstance(error, fused_tp.FusedTPError) and "The checkpoint of step 3 was not written" in str(error)
     assert run.checkpoints.restore() == 2
-    run.extra["of no"] = threading.Lock
+    run.extra["more"] = (1, "two")
     run.checkpoints.save(4)
     run.checkpoints.wait()
     (tmp_path / "step-00000005").write_text("in the way")
