@@ -43,6 +43,8 @@ _LOG = logging.getLogger("fused_tp")
 SECONDS = 2.0  # of the whole model; the cut one takes about as long
 _LARGE = 32_000_000  # parameters from which the batch is one row of fewer tokens, so that it costs little of the cut
 _NOISE = 0.1
+_IDS: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
+_NUMBERS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 # Of the error of a token's output, relative to its norm. Parts of models in fp64 compute in fp32.
 BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
 _OF_ROUNDING = 4.0  # times what rounding does to this very model, where the bound by dtype is smaller
@@ -251,7 +253,7 @@ def _is_refusal(error: Exception) -> bool:
 def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
     """Of each token the norm of the difference, relative to that of its output [..., features]."""
     if found.shape != expected.shape:
-        return torch.tensor([float("inf")])
+        return torch.tensor([float("inf")], dtype=torch.float64, device="cpu")
     wide = torch.complex128 if expected.is_complex() else torch.float64
     found, expected = (
         t.detach().to("cpu", wide).reshape(-1, t.shape[-1] if t.ndim > 1 else 1) for t in (found, expected)
@@ -322,7 +324,7 @@ def _rounding_errors(model: nn.Module, dtype: torch.dtype, sizes: tuple[int, ...
         if not isinstance(output, Tensor) or output.dtype != dtype or not output.ndim or len(output) not in sizes:
             return None
         first, second = output.chunk(2)
-        off = 1 + torch.finfo(dtype).eps * (torch.rand(second.shape, generator=generator) - 0.5)
+        off = 1 + torch.finfo(dtype).eps * (torch.rand(second.shape, generator=generator, **_NUMBERS) - 0.5)
         return torch.cat([first, (second * off.to(second.device)).to(dtype)])
 
     innermost = [module for module in model.modules() if not any(True for _ in module.children())]
@@ -343,11 +345,11 @@ def _batches(model: nn.Module, rows: int, tokens: int, repeated: bool) -> Iterat
         return torch.cat([t[: rows // 2]] * 2) if repeated else t
 
     def ids(count: int, without: set[int] = frozenset()) -> Tensor:  # type: ignore[assignment]
-        usual = torch.tensor([i for i in range(min(count, 4096)) if i not in without] or [0])
-        return in_halves(usual[torch.randint(len(usual), (rows, tokens), generator=generator)])
+        usual = torch.tensor([i for i in range(min(count, 4096)) if i not in without] or [0], **_IDS)
+        return in_halves(usual[torch.randint(len(usual), (rows, tokens), generator=generator, **_IDS)])
 
     def numbers(*shape: int) -> Tensor:
-        return in_halves(torch.randn(shape, generator=generator, dtype=next(model.parameters()).dtype))
+        return in_halves(torch.randn(shape, generator=generator, **_NUMBERS).to(next(model.parameters()).dtype))
 
     if is_transformers_model(model):
         config: Any = model.config
@@ -375,7 +377,7 @@ def _batches(model: nn.Module, rows: int, tokens: int, repeated: bool) -> Iterat
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
     first = next(iter(names), "")
-    others = {name: torch.arange(tokens) for name in required[1:] if "position" in name}
+    others = {name: torch.arange(tokens, **_IDS) for name in required[1:] if "position" in name}
     if not first or len(others) < len(required) - 1:
         return
     embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -453,7 +455,7 @@ def _noise(model: nn.Module, outcome: Compared) -> Iterator[None]:
             number = _one_number(parameter)
             if number is not None:
                 held[name] = parameter, number
-                noise = torch.randn(parameter.shape, generator=generator) * _NOISE
+                noise = torch.randn(parameter.shape, generator=generator, **_NUMBERS) * _NOISE
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
     try:
         yield

@@ -114,7 +114,11 @@ class RankPart:
         self._tokens = tokens
         self._tp_ranks, self._tp_rank = (1, 0) if tp is None else (tp.size(), tp.get_local_rank())
         cpu = torch.device("cpu")
-        own = torch.arange(tokens) if cp is None else CpContext(cp, tokens, documents=documents).positions(cpu)
+        own = (
+            torch.arange(tokens, device=cpu)
+            if cp is None
+            else CpContext(cp, tokens, documents=documents).positions(cpu)
+        )
         start, stop = shard_range(len(own), self._tp_ranks, self._tp_rank)
         self._positions = [own, own[start:stop]]  # the latter with sequence parallelism
 

@@ -99,11 +99,12 @@ def _differs(
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
     shape = (_SIZE,) * max(1, like.ndim)
-    ramp = torch.ones(shape)
+    how: Any = {"dtype": torch.float32, "device": "cpu"}
+    ramp = torch.ones(shape, **how)
     for dim in range(len(shape)):  # so that one half of a tensor is larger than the other, in parameters or gradients
-        ramp *= torch.arange(1.0, 1 + _SIZE).view(-1, *[1] * (len(shape) - 1 - dim))
-    whole = (torch.randn(shape, generator=generator) / ramp).to(like.device)
-    gradients = [(torch.randn(shape, generator=generator) * ramp).to(like.device) for _ in range(_STEPS)]
+        ramp *= torch.arange(1.0, 1 + _SIZE, **how).view(-1, *[1] * (len(shape) - 1 - dim))
+    whole = (torch.randn(shape, generator=generator, **how) / ramp).to(like.device)
+    gradients = [(torch.randn(shape, generator=generator, **how) * ramp).to(like.device) for _ in range(_STEPS)]
     (wanted,) = _stepped(optimizer, options, [whole.clone()], [[gradient] for gradient in gradients])
     difference = step(whole, gradients) - wanted
     return bool(difference.norm() > _TOLERANCE * (wanted - whole).norm())

@@ -266,7 +266,7 @@ class TrainingRun:
         else:
             norm = clip_grad_norm_(self.model, clip * scale)
         if scale != 1:
-            scale_gradients_(self.model.parameters(), torch.tensor(1 / scale, device=self.device))
+            scale_gradients_(self.model.parameters(), torch.tensor(1 / scale, dtype=torch.float32, device=self.device))
         return float(norm) / scale
 
     # -- evaluation, samples ------------------------------------------------------------------------------------------
