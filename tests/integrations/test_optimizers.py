@@ -174,3 +174,21 @@ def test_clipping_over_several_meshes(group: dist.ProcessGroup) -> None:
     wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
     torch.testing.assert_close(clip_grad_norm_(model, 0.1).float(), wanted)
     torch.testing.assert_close(float(clip_grad_norm_(model, 1.0)), 0.1, rtol=1e-4, atol=0)
+
+
+@on_ranks(4)
+def test_pipelines_clip_and_skip_alike(group: dist.ProcessGroup) -> None:
+    mesh, tokens = fused_tp.make_mesh("cpu", pp=2, cp=2), make_tokens(2, 12)
+    pipe = fused_tp.pipeline(make("qwen3_moe"), mesh, microbatches=2, ep_dim="cp")
+    optimizer, scaler = adamw(pipe), torch.amp.GradScaler("cpu", init_scale=1.0)  # type: ignore[arg-type]
+    scaler.scale(torch.zeros(1))
+    pipe.step({"input_ids": tokens, "labels": tokens})
+    pipe.clip_grad_norm_(0.1)
+    torch.testing.assert_close(float(pipe.clip_grad_norm_(1.0)), 0.1, rtol=1e-4, atol=0)
+    before = [part(p).detach().clone() for p in pipe.parameters()]
+    if dist.get_rank(group) == 3:
+        part(next(p for p in pipe.parameters() if p.grad is not None).grad).fill_(float("nan"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(one, part(p)) for one, p in zip(before, pipe.parameters(), strict=True))
+    assert scaler.get_scale() == 0.5
