@@ -35,6 +35,7 @@ def suspended() -> Iterator[None]:
 
 
 def is_suspended() -> bool:
+    """True where no check counts: in `suspended`, and in a program that torch.compile traces."""
     return torch.compiler.is_compiling() or getattr(_suspended, "now", False)
 
 

@@ -163,7 +163,6 @@ _LIBRARIES = (
     "accelerate.",
     "deepspeed.",
     "lightning.",
-    "liger_kernel.",
 )
 
 
@@ -185,7 +184,7 @@ def _name(hook: Any) -> str:
 
 
 def is_first_rank(parallelism: Any) -> bool:
-    """Whether this rank is the first of those that share the model."""
+    """True on the first of the ranks that share the model."""
     return all(mesh is None or mesh.get_local_rank() == 0 for mesh in (parallelism.tp_mesh, parallelism.cp_mesh))
 
 

@@ -93,7 +93,7 @@ def first_difference(errors: Mapping[str, float], bound: float) -> tuple[str | N
 
 
 def enclosing(name: str) -> Iterator[str]:
-    """The names of the modules around it, the nearest first."""
+    """Names of the modules around the module `name`, the nearest first."""
     while name:
         name = name.rpartition(".")[0]
         yield name

@@ -61,7 +61,7 @@ class _ParallelLinear(nn.Linear):
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter | None  # type: ignore[assignment]
+    bias: nn.Parameter | None  # type: ignore[assignment]  # nn.Linear says Parameter, and has None too
     _weight_placement: Shard | Replicate  # of [out, in]
     _bias_placement: Shard | Replicate
 

@@ -114,7 +114,7 @@ def install() -> None:
     """Have torch call this module. Once a process, at the first parameter that is cut."""
     register_optimizer_step_pre_hook(_before_step)
     for kind in (torch.amp.GradScaler, ShardedGradScaler):  # the second has a method of its own
-        kind._unscale_grads_ = _agreeing(kind._unscale_grads_)  # type: ignore[method-assign]
+        kind._unscale_grads_ = _agreeing(kind._unscale_grads_)  # type: ignore[method-assign]  # see there
 
 
 def _models_of(parameters: Iterable[Tensor]) -> list[nn.Module]:

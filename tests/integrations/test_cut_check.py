@@ -288,7 +288,7 @@ def test_bf16_and_experts(group: dist.ProcessGroup) -> None:
     """Whose roundings choose other experts for some tokens: no false alarm, and a wrong cut is found."""
     pytest.importorskip("transformers")
     cp = mesh_of(group, 2, 1)["cp"]
-    parallelize(make("qwen3_moe").bfloat16(), cp, verify=True)
+    parallelize(make("qwen3_moe", eos_token_id=[1, 2]).bfloat16(), cp, verify=True)
     model = make("qwen3_moe").bfloat16()
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
     with pytest.raises(ValueError, match=WRONG):
