@@ -241,9 +241,8 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # Where attention is ours: over tokens, or over a cache, of which each rank has a part.
     ours = cache if cache is not None else None if shard is None else shard.cp
     if frame is not None and ours is not None and getattr(frame.owner, "own_attention", None):
-        return torch.zeros(
-            (1, 1, 1, 1), dtype=torch.float32, device="cpu"
-        )  # which nothing reads, though MPT converts it
+        # Nothing reads it, though MPT converts it.
+        return torch.zeros((1, 1, 1, 1), dtype=torch.float32, device="cpu")
     if ours is not None:
         # Of a plain mask, causal or bidirectional, transformers says that attention may do without it.
         if kwargs.get("use_vmap") or not (

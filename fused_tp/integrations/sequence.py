@@ -117,7 +117,7 @@ class SequenceSharding:
         self._loss: GlobalLoss | None = None
         self.attends = 0  # how often a forward pass calls attention over the CP ranks, at least
         self.attended = 0  # how often the last one has
-        self._tokens_known, self._targets_known = _known_ids(model)
+        self._known_ids = _known_ids(model)
 
     def prepare(self, model: nn.Module) -> None:
         """Change layers of `model` that stay in it, before others are replaced."""
@@ -242,7 +242,7 @@ class SequenceSharding:
         cached = self.is_cached(arguments)
         if too_short and not cached:
             self.check_unsharded(arguments, tokens.shape[1])
-        shard = None if cached or too_short else self._shard(arguments, source, tokens, own)
+        shard = None if cached or too_short else self._shard(model, arguments, source, tokens, own)
         cache = self.open_cache(model, arguments, tokens.shape[1]) if shard is None and cp_mesh is not None else None
         self._computed_alike = shard is None and cp_mesh is not None
         if self._computed_alike and grad_sync and tokens.is_floating_point() and not own:
@@ -282,12 +282,14 @@ class SequenceSharding:
             raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
-    def _shard(self, arguments: dict[str, Any], source: str, tokens: Tensor, own: bool) -> ForwardShard:
+    def _shard(
+        self, model: nn.Module, arguments: dict[str, Any], source: str, tokens: Tensor, own: bool
+    ) -> ForwardShard:
         seq_len = tokens.shape[1]
         ignore_index = arguments.get("ignore_index", -100)
         targets = self._targets(arguments, tokens, ignore_index)
         if self.parallelism.cp_mesh is not None:
-            self._check_range(source, tokens, targets, ignore_index)
+            self._check_range(model, source, tokens, targets, ignore_index)
         rows = self.check(arguments, seq_len, targets)
         cp = self._ring(seq_len, rows)
         if self.parallelism.shards_sequence and self.positions is not None:
@@ -327,22 +329,26 @@ class SequenceSharding:
             targets_version=version_of(targets),
         )
 
-    def _check_range(self, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int) -> None:
+    def _check_range(
+        self, model: nn.Module, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int
+    ) -> None:
         """Refuse, on all ranks, ids that only the rank that holds them would refuse, which its peers would wait for. On
         a GPU the question would stop the host."""
         if torch.compiler.is_compiling():
             return
-        of_tokens, of_targets = (source, tokens, self._tokens_known), (self.labels, targets, self._targets_known)
-        for name, ids, known in (of_tokens, of_targets):
-            if known is None or ids is None or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
+        for name, ids, at in ((source, tokens, 0), (self.labels, targets, 1)):
+            if ids is None or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
                 continue
-            wrong = (ids < 0) | (ids >= known)
-            if ids is targets:
-                wrong &= ids != ignore_index
-            if bool(wrong.any()):
+            ids = ids[ids != ignore_index] if at else ids
+            least, most = (int(one) for one in ids.aminmax()) if ids.numel() else (0, 0)
+            known = self._known_ids[at]
+            if known is not None and not 0 <= least <= most < known:
+                self._known_ids = _known_ids(model)  # embeddings may have been resized
+                known = self._known_ids[at]
+            if known is not None and not 0 <= least <= most < known:
                 raise ValueError(
-                    f"{name} holds {int(ids[wrong][0])}; ids are 0 to {known - 1}"
-                    + (f", or ignore_index={ignore_index}." if ids is targets else ".")
+                    f"{name} holds {least if least < 0 else most}; ids are 0 to {known - 1}"
+                    + (f", or ignore_index={ignore_index}." if at else ".")
                 )
 
     def _whole_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:

@@ -127,7 +127,7 @@ def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = No
 
 
 def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
-    """Whether x @ w^T goes to the native core's kernels for few rows where nothing needs a gradient, and why."""
+    """(True if x @ w^T goes to the native core's kernels for few rows where nothing needs a gradient, the reason)."""
     if not x.is_cpu:
         return False, f"the kernels for few rows are for CPUs, not {x.device.type}"
     for name, t in (("x", x), ("weight", w)):

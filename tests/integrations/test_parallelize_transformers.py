@@ -741,6 +741,8 @@ def test_ids_that_one_rank_would_refuse(group: dist.ProcessGroup) -> None:
         given[name][0, place] = 67
         with pytest.raises(ValueError, match=rf"{name} holds 67; ids are 0 to 66"):
             parallel(**given)
+    parallel.resize_token_embeddings(80, mean_resizing=False)  # equal on all ranks, as their random states are
+    assert bool(parallel(input_ids=given["input_ids"], labels=given["labels"]).loss.isfinite())
 
 
 @on_ranks(2)
