@@ -33,11 +33,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from fused_tp.integrations.batch_check import of_all_ranks, suspended
-from fused_tp.integrations.forward_shard import version_of
+from fused_tp.integrations.batch_check import of_all_ranks
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.module_outputs import OutputComparison, RankPart, Recording, first_difference, recorded
 from fused_tp.integrations.outputs import tensors_in
+from fused_tp.integrations.undisturbed import Mode, undisturbed
 from fused_tp.runtime.errors import FusedTPError
 
 _LOG = logging.getLogger("fused_tp")
@@ -48,11 +48,9 @@ _IDS: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
 _NUMBERS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 # Of the error of a token's output, relative to its norm. Parts of models in fp64 compute in fp32.
 BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
-_OF_ROUNDING = 4.0  # times what rounding does to this very model, where the bound by dtype is smaller
-_TELLS = 0.7  # a bound above which a wrong output, off by about its own size, would pass
+OF_ROUNDING = 4.0  # times what rounding does to this very model, where the bound by dtype is smaller
+TELLS = 0.7  # a bound above which a wrong output, off by about its own size, would pass
 _OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # what torch makes of fp32
-# Of every module: parameters, buffers, modules, hooks, which transformers registers at the first forward pass.
-_TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
 _logged: set[str] = set()
 
 
@@ -134,12 +132,12 @@ def compared(
         at = f"The first module whose output differs is {name!r} ({kind}). " if name else ""
         raise ValueError(
             f"the cut {type(model).__name__} does not compute what the whole one does: on {whole.shown} its output is "
-            f"off by {error:.2g} of its size, of which rounding explains {bound:g}. {at}{_advice(tp, cp)} "
+            f"off by {error:.2g} of its size, of which rounding explains {bound:g}. {at}{advice(tp, cp)} "
             "verify=False leaves this comparison out."
         )
 
 
-def _advice(tp: DeviceMesh | None, cp: DeviceMesh | None) -> str:
+def advice(tp: DeviceMesh | None, cp: DeviceMesh | None) -> str:
     over_cp = (
         "Over context parallel ranks tokens may meet in attention only: transformers' AttentionInterface with a causal "
         "mask and no bias, or F.scaled_dot_product_attention; another forward, hook or function that mixes tokens sees "
@@ -184,7 +182,7 @@ class _Whole:
         arguments: keywords of its forward.
         rows, tokens: of a pseudo-random batch, and of each of its rows; 0 of a given one.
         bound: of errors that rounding explains.
-        evaluates: in eval mode.
+        mode: in which both models run.
         repeated: the second half of the rows repeats the first, with rounding errors (16 bit).
         routed: tokens choose experts in so few bits that some choose others in the cut model.
     """
@@ -194,7 +192,7 @@ class _Whole:
     rows: int
     tokens: int
     bound: float
-    evaluates: bool
+    mode: Mode
     repeated: bool
     routed: bool
 
@@ -207,7 +205,7 @@ class _Whole:
         tokens = self.tokens or next((t.shape[1] for t in tensors_in(self.arguments) if t.ndim > 1), 1)
         comparison = OutputComparison(self.recording, RankPart(tp, cp, tokens))
         try:
-            with _undisturbed(outcome.modules, evaluates=self.evaluates), comparison.watching(outcome.modules):
+            with undisturbed(outcome.modules, self.mode), comparison.watching(outcome.modules):
                 found = tensors_in(outcome.run(_on_device(self.arguments, outcome.modules)))
         except FusedTPError:
             raise
@@ -216,7 +214,7 @@ class _Whole:
                 return 0.0, "", "", str(error)
             raise ValueError(
                 f"the cut {type(outcome.modules[0]).__name__} does not run on {self.shown}, which the whole one takes: "
-                f"{type(error).__name__}: {error}. {_advice(tp, cp)} verify=False leaves this comparison out."
+                f"{type(error).__name__}: {error}. {advice(tp, cp)} verify=False leaves this comparison out."
             ) from error
         worst = self.error(found)
         name = None if worst <= self.bound else first_difference(comparison.errors, self.bound)[0]
@@ -240,7 +238,7 @@ class _Whole:
         return self._worst(halves)
 
     def _worst(self, pairs: Iterable[Sequence[Tensor]]) -> float:
-        errors = [_token_errors(*pair) for pair in pairs]
+        errors = [token_errors(*pair) for pair in pairs]
         return max((float(one.median() if self.routed else one.max()) for one in errors if one.numel()), default=0.0)
 
 
@@ -253,7 +251,7 @@ def _is_refusal(error: Exception) -> bool:
     return ours and isinstance(error, (ValueError, TypeError))
 
 
-def _token_errors(found: Tensor, expected: Tensor) -> Tensor:
+def token_errors(found: Tensor, expected: Tensor) -> Tensor:
     """Of each token the norm of the difference, relative to that of its output [..., features]."""
     if found.shape != expected.shape:
         return torch.tensor([float("inf")], dtype=torch.float64, device="cpu")
@@ -271,9 +269,7 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
     """Its outputs, or why there are none."""
     kind, given = type(model).__name__, isinstance(verify, Mapping)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
-    dtype = max((p.dtype for p in parameters), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-    if dtype == torch.float32:
-        dtype = _OF_MATMULS[torch.get_float32_matmul_precision()]
+    dtype = dtype_of(model)
     repeated = dtype.itemsize < 4 and not given
     large = sum(p.numel() for p in parameters) > _LARGE
     rows *= 2 if repeated or not large else 1
@@ -287,11 +283,11 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
             raise _TooLongError
 
     candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_batches(model, rows, tokens, repeated))
-    for evaluates, arguments in itertools.product((False, True) if model.training else (True,), candidates):
-        disturbed = _rounding_errors(model, dtype, (rows, rows * tokens)) if repeated else nullcontext()
+    for mode, arguments in itertools.product(Mode if model.training else (Mode.EVAL,), candidates):
+        disturbed = rounding_errors(model, dtype, (rows, rows * tokens)) if repeated else nullcontext()
         try:
             with (
-                _undisturbed([model], evaluates=evaluates, whole=True) as drew,
+                undisturbed([model], mode) as drew,
                 disturbed,
                 recorded(model, stop_in_time) as recording,
             ):
@@ -301,36 +297,53 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
         except Exception as error:
             reason = f"the whole {kind} does not run on {[*arguments]}: {type(error).__name__}: {error}"
             continue
-        if drew() and not evaluates:
+        if drew() and mode is not Mode.EVAL:
             continue
         if not found:
             return None, f"{kind}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in found):
             return None, f"the whole {kind} returns NaN"
         bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
-        whole = _Whole(recording, arguments, rows, 0 if given else tokens, bound, evaluates, repeated, routed)
-        whole.bound = max(bound, _OF_ROUNDING * whole.error_of_rounding()) if repeated else bound
-        if whole.bound > _TELLS:
-            return None, f"rounding alone changes outputs of the whole {kind} by {whole.bound / _OF_ROUNDING:.2g}"
+        whole = _Whole(recording, arguments, rows, 0 if given else tokens, bound, mode, repeated, routed)
+        whole.bound = max(bound, OF_ROUNDING * whole.error_of_rounding()) if repeated else bound
+        if whole.bound > TELLS:
+            return None, f"rounding alone changes outputs of the whole {kind} by {whole.bound / OF_ROUNDING:.2g}"
         return whole, ""
     return None, reason
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Of the dtypes in which `model` computes that which rounds most."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
+    dtype = max(kinds, key=lambda dtype: torch.finfo(dtype).eps)
+    return _OF_MATMULS[torch.get_float32_matmul_precision()] if dtype == torch.float32 else dtype
+
+
 @contextmanager
-def _rounding_errors(model: nn.Module, dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[None]:
-    """A context in which innermost modules return for the second half of the rows what another rounding may give.
+def rounding_errors(model: nn.Module, dtype: torch.dtype, sizes: tuple[int, ...] | None = None) -> Iterator[None]:
+    """A context in which innermost modules return what another rounding may give, and hand it on in backward.
 
     Args:
-        sizes: of dim 0 of outputs that have rows there.
+        sizes: for the second half of the rows only; of dim 0 of outputs that have rows there.
     """
     generator = torch.Generator().manual_seed(2)
 
+    def other(t: Tensor) -> Tensor:
+        off = 1 + torch.finfo(dtype).eps * (torch.rand(t.shape, generator=generator, **_NUMBERS) - 0.5)
+        return (t * off.to(t.device)).to(t.dtype)
+
     def disturb(module: nn.Module, args: object, output: Any) -> Any:
-        if not isinstance(output, Tensor) or output.dtype != dtype or not output.ndim or len(output) not in sizes:
+        if not isinstance(output, Tensor) or not output.is_floating_point() or not output.ndim:
+            return None
+        if sizes is None:
+            output = other(output)
+            if output.requires_grad:
+                output.register_hook(other)
+            return output
+        if output.dtype != dtype or len(output) not in sizes:
             return None
         first, second = output.chunk(2)
-        off = 1 + torch.finfo(dtype).eps * (torch.rand(second.shape, generator=generator, **_NUMBERS) - 0.5)
-        return torch.cat([first, (second * off.to(second.device)).to(dtype)])
+        return torch.cat([first, other(second)])
 
     innermost = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [module.register_forward_hook(disturb) for module in innermost]
@@ -401,56 +414,7 @@ def _on_device(arguments: Mapping[str, Any], models: Sequence[nn.Module]) -> dic
     return moved
 
 
-# -- what is as before ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _undisturbed(models: Sequence[nn.Module], *, evaluates: bool, whole: bool = False) -> Iterator[Callable[[], bool]]:
-    """A context for a forward pass without gradients that leaves `models` as they were.
-
-    Yields a function that tells, also afterwards, whether random numbers were drawn.
-
-    Args:
-        evaluates: in eval mode.
-        whole: attributes of modules, too; layers of a cut model agree with others about theirs.
-    """
-    modules = [module for model in models for module in model.modules()]
-    modes = [module.training for module in modules]
-    held = [
-        (attributes, {name: dict(attributes[name]) for name in _TABLES if name in attributes})
-        for attributes in (dict(vars(module)) for module in modules)
-    ]
-    buffers = [(b, b.detach().clone(), version_of(b)) for model in models for b in model.buffers() if not b.is_meta]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad(), suspended():
-            torch.manual_seed(0)
-            states = _random_states(devices)
-            for module in modules if evaluates else ():
-                module.training = False
-            drew = False
-            try:
-                yield lambda: drew
-            finally:
-                drew = not all(map(torch.equal, states, _random_states(devices)))
-    finally:
-        for module, mode, (attributes, tables) in zip(modules, modes, held, strict=True):
-            module.training = mode
-            if whole:
-                for name in set(vars(module)) - set(attributes):
-                    del vars(module)[name]
-                vars(module).update(attributes)
-                for name, table in tables.items():
-                    attributes[name].clear()
-                    attributes[name].update(table)
-        with torch.no_grad():
-            for buffer, value, version in buffers:
-                if version_of(buffer) != version:
-                    buffer.copy_(value)
-
-
-def _random_states(devices: Sequence[int]) -> list[Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+# -- values that show wrong use ----------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fused_tp.integrations.graph import leaves, nodes_of
+from fused_tp.integrations.graph import REENTRANT, leaves, nodes_of
 from fused_tp.integrations.model_check import MARK
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_captured
@@ -68,6 +68,7 @@ class GradientSync:
         self._watched: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
         # Whether gradients stay with this rank for now, which ones have, and whether the next backward sums them.
         self.deferring, self._deferred, self._owes = False, set[int](), False
+        self.is_off = False
         # What runs when backward ends, which alone holds it: one that has raised leaves nothing behind.
         self._queued: Callable[[], Callable[[], None] | None] = _nothing
 
@@ -177,7 +178,7 @@ class GradientSync:
         parameters = [p for p in model.parameters() if p.requires_grad and not is_dealt(p, self.mesh)]
         nodes = [node for t in outputs for node in nodes_of(t)]
         used = {id(leaf) for leaf in leaves(nodes)}
-        hidden = routed and any(node.name() == "CheckpointFunctionBackward" for node in nodes)
+        hidden = routed and any(node.name() == REENTRANT for node in nodes)
         here = torch.tensor([*(id(p) in used for p in parameters), hidden], dtype=torch.float32, device="cpu")
         *counts, hidden = all_reduce(here.to(self.mesh.device_type), group=self.mesh).tolist()
         if hidden:
@@ -203,7 +204,18 @@ class GradientSync:
                 "DistributedDataParallel with find_unused_parameters=True."
             )
 
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, each rank keeps its share of what backward finds, of parameters that it does not hold alone."""
+        self.is_off = True
+        try:
+            yield
+        finally:
+            self.is_off = False
+
     def _sum(self, name: str, key: int, grad: Tensor) -> Tensor:
+        if self.is_off:
+            return grad
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward was called with create_graph=True; gradients that are summed over context parallel ranks "
@@ -310,7 +322,7 @@ def take_mean(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequen
             parameter.grad = _sum_over(mesh, grad) / mesh.size()
 
 
-def _syncs_of(model: nn.Module) -> list[GradientSync]:
+def syncs_of(model: nn.Module) -> list[GradientSync]:
     found = (sync for module in model.modules() for sync in getattr(module, GRADIENT_SYNCS, ()))
     return list({id(sync): sync for sync in found}.values())
 
@@ -336,7 +348,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     if not sharded and not any(hasattr(module, MARK) for module in model.modules()):
         raise TypeError(f"{type(model).__name__} has not been made parallel by parallelize or fully_shard.")
     with ExitStack() as stack:
-        for sync in _syncs_of(model):
+        for sync in syncs_of(model):
             stack.enter_context(sync.defer())
         for module in sharded:
             module.set_requires_gradient_sync(False, recurse=False)
@@ -360,7 +372,7 @@ def sync_gradients(model: nn.Module) -> None:
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("FSDP2 reduces gradients in backward only; leave the last backward outside of no_sync.")
-    for sync in _syncs_of(model):
+    for sync in syncs_of(model):
         sync.settle()
 
 

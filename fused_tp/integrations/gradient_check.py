@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fused_tp.integrations.batch_check import is_suspended
 from fused_tp.integrations.outputs import tensors_in
 from fused_tp.runtime.checks import is_due
 from fused_tp.runtime.errors import listed
@@ -46,7 +47,7 @@ class GradientCheck:
         self._queued = False
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_suspended() or not torch.is_grad_enabled():
             return
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         self.calls += bool(outputs)
@@ -63,7 +64,7 @@ class GradientCheck:
     @torch.no_grad()
     def _compare(self, model: nn.Module) -> None:
         self._queued = False
-        found = {name: _sketch(gradient) for name, gradient in self._whole(model)}
+        found = {name: sketch(gradient) for name, gradient in self._whole(model)}
         mine = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
         ranks = exchange(resolve_group(self.mesh), "gradients of whole parameters", mine)
         # By what all ranks have: each comes to the same answer. A rank without a gradient has zeros.
@@ -100,7 +101,7 @@ class GradientCheck:
                 yield name, gradient.to_local()
 
 
-def _sketch(gradient: Tensor) -> Tensor:
+def sketch(gradient: Tensor) -> Tensor:
     """[norm, projection] of a gradient: its product with numbers of random sign and size 1 in the mean, by which two
     gradients differ about as much as by their norm."""
     flat = gradient.flatten().float()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which hides what is in it
+
 
 def nodes_of(t: Tensor, *, behind: Collection[Any] = ()) -> set[Any]:
     """All nodes that a backward from `t` may come to, other than by way of the nodes `behind`; these among them."""

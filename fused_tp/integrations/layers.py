@@ -320,11 +320,15 @@ def holds_sharded_heads(attention: nn.Module) -> bool:
 
 
 def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` is. At once, so that the full weight is freed before the next layer is cut."""
+    """Put `new` wherever `old` is, which keeps no values: so the full weight is freed before the next layer is cut, and
+    what still computes with `old` fails."""
     for parent in model.modules():
         for key, child in parent._modules.items():
             if child is old:
                 parent._modules[key] = new
+    for key, parameter in old._parameters.items():
+        if parameter is not None:
+            old._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
 
 
 def _row_by_row(

@@ -70,7 +70,7 @@ class ModuleCheck:
 
     def remember(self, model: nn.Module) -> None:
         """What `model` is now has been compared."""
-        self._code = {name: _code_of(module) for name, module in model.named_modules()}
+        self._code = {name: code_of(module) for name, module in model.named_modules()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "memory": {}, "_code": {}}  # of other parameters and modules than a copy's
@@ -100,7 +100,7 @@ class ModuleCheck:
                         "to be quantized out of the plan, and quantize before; load other values by "
                         "load_full_state_dict."
                     )
-            code = _code_of(module)
+            code = code_of(module)
             before, self._code[name] = self._code.get(name, {}), code
             changed = [part for part, what in code.items() if self._code and before.get(part) != what]
             if changed and is_first_rank(self.parallelism):
@@ -127,6 +127,13 @@ class ModuleCheck:
                     "load_full_state_dict."
                 )
         self.memory = memory
+
+
+def remember_code(model: nn.Module) -> None:
+    """The callers' code in `model` has been compared with the whole model, as it is now."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, ModuleCheck):
+            hook.remember(model)
 
 
 def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
@@ -166,7 +173,7 @@ _LIBRARIES = (
 )
 
 
-def _code_of(module: nn.Module) -> dict[str, object]:
+def code_of(module: nn.Module) -> dict[str, object]:
     """The callers' code that runs in `module`, by name; libraries register hooks of their own when they like."""
     code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
     own = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}

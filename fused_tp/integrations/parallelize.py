@@ -26,7 +26,15 @@ from fused_tp.integrations.hf import (
     without_input_hooks,
 )
 from fused_tp.integrations.layers import Sharding, check_layers, deal_experts, replicate_parameters, shard_layers
-from fused_tp.integrations.model_check import MARK, SHARDING, ModuleCheck, check_equal_models, is_parallelized
+from fused_tp.integrations.loss_check import LossCheck
+from fused_tp.integrations.model_check import (
+    MARK,
+    SHARDING,
+    ModuleCheck,
+    check_equal_models,
+    is_parallelized,
+    remember_code,
+)
 from fused_tp.integrations.parts_check import PartsCheck
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
@@ -44,6 +52,8 @@ from fused_tp.integrations.plan import (
 )
 from fused_tp.integrations.sequence import Parallelism, SequenceSharding, in_one_order
 from fused_tp.integrations.state_dict import check_buffers, materialize
+from fused_tp.integrations.step_check import StepCheck
+from fused_tp.integrations.uncut import UncutModel
 from fused_tp.integrations.whole_blocks import find_blocks, join_behind, run_whole, split_before
 from fused_tp.nn.optimizers import note_replaced, watch
 from fused_tp.nn.sharding import plain_parameters_
@@ -230,12 +240,12 @@ def parallelize(
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync, ulysses)
 
     with compared(model, verify, sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
+        # Experts that are dealt out over a dim of their own see batches of other ranks, which this one does not have.
+        uncut = UncutModel(model) if verify is not False and len(sharing) == len(meshes) > 0 else None
         sequence = _cut(
-            model, mesh, parallelism, plan=plan, ep_dim=ep_dim, ep_mesh=ep_mesh, plain=parameters == "plain"
+            model, mesh, parallelism, uncut, plan=plan, ep_dim=ep_dim, ep_mesh=ep_mesh, plain=parameters == "plain"
         )
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, ModuleCheck):
-            hook.remember(model)
+    remember_code(model)
     sequence.attends = sequence.attended if outcome.right else sequence.attention_layers(model)
     return model
 
@@ -244,6 +254,7 @@ def _cut(
     model: nn.Module,
     mesh: DeviceMesh,
     parallelism: Parallelism,
+    uncut: UncutModel | None,
     *,
     plan: str | Mapping[str, Style],
     ep_dim: str | None,
@@ -339,6 +350,12 @@ def _cut(
     input_hooks.close()
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
+    if uncut is not None:
+        step = StepCheck(parallelism, meshes, uncut)
+        loss = LossCheck(step)
+        model.register_forward_pre_hook(loss.before, with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(step, with_kwargs=True, prepend=True)
+        model.register_forward_hook(loss.after, with_kwargs=True)
     if meshes:
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
@@ -361,6 +378,8 @@ def _cut(
         if next(module.parameters(), None) is not None:  # others may be shared by models: activations of OpenAI GPT are
             setattr(module, MARK, parallelism)
     setattr(model, SHARDING, sharding)
+    if uncut is not None:
+        uncut.note_cut(model)
     return sequence
 
 

@@ -511,7 +511,7 @@ class SequenceSharding:
     ) -> Any:
         if shard is not None and shard.targets is not None and self._loss is not None:
             self._loss.check_returned(output, self._head_outputs)
-        with_gradients = self.sync is not None and torch.is_grad_enabled()
+        with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_off
         self._calls += with_gradients
         asks = self._routes or (self.sync is not None and self.sync.partly) or is_due(self._calls)
         if self.sync is not None and with_gradients and asks and not self.sync.defers:

@@ -1,0 +1,463 @@
+"""The first training steps, computed once more by the whole model: outputs and gradients must agree.
+
+| on each rank, at a call with gradients that is due and unlike those before                                |
+|-----------------------------------------------------------------------------------------------------------|
+| parameters are gathered, and the model is made whole (`uncut`); it computes the outputs of the batch      |
+| the cut model computes them, without the sums of gradients over context parallel ranks                    |
+| the whole model, whole again, and the cut one compute gradients of the same random sums of their outputs  |
+| the ranks exchange their errors; where one is large, what rounding explains is measured by the whole model, |
+| which runs again with errors put in; if it does not explain them, all ranks raise                         |
+| the call goes on, as if nothing had been: random states, modes, buffers, gradients are as before          |
+
+Unlike the comparison at the cut (`cut_check`) it sees the caller's batch, lengths, labels and mode, backward, and what
+was changed since. What a caller makes of tensors from inside the model it does not see.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from fused_tp.integrations.batch_check import is_suspended, of_all_ranks
+from fused_tp.integrations.cut_check import (
+    BOUNDS,
+    OF_ROUNDING,
+    TELLS,
+    advice,
+    dtype_of,
+    rounding_errors,
+    token_errors,
+)
+from fused_tp.integrations.forward_shard import running_node
+from fused_tp.integrations.grad_sync import is_dealt, syncs_of
+from fused_tp.integrations.graph import REENTRANT, nodes_of
+from fused_tp.integrations.model_check import code_of, is_first_rank, remember_code
+from fused_tp.integrations.module_outputs import OutputComparison, RankPart, first_difference, recorded
+from fused_tp.integrations.outputs import tensors_in
+from fused_tp.integrations.sequence import Parallelism
+from fused_tp.integrations.uncut import UncutModel
+from fused_tp.integrations.undisturbed import Mode, undisturbed
+from fused_tp.nn.checkpoint import gather_tensors
+from fused_tp.nn.sharding import as_dtensors
+from fused_tp.ops.collectives import all_reduce
+from fused_tp.runtime.checks import is_due
+
+_LOG = logging.getLogger("fused_tp")
+SECONDS = 5.0  # of the whole model's forward pass
+_SHARE = 0.25  # of the memory that is free, for whole parameters and their gradients
+# Errors of gradients that rounding of fp32, or of 16 bit, explains without being measured; relative to a parameter's
+# own gradient, or to this share of the gradient of all, of which rounding leaves something where it should be 0.
+_GRADIENTS = {torch.float64: 1e-4, torch.float32: 5e-3}
+_GRADIENTS_16_BIT = 0.1
+OF_ALL = 1e-3
+_CACHES = ("past_key_values", "cache", "kv_cache", "cache_params", "state")
+_logged: set[str] = set()
+
+
+class _TooLongError(Exception):
+    """The whole model takes longer than `SECONDS`."""
+
+
+class StepCheck:
+    """A forward pre-hook that compares training steps of a parallel model with those of the whole one.
+
+    Args:
+        parallelism: of the model.
+        meshes: of one dim each, whose ranks share the model.
+        uncut: the model, before it is cut.
+
+    Raises:
+        ValueError: on all ranks: the models differ. It names what differs most, and what to do.
+    """
+
+    def __init__(self, parallelism: Parallelism, meshes: Sequence[DeviceMesh], uncut: UncutModel) -> None:
+        self.parallelism, self.meshes, self.uncut = parallelism, tuple(meshes), uncut
+        self.calls = 0
+        self.compared = False  # the call that runs
+        self.whole: frozenset[int] = (
+            frozenset()
+        )  # its outputs that are whole and have gradients
+        self._seen: set[object] = set()  # kinds of calls that have been compared
+        self._code: Any = None  # the callers' code in the model then
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_code": None}
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.compared = False
+        if is_suspended() or not torch.is_grad_enabled() or running_node() is not None:
+            return
+        if not any(p.requires_grad for p in model.parameters()):
+            return
+        self.calls += 1
+        if not is_due(self.calls):
+            return
+        code = {name: code_of(module) for name, module in model.named_modules()}
+        kind = _kind(model, args, kwargs)
+        wants = kind not in self._seen or code != self._code
+        ranks = of_all_ranks(self.meshes, "a training step", [wants, self._obstacle(model, args, kwargs)])
+        if not any(wanted for wanted, _ in ranks):
+            return
+        self._seen.add(kind)
+        self._code = code
+        reason = next((why for _, why in ranks if why), "")
+        if not reason:
+            detached = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, (args, kwargs))
+            reason = _Steps(self, model, *detached).compare()
+            if not reason:
+                self.compared = True
+                remember_code(model)
+        if reason and reason not in _logged and is_first_rank(self.parallelism):
+            _logged.add(reason)
+            _LOG.warning(
+                "the first training step of the parallel model is not compared with the whole one's: %s. `fused-tp "
+                "check` compares a smaller model of this kind on CPUs.",
+                reason,
+            )
+
+    def _obstacle(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why this rank cannot compare; empty: it can."""
+        parameters = [*model.parameters()]
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            return "fully_shard manages its parameters"
+        if not all(p.is_leaf for p in parameters):
+            return "its parameters are computed from others"
+        if any(kwargs.get(name) is not None for name in _CACHES):
+            return "it is given a cache"
+        if why := self.uncut.obstacle(model):
+            return why
+        ranks = 1
+        for mesh in self.meshes:
+            ranks *= mesh.size()
+        need = 2 * sum(p.numel() * p.element_size() for p in parameters)
+        room = _free_memory(parameters[0].device, ranks)
+        if need > _SHARE * room:
+            return (
+                f"whole parameters and gradients take {need / 1e9:.3g} GB, more than {_SHARE:.0%} of the "
+                f"{room / 1e9:.3g} GB of free memory"
+            )
+        return ""
+
+
+def _kind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """What calls that compute alike have in common: the mode, the arguments, and about how many tokens."""
+    given = frozenset(name for name, value in kwargs.items() if value is not None)
+    sizes = [t.numel().bit_length() for t in tensors_in((args, kwargs))[:1]]
+    return model.training, len(args), given, *sizes
+
+
+def _free_memory(device: torch.device, ranks: int) -> float:
+    """Bytes that a rank may take; CPU ranks share theirs."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / ranks
+
+
+class _Steps:
+    """One step of the whole model and of the cut one, on the arguments of one call."""
+
+    def __init__(self, check: StepCheck, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.check, self.model, self.args, self.kwargs = check, model, args, kwargs
+        self.tp, self.cp = check.parallelism.tp_mesh, check.parallelism.cp_mesh
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.mode = Mode.AS_IT_IS
+        self.dtype = dtype_of(model)
+        device = next(model.parameters()).device.type
+        if torch.is_autocast_enabled(device):
+            self.dtype = torch.get_autocast_dtype(device)
+        self.routed = self.dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
+        # Backward of a weight may add to what stands for its gradient elsewhere.
+        self.with_gradients = all(getattr(p, "main_grad", None) is None for p in self.named.values())
+        self.whole_parameters: dict[str, Tensor] = {}
+
+    def compare(self) -> str:
+        """Why they were not compared, or ""."""
+        meshes = self.check.meshes
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, rank0_only=False, device=None))
+        try:
+            expected, reason = self._whole_outputs()
+        finally:
+            reasons = of_all_ranks(meshes, "outputs of the whole model", reason)
+        if any(reasons):
+            return next(filter(None, reasons))
+        with as_cut(self.model, self.mode):
+            found = tensors_in(self.model(*self.args, **self.kwargs))
+        output_error = self._output_error(found, expected)
+        weights = _weights(found, expected)
+        self.check.whole = frozenset(weights)
+        if not weights:
+            self.with_gradients = False
+        wanted = self._whole_gradients(expected, weights)
+        own = self._cut_gradients(found, weights)
+        found_both = wanted is not None and own is not None
+        with_gradients = all(of_all_ranks(meshes, "gradients of a training step", found_both))
+        expected = [t.detach() for t in expected]
+        del found
+        errors = gradient_errors(own or {}, wanted or {}) if with_gradients else {}
+        worst = max(errors.values(), default=0.0)
+        bound = BOUNDS.get(self.dtype, BOUNDS[torch.bfloat16])
+        most = inf if self.routed else _GRADIENTS.get(self.dtype, _GRADIENTS_16_BIT)
+        ranks = of_all_ranks(meshes, "errors of a training step", [output_error, worst])
+        if max(one for one, _ in ranks) <= bound and max(one for _, one in ranks) <= most:
+            return ""
+        # It takes no time where all is right. Ranks need not agree on what they measure: one that finds less raises.
+        rounding, of_gradients = self._rounding(expected, weights, wanted if with_gradients else None)
+        bound = max(bound, OF_ROUNDING * rounding)
+        excess = {name: one / max(most, OF_ROUNDING * of_gradients.get(name, 0.0)) for name, one in errors.items()}
+        name = max(excess, key=lambda name: excess[name], default="")
+        mine = [output_error / bound, output_error, excess.get(name, 0.0), name, errors.get(name, 0.0), bound]
+        ranks = of_all_ranks(meshes, "what rounding explains", mine)
+        if max(one[-1] for one in ranks) > TELLS:
+            return f"rounding alone changes its outputs by {max(one[-1] for one in ranks) / OF_ROUNDING:.2g}"
+        if max(one[0] for one in ranks) > 1:
+            self._refuse_outputs(max(one[1] for one in ranks), max(one[-1] for one in ranks))
+        if max(one[2] for one in ranks) > 1:
+            _, _, _, name, error, _ = max(ranks, key=lambda one: one[2])
+            raise ValueError(
+                f"the gradient of {name!r} in the parallel {type(self.model).__name__} is not that of the whole model: "
+                f"for the batch of this step it is off by {error:.2g} of its size, and outputs agree. "
+                f"{advice(self.tp, self.cp)} The same holds in backward: hooks on gradients see a rank's part. "
+                "parallelize(verify=False) leaves this comparison out."
+            )
+        return ""
+
+    # -- the two models ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _as_whole(self) -> Iterator[Callable[[], bool]]:
+        with (
+            self.check.uncut.restored(self.model, self.whole_parameters),
+            undisturbed([self.model], self.mode, gradients=True) as drew,
+        ):
+            yield drew
+
+    def _whole_outputs(self) -> tuple[list[Tensor], str]:
+        kind = type(self.model).__name__
+        for mode in Mode if self.model.training else (Mode.EVAL,):
+            self.mode = mode
+            try:
+                with self._as_whole() as drew, _stopped_after(self.model, SECONDS):
+                    outputs = tensors_in(self.model(*self.args, **self.kwargs))
+            except _TooLongError:
+                return [], f"the whole {kind} takes longer than {SECONDS:g} s on this batch"
+            except torch.OutOfMemoryError:
+                return [], f"the whole {kind} takes more memory than there is"
+            except Exception as error:
+                return [], f"the whole {kind} does not run: {type(error).__name__}: {error}"
+            if not drew():
+                break
+        if not outputs:
+            return [], f"{kind}.forward returns no tensors"
+        if any(bool(t.isnan().any()) for t in outputs):
+            return [], f"the whole {kind} returns NaN"
+        return outputs, ""
+
+    def _whole_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Any] | None:
+        """By the name of a parameter, what this rank has of its gradient, and the norm of the whole of it."""
+        parameters = {name: self.whole_parameters[name] for name in self.named}
+        with self._as_whole():
+            gradients = self._gradients(outputs, weights, parameters)
+        if gradients is None:
+            return None
+        dtensors = as_dtensors(self.model)
+        made = {}
+        for name, p in self.named.items():
+            gradient = gradients[name]
+            if gradient is None:
+                gradient = torch.zeros_like(parameters[name])
+            cut: Any = dtensors.get(id(p), p)
+            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            part = gradient.reshape(cut.shape)
+            if isinstance(cut, DTensor):
+                part = distribute_tensor(part, cut.device_mesh, cut.placements, src_data_rank=None).to_local()
+            made[name] = part.clone(), norm
+        return made
+
+    def _cut_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
+        """By the name of a parameter, this rank's part of its gradient."""
+        with as_cut(self.model, self.mode):
+            gradients = self._gradients(outputs, weights, self.named)
+        return None if gradients is None else own_parts(self.model, self.check.parallelism, gradients, summed=False)
+
+    def _gradients(
+        self, outputs: Sequence[Tensor], weights: Mapping[int, Tensor], parameters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor | None] | None:
+        """Of the weighted sum of outputs; None where autograd cannot tell."""
+        if not self.with_gradients:
+            return None
+        total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
+        if any(node.name() == REENTRANT for node in nodes_of(total)):
+            if DistributedDataParallel._get_active_ddp_module() is not None:  # which reduces what backward finds
+                return None
+            return dict(zip(parameters, _by_backward(total, [*parameters.values()]), strict=True))
+        found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
+        return dict(zip(parameters, found, strict=True))
+
+    # -- errors --------------------------------------------------------------------------------------------------------
+
+    def _output_error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+        """The largest of a token's output. Parts of outputs, next to a loss, are compared with theirs."""
+        count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
+        part = RankPart(self.tp, self.cp, self._tokens())
+        worst = 0.0
+        for one, other in zip(found[:count], expected, strict=False):
+            if one.shape == other.shape:
+                errors = token_errors(one, other)
+                if errors.numel():
+                    worst = max(worst, float(errors.median() if self.routed else errors.max()))
+            else:
+                worst = max(worst, part.error(one.detach(), other.detach()) or 0.0)
+        return worst
+
+    def _tokens(self) -> int:
+        return next((t.shape[1] for t in tensors_in((self.args, self.kwargs)) if t.ndim > 1), 1)
+
+    def _rounding(
+        self, expected: list[Tensor], weights: Mapping[int, Tensor], wanted: dict[str, Any] | None
+    ) -> tuple[float, dict[str, float]]:
+        """How much outputs, and gradients by name, of the whole model change if it rounds otherwise."""
+        with self._as_whole(), rounding_errors(self.model, self.dtype):
+            outputs = tensors_in(self.model(*self.args, **self.kwargs))
+        error = self._output_error(outputs, expected)
+        gradients = None if wanted is None else self._whole_gradients(outputs, weights)
+        if wanted is None or gradients is None:
+            return error, {}
+        return error, gradient_errors({name: part for name, (part, _) in gradients.items()}, wanted)
+
+    def _refuse_outputs(self, error: float, bound: float) -> None:
+        """Find the first module that returns something else. A collective call."""
+        part = RankPart(self.tp, self.cp, self._tokens())
+        with torch.no_grad():
+            with self._as_whole(), recorded(self.model) as recording:
+                self.model(*self.args, **self.kwargs)
+            comparison = OutputComparison(recording, part)
+            with as_cut(self.model, self.mode), comparison.watching([self.model]):
+                self.model(*self.args, **self.kwargs)
+        first = first_difference(comparison.errors, bound)[0]
+        names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")
+        name = next(filter(None, names), "")
+        at = f"The first module whose output differs is {name!r} ({type(self.model.get_submodule(name)).__name__}). "
+        raise ValueError(
+            f"the parallel {type(self.model).__name__} does not compute what the whole one does: on the batch of this "
+            f"step its output is off by {error:.2g} of its size, of which rounding explains {bound:.2g}. "
+            f"{at if name else ''}{advice(self.tp, self.cp)} parallelize(verify=False) leaves this comparison out."
+        )
+
+
+@contextmanager
+def as_cut(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
+    """A context for passes of the cut model that nothing notices; gradients are not summed over other ranks."""
+    with ExitStack() as stack:
+        for sync in syncs_of(model):
+            stack.enter_context(sync.off())
+        stack.enter_context(undisturbed([model], mode, gradients=True, random_states=random_states))
+        yield
+
+
+@torch.no_grad()
+def own_parts(
+    model: nn.Module, parallelism: Parallelism, gradients: Mapping[str, Tensor | None], *, summed: bool
+) -> dict[str, Tensor]:
+    """This rank's parts of gradients of parameters, by name. A collective call, over context parallel ranks.
+
+    Args:
+        gradients: None is 0.
+        summed: over these ranks already, where backward does that.
+    """
+    dtensors, cp, made = as_dtensors(model), parallelism.cp_mesh, {}
+    for name, p in model.named_parameters():
+        if name not in gradients:
+            continue
+        cut: Any = dtensors.get(id(p), p)
+        own: Any = gradients[name]
+        if isinstance(own, DTensor):  # which torch's own styles may leave as terms of a sum
+            own = own.redistribute(placements=cut.placements).to_local()
+        if own is None:
+            own = torch.zeros_like(cut.to_local() if isinstance(cut, DTensor) else cut)
+        if cp is not None and not is_dealt(cut, cp) and not (summed and parallelism.grad_sync):
+            own = all_reduce(own.contiguous(), group=cp)
+            own = own if parallelism.grad_sync else own / cp.size()
+        made[name] = own
+    return made
+
+
+def _by_backward(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients of leaves, whose `grad` stays as it was, where torch.autograd.grad cannot be asked."""
+    held = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        total.backward()
+        return [p.grad for p in parameters]
+    finally:
+        for p, grad, hooks in held:
+            p.grad = grad
+            p._post_accumulate_grad_hooks = hooks
+
+
+def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, float]:
+    """By name, of this rank's part, relative to the norm of the whole gradient."""
+    of_all = sum(norm**2 for _, norm in wanted.values() if norm < inf) ** 0.5
+    errors = {}
+    for name, (part, norm) in wanted.items():
+        difference = torch.linalg.vector_norm((found[name].float() - part.float()), dtype=torch.float32)
+        error = float(difference) / max(norm, OF_ALL * of_all, 1e-30)
+        errors[name] = error if error == error else inf
+    return errors
+
+
+def _weights(found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Random weights of outputs that are whole on this rank and have gradients, by their place; 1 of a loss."""
+    generator = torch.Generator().manual_seed(3)
+    made: dict[int, Tensor] = {}
+    for i, (one, other) in enumerate(zip(found, expected, strict=False)):
+        if one.shape == other.shape and one.requires_grad and other.requires_grad and one.is_floating_point():
+            weight = torch.randn(other.shape, generator=generator, dtype=torch.float32, device="cpu")
+            made[i] = (weight / max(other.numel(), 1) ** 0.5 if other.ndim else torch.ones_like(weight)).to(one.device)
+    return made
+
+
+def _stand_ins(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole parameters, with the callers' hooks for gradients of those that are cut."""
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in parameters.items():
+        if id(parameter) not in made:
+            whole = nn.Parameter(full[name], requires_grad=parameter.requires_grad)
+            made[id(parameter)] = whole
+            for hook in (parameter._backward_hooks or {}).values():
+                if not getattr(getattr(hook, "func", hook), "__module__", "").startswith("fused_tp."):
+                    whole.register_hook(hook)
+    return {name: made[id(parameter)] for name, parameter in parameters.items()}
+
+
+@contextmanager
+def _stopped_after(model: nn.Module, seconds: float) -> Iterator[None]:
+    """A context in which the forward pass of `model` ends by `_TooLongError` after that time."""
+    end = time.monotonic() + seconds
+
+    def stop_in_time(module: nn.Module, args: object) -> None:
+        if time.monotonic() > end:
+            raise _TooLongError
+
+    handles = [module.register_forward_pre_hook(stop_in_time) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,168 @@
+"""The whole model again, for a while: what `parallelize` has changed of its modules is taken back, and put back after.
+
+| of a module            | while the model is whole                                                |
+|------------------------|-------------------------------------------------------------------------|
+| class, attributes      | those before the cut, but for what was assigned since                   |
+| hooks                  | those before the cut, and those that were registered since              |
+| layers in it           | those before the cut, with what was attached since to those in its place |
+| parameters             | whole ones, which the caller gives                                      |
+| buffers                | as they are, of which no rank has a part                                |
+
+So the callers' code computes as it is now, and alone. Rejected: a copy of the model, made before the cut. Functions
+that callers have put into modules would compute with the modules of the cut one, and what they put in later would be
+missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fused_tp.integrations.hf import is_transformers_model
+
+# Of every module: parameters, buffers, modules, hooks.
+TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
+_BY_NAME = {"_parameters", "_buffers"}  # whose entries are found anew
+
+
+@dataclass(frozen=True)
+class _Id:
+    """In the place of a module or a tensor, which nothing is to keep."""
+
+    number: int
+
+
+def _noted(value: object) -> object:
+    return _Id(id(value)) if isinstance(value, (nn.Module, Tensor)) else value
+
+
+def _is(value: object, noted: object) -> bool:
+    return noted == _Id(id(value)) if isinstance(noted, _Id) else noted is value
+
+
+@dataclass
+class ModuleState:
+    """What `module`, or another object with attributes, is.
+
+    Attributes:
+        tables: entries of its dicts of parameters, hooks, ..., by the attribute's name.
+    """
+
+    module: Any
+    kind: type
+    attributes: dict[str, Any]
+    tables: dict[str, dict[Any, Any]]
+
+    @staticmethod
+    def of(module: Any) -> ModuleState:
+        held = dict(vars(module))
+        tables = {name: dict(held[name]) for name in TABLES if isinstance(held.get(name), dict)}
+        return ModuleState(module, type(module), {k: v for k, v in held.items() if k not in tables}, tables)
+
+    def apply(self) -> None:
+        """Make the module what it was."""
+        module, held = self.module, vars(self.module)
+        own = {name: held[name] for name in self.tables}  # these dicts, to which handles of hooks refer
+        held.clear()
+        for name, entries in self.tables.items():
+            own[name].clear()
+            own[name].update(entries)
+        held.update(self.attributes)
+        held.update(own)
+        if type(module) is not self.kind:
+            module.__class__ = self.kind
+
+    def without_tensors(self) -> ModuleState:
+        """The same, which keeps neither weights nor other modules, to compare with."""
+        tables = {name: {k: _noted(v) for k, v in held.items()} for name, held in self.tables.items()}
+        return ModuleState(None, self.kind, {k: _noted(v) for k, v in self.attributes.items()}, tables)
+
+    def changed(self, cut: ModuleState, now: ModuleState) -> ModuleState:
+        """This one, of before the cut, with what has changed from `cut` to `now`."""
+        kind = self.kind if now.kind is cut.kind else now.kind
+        attributes = _merged(self.attributes, cut.attributes, now.attributes)
+        tables = {
+            name: _merged(entries, cut.tables.get(name, {}), now.tables.get(name, {}))
+            for name, entries in self.tables.items()
+            if name not in _BY_NAME
+        }
+        return ModuleState(self.module, kind, attributes, tables)
+
+
+def _merged(before: Mapping[Any, Any], cut: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
+    kept = {key: value for key, value in before.items() if key in now or key not in cut}
+    return kept | {key: value for key, value in now.items() if key not in cut or not _is(value, cut[key])}
+
+
+class UncutModel:
+    """What `model`, which is whole still, is before it is cut. It keeps none of its parameters.
+
+    Example:
+        >>> uncut = UncutModel(model)
+        >>> cut(model)
+        >>> uncut.note_cut(model)
+        >>> with uncut.restored(model, whole_parameters):
+        ...     model(tokens)                          # on this rank alone
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {name: ModuleState.of(module) for name, module in model.named_modules()}
+        for state in self._before.values():
+            state.tables["_parameters"] = dict.fromkeys(state.tables["_parameters"])
+            state.tables["_buffers"] = dict.fromkeys(state.tables["_buffers"])
+        self._configs = {id(config): ModuleState.of(config) for config in _configs(model)}
+        self._cut: dict[str, ModuleState] = {}
+        self._cut_configs: dict[int, ModuleState] = {}
+
+    def __reduce__(self) -> Any:
+        return UncutModel, (nn.Module(),)  # a copy of the model is other modules
+
+    def note_cut(self, model: nn.Module) -> None:
+        """`model` is cut now."""
+        self._cut = {name: ModuleState.of(module).without_tensors() for name, module in model.named_modules()}
+        self._cut_configs = {id(config): ModuleState.of(config).without_tensors() for config in _configs(model)}
+
+    def obstacle(self, model: nn.Module) -> str:
+        """Why it cannot be made whole; empty: it can."""
+        names = {name for name, _ in model.named_modules()}
+        other = sorted(names.symmetric_difference(self._cut) or names.symmetric_difference(self._before))
+        return f"the modules {other[:3]} were put into it, or taken out, after parallelize" if other else ""
+
+    @contextmanager
+    def restored(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which `model` is whole.
+
+        Args:
+            parameters: whole ones, by all their names.
+        """
+        now = {name: ModuleState.of(module) for name, module in model.named_modules()}
+        whole: list[ModuleState] = []
+        for name, before in self._before.items():
+            state = before.changed(self._cut[name], now[name])
+            prefix = f"{name}." if name else ""
+            own = before.tables["_parameters"]
+            state.tables["_parameters"] = {key: parameters.get(f"{prefix}{key}") for key in own}
+            state.tables["_buffers"] = now[name].tables["_buffers"]
+            whole.append(state)
+        for one, config in zip(_configs(model), self._configs.values(), strict=False):
+            if (cut := self._cut_configs.get(id(one))) is not None:
+                whole.append(config.changed(cut, ModuleState.of(one)))
+        held = [ModuleState.of(state.module) for state in whole]
+        held += [state for state in now.values() if all(state.module is not one.module for one in whole)]
+        try:
+            for state in whole:
+                state.apply()
+            yield
+        finally:
+            for state in held:
+                state.apply()
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configs of the transformers models in `model`, each once."""
+    found = (module.config for module in model.modules() if is_transformers_model(module))
+    return [*{id(config): config for config in found}.values()]
