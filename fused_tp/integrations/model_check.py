@@ -177,7 +177,10 @@ def code_of(module: nn.Module) -> dict[str, object]:
     """The callers' code that runs in `module`, by name; libraries register hooks of their own when they like."""
     code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
     own = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    hooks = [hook for table in tables for hook in table.values()]
+    for parameter in module._parameters.values():
+        hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
     for what, function in [*own.items(), *((f"hook {_name(hook)}", hook) for hook in hooks)]:
         inner = getattr(function, "func", function)
         home = getattr(inner, "__module__", None) or type(inner).__module__

@@ -170,18 +170,21 @@ def parallelize(
             elementwise, and DistributedDataParallel is given the data parallel ranks only; else ValueError is raised
             before the first step. Norms of weights as a penalty are each rank's own, which nothing notices.
         verify: compare the cut model with the whole one: both compute a few pseudo-random tokens without gradients, in
-            the mode that the model is in, or in eval mode where it draws random numbers. Random states, modes and
-            buffers are left as they were, and what is changed later is named in a log line. "auto": where the whole
-            model has values, takes such tokens, and computes them within two seconds; else a log line says why not.
-            True: that it is left out is an error. A dict: keyword arguments of forward to compare on. False: do not
-            compare.
+            the mode that the model is in, without dropout or in eval mode where it draws random numbers. "auto": where
+            the whole model has values, takes such tokens, and computes them within two seconds; else a log line says
+            why not. True: that it is left out is an error. A dict: keyword arguments of forward to compare on. Then
+            the first calls with gradients are compared, on their own arguments: each rank gathers the weights for a
+            moment, and computes outputs and gradients as before the cut, with what was changed since. It costs about a
+            step of the whole model; a log line says where it is left out. Both leave random states, modes, buffers and
+            gradients as they were. False: compare neither.
 
     Raises:
         TypeError: an argument of another type; a model that is sharded already.
         RankMismatchError: the ranks have made different models, or of different random states.
         ValueError: what cannot be served, in a sentence, before anything is changed: a mesh without these dims, TP
             sizes that do not divide the heads, a style or module the plan cannot have, sequence cuts that the model
-            cannot take. Or the cut model does not compute what the whole one did (`verify`); it is not to be used then.
+            cannot take. Or the cut model does not compute what the whole one did (`verify`), also in the first calls
+            with gradients; it is not to be used then.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp"))

@@ -87,9 +87,7 @@ class StepCheck:
         self.parallelism, self.meshes, self.uncut = parallelism, tuple(meshes), uncut
         self.calls = 0
         self.compared = False  # the call that runs
-        self.whole: frozenset[int] = (
-            frozenset()
-        )  # its outputs that are whole and have gradients
+        self.whole: frozenset[int] = frozenset()  # its outputs that are whole and have gradients
         self._seen: set[object] = set()  # kinds of calls that have been compared
         self._code: Any = None  # the callers' code in the model then
 
@@ -224,13 +222,19 @@ class _Steps:
         ranks = of_all_ranks(meshes, "what rounding explains", mine)
         if max(one[-1] for one in ranks) > TELLS:
             return f"rounding alone changes its outputs by {max(one[-1] for one in ranks) / OF_ROUNDING:.2g}"
+        kind, bound = type(self.model).__name__, max(one[-1] for one in ranks)
         if max(one[0] for one in ranks) > 1:
-            self._refuse_outputs(max(one[1] for one in ranks), max(one[-1] for one in ranks))
+            raise ValueError(
+                f"the parallel {kind} does not compute what the whole one does: on the batch of this step its output "
+                f"is off by {max(one[1] for one in ranks):.2g} of its size, of which rounding explains "
+                f"{bound:.2g}. {self._first_module(bound)}{advice(self.tp, self.cp)} "
+                "parallelize(verify=False) leaves this comparison out."
+            )
         if max(one[2] for one in ranks) > 1:
             _, _, _, name, error, _ = max(ranks, key=lambda one: one[2])
             raise ValueError(
-                f"the gradient of {name!r} in the parallel {type(self.model).__name__} is not that of the whole model: "
-                f"for the batch of this step it is off by {error:.2g} of its size, and outputs agree. "
+                f"the gradient of {name!r} in the parallel {kind} is not that of the whole model: for the batch of "
+                f"this step it is off by {error:.2g} of its size. {self._first_module(bound)}"
                 f"{advice(self.tp, self.cp)} The same holds in backward: hooks on gradients see a rank's part. "
                 "parallelize(verify=False) leaves this comparison out."
             )
@@ -281,7 +285,7 @@ class _Steps:
             if gradient is None:
                 gradient = torch.zeros_like(parameters[name])
             cut: Any = dtensors.get(id(p), p)
-            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            norm = norm_of(gradient)
             part = gradient.reshape(cut.shape)
             if isinstance(cut, DTensor):
                 part = distribute_tensor(part, cut.device_mesh, cut.placements, src_data_rank=None).to_local()
@@ -339,24 +343,19 @@ class _Steps:
             return error, {}
         return error, gradient_errors({name: part for name, (part, _) in gradients.items()}, wanted)
 
-    def _refuse_outputs(self, error: float, bound: float) -> None:
-        """Find the first module that returns something else. A collective call."""
+    def _first_module(self, bound: float) -> str:
+        """A sentence that names the first module that returns something else, if one does. A collective call."""
         part = RankPart(self.tp, self.cp, self._tokens())
-        with torch.no_grad():
-            with self._as_whole(), recorded(self.model) as recording:
-                self.model(*self.args, **self.kwargs)
-            comparison = OutputComparison(recording, part)
-            with as_cut(self.model, self.mode), comparison.watching([self.model]):
-                self.model(*self.args, **self.kwargs)
+        with self._as_whole(), torch.no_grad(), recorded(self.model) as recording:
+            self.model(*self.args, **self.kwargs)
+        comparison = OutputComparison(recording, part)
+        with as_cut(self.model, self.mode), torch.no_grad(), comparison.watching([self.model]):
+            self.model(*self.args, **self.kwargs)
         first = first_difference(comparison.errors, bound)[0]
         names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")
         name = next(filter(None, names), "")
-        at = f"The first module whose output differs is {name!r} ({type(self.model.get_submodule(name)).__name__}). "
-        raise ValueError(
-            f"the parallel {type(self.model).__name__} does not compute what the whole one does: on the batch of this "
-            f"step its output is off by {error:.2g} of its size, of which rounding explains {bound:.2g}. "
-            f"{at if name else ''}{advice(self.tp, self.cp)} parallelize(verify=False) leaves this comparison out."
-        )
+        kind = type(self.model.get_submodule(name)).__name__
+        return f"The first module whose output differs is {name!r} ({kind}). " if name else "All outputs agree. "
 
 
 @contextmanager
@@ -411,13 +410,17 @@ def _by_backward(total: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | N
             p._post_accumulate_grad_hooks = hooks
 
 
+def norm_of(t: Tensor) -> float:
+    """Of all numbers of `t`, in fp32 at least."""
+    return float(torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)))
+
+
 def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, float]:
     """By name, of this rank's part, relative to the norm of the whole gradient."""
     of_all = sum(norm**2 for _, norm in wanted.values() if norm < inf) ** 0.5
     errors = {}
     for name, (part, norm) in wanted.items():
-        difference = torch.linalg.vector_norm((found[name].float() - part.float()), dtype=torch.float32)
-        error = float(difference) / max(norm, OF_ALL * of_all, 1e-30)
+        error = norm_of(found[name].to(part.device) - part) / max(norm, OF_ALL * of_all, 1e-30)
         errors[name] = error if error == error else inf
     return errors
 

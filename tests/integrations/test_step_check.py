@@ -1,0 +1,264 @@
+"""The first training steps of a parallel model, computed once more by the whole one: what the cut did not show."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fused_tp.integrations.parallelize import parallelize
+from fused_tp.nn import gather_state_dict
+from tests.integrations.models import make, make_tokens, mesh_of
+from tests.integrations.test_cut_check import PLAN, Block, llama
+from tests.workers import on_ranks
+
+WRONG = "does not compute what the whole one does: on the batch of this step"
+GRADIENT = "the gradient of .* is not that of the whole model"
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fused_tp").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("fused_tp").removeHandler(handler)
+
+
+def mean_of_tokens(output: Tensor) -> Tensor:
+    return output - output.mean(1, keepdim=True)
+
+
+class OtherGradient(torch.autograd.Function):
+    """The identity, whose gradient mixes tokens and features."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad - grad.mean((1, 2), keepdim=True) - grad.mean(1, keepdim=True)
+
+
+def other_gradient(model: Block) -> Callable[[Tensor], Tensor]:
+    return OtherGradient.apply
+
+
+def when_long(model: Block) -> Callable[[Tensor], Tensor]:
+    return lambda x: 0.0 * x if x.shape[1] < 9 else mean_of_tokens(x)
+
+
+def for_one_id(model: Block) -> Callable[[Tensor], Tensor]:
+    """Mixes tokens of rows with the last id of the vocabulary, of which a pseudo-random batch has none."""
+    seen: list[Tensor] = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    return lambda x: mean_of_tokens(x) * bool((seen[-1] == 36).any())
+
+
+def backward_hook(model: Block) -> None:
+    model.down.register_full_backward_hook(lambda module, gi, go: (gi[0] - gi[0].mean(1, keepdim=True),))
+
+
+def parameter_hook(model: Block) -> None:
+    model.down.weight.register_hook(lambda grad: grad / grad.norm())
+
+
+def output_hook(model: Block) -> None:
+    model.embed.register_forward_hook(lambda module, args, output: mean_of_tokens(output))
+
+
+def by_features(model: Block) -> None:
+    model.between = lambda x: x * x.softmax(-1)
+
+
+def method(model: Block) -> None:
+    model.attend = lambda q, k, v: F.scaled_dot_product_attention(q.roll(1, 2), k, v, is_causal=True)
+
+
+@on_ranks(2)
+def test_plain_models(group: dist.ProcessGroup) -> None:
+    tp, cp = mesh_of(group, 1, 2)["tp"], mesh_of(group, 2, 1)["cp"]
+    tokens = make_tokens(2, 20) % 36
+    tokens[0, 3] = 36
+    for code, message in ((other_gradient, GRADIENT), (when_long, WRONG), (for_one_id, WRONG)):
+        model = Block()
+        model.tokens = code(model)
+        parallelize(model, cp, plan=PLAN)
+        with pytest.raises(ValueError, match=message):
+            model(tokens).square().mean().backward()
+    # What is put in after the cut; also where nothing was compared at it.
+    for mesh, change, message in (
+        (cp, backward_hook, GRADIENT),
+        (cp, parameter_hook, GRADIENT),
+        (cp, output_hook, WRONG),
+        (cp, method, WRONG),
+        (tp, by_features, WRONG),
+    ):
+        model = parallelize(Block(), mesh, plan=PLAN)
+        model(tokens).square().mean().backward()
+        model.zero_grad()
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            model(tokens)
+    model = parallelize(Block(), cp, plan=PLAN, verify=False)
+    output_hook(model)
+    model(tokens)
+
+
+@on_ranks(2)
+def test_the_first_module_is_named(group: dist.ProcessGroup) -> None:
+    cp, tokens = mesh_of(group, 2, 1)["cp"], make_tokens(2, 16)
+    model = parallelize(llama(), cp)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: mean_of_tokens(output))
+    with pytest.raises(ValueError, match=r"first module whose output differs is 'model\.layers\.1\.mlp'"):
+        model(input_ids=tokens, labels=tokens)
+
+
+class Keeping(Block):
+    """Keeps what it computes, counts, draws, and has a loss on the way, as callers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__(between=nn.Dropout(0.25))
+        self.kept: list[Tensor] = []
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        output = super().forward(tokens, positions)
+        self.kept.append(output)
+        return output
+
+
+@on_ranks(2)
+def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
+    """The step that is compared is the step that is not, to the last bit."""
+    tp, tokens, outside = mesh_of(group, 1, 2)["tp"], make_tokens(2, 16) % 37, []
+    found = {}
+    for verify in ("auto", False):
+        model = Keeping()
+        model.calls = 0
+        parallelize(model, tp, plan=PLAN, verify=verify)
+        model.head.register_forward_hook(lambda module, args, output: outside.append(output))
+        steps: list[int] = []
+        model.up.weight.register_post_accumulate_grad_hook(lambda parameter, steps=steps: steps.append(1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.manual_seed(5)
+        for _ in range(2):
+            model(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(model.kept) == len(outside) == len(steps) == model.calls == int(model.seen) == 2
+        outside.clear()
+        found[verify] = {**gather_state_dict(model), "drawn": torch.rand(3)}
+    for name, value in found["auto"].items():
+        assert torch.equal(value, found[False][name]), name
+
+
+class Checkpointed(Block):
+    reentrant = False
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return self.down(F.silu(self.up(x)))
+
+        x = self.embed(tokens)
+        return self.head(x + checkpoint(inner, x, use_reentrant=self.reentrant))
+
+
+@on_ranks(2)
+def test_models_that_are_right(group: dist.ProcessGroup) -> None:
+    tp, cp = mesh_of(group, 1, 2)["tp"], mesh_of(group, 2, 1)["cp"]
+    tokens = make_tokens(2, 16) % 37
+    with log_lines() as lines:
+        for mesh, reentrant in ((tp, False), (tp, True), (cp, False), (cp, True)):
+            model = Checkpointed()
+            model.reentrant = reentrant
+            parallelize(model, mesh, plan=PLAN)
+            model(tokens).square().mean().backward()
+        for dtype in (torch.float64, torch.bfloat16):
+            for mesh in (tp, cp):
+                model = parallelize(Block().to(dtype), mesh, plan=PLAN)
+                model(tokens).float().square().mean().backward()
+        for parameters in ("dtensor", "plain"):
+            model = parallelize(llama(), tp, loss_parallel=True, sequence_parallel=True, parameters=parameters)
+            output = model(input_ids=make_tokens(2, 16), labels=make_tokens(2, 16))
+            output.loss.backward()
+        pytest.importorskip("transformers")
+        model = parallelize(make("qwen3_moe"), cp)
+        model(input_ids=make_tokens(2, 16), labels=make_tokens(2, 16)).loss.backward()
+        # Two passes before one backward, as preference losses have them, and a second backward on top of the first.
+        model = parallelize(Block(), cp, plan=PLAN)
+        (model(tokens) - model(tokens.flip(0))).square().mean().backward()
+        model(tokens).square().mean().backward()
+        copy.deepcopy(model)(tokens).square().mean().backward()
+    assert not lines, lines
+
+
+@on_ranks(2)
+def test_losses_of_what_is_inside(group: dist.ProcessGroup) -> None:
+    tp, cp = mesh_of(group, 1, 2)["tp"], mesh_of(group, 2, 1)["cp"]
+    tokens, inner = make_tokens(2, 16) % 37, []
+
+    def fresh(mesh: Any) -> nn.Module:
+        model = parallelize(Block(), mesh, plan=PLAN)
+        model.up.register_forward_hook(lambda module, args, output: inner.append(output))
+        inner.clear()
+        return model
+
+    with log_lines() as lines:
+        model = fresh(cp)
+        (model(tokens).square().mean() + inner[-1].square().mean()).backward()
+        model = fresh(tp)
+        (
+            model(tokens).square().mean() + sum(p.square().sum() for p in model.down.parameters()).full_tensor()
+        ).backward()
+    if dist.get_rank(group) == 0:
+        assert len(lines) == 2, lines
+        assert all("does not come from what the model's forward returned" in line for line in lines), lines
+        assert "'down.weight'" in lines[1]
+    model = fresh(tp)
+    output = model(tokens)  # before the losses, which differ by rank
+    with pytest.raises(ValueError, match="different gradients of what its forward returned"):
+        (output.square().mean() * inner[-1].detach()[..., 0].square().mean()).backward()
+
+
+@on_ranks(2)
+def test_what_cannot_be_compared_is_said_once(group: dist.ProcessGroup) -> None:
+    tp, tokens = mesh_of(group, 1, 2)["tp"], make_tokens(2, 16) % 37
+    with log_lines() as lines:
+        for _ in range(2):
+            model = parallelize(Block(), tp, plan=PLAN)
+            model.extra = nn.ReLU()
+            model(tokens)
+    first = dist.get_rank(group) == 0
+    assert [line for line in lines if "['extra'] were put into it" in line] == lines[: int(first)], lines
+    model = parallelize(Block(), tp, plan=PLAN).requires_grad_(requires_grad=False)
+    with log_lines() as lines:
+        model(tokens)
+    assert not lines
+
+
+@on_ranks(2)
+def test_replaced_layers_keep_no_values(group: dist.ProcessGroup) -> None:
+    tp = mesh_of(group, 1, 2)["tp"]
+    model = Block()
+    held = model.up
+    parallelize(model, tp, plan=PLAN)
+    assert held.weight.is_meta
+    model(make_tokens(2, 16) % 37).sum().backward()
+    assert held.weight.is_meta and model.up is not held
