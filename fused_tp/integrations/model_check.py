@@ -182,11 +182,16 @@ def code_of(module: nn.Module) -> dict[str, object]:
     for parameter in module._parameters.values():
         hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
     for what, function in [*own.items(), *((f"hook {_name(hook)}", hook) for hook in hooks)]:
-        inner = getattr(function, "func", function)
-        home = getattr(inner, "__module__", None) or type(inner).__module__
-        if not isinstance(function, (nn.Module, Tensor, type)) and not f"{home}.".startswith(_LIBRARIES):
+        if not isinstance(function, (nn.Module, Tensor, type)) and not is_of_library(function):
             code[what] = function
     return code
+
+
+def is_of_library(function: Any) -> bool:
+    """Whether `function`, or what it is a partial of, is no code of the caller's."""
+    inner = getattr(function, "func", function)
+    home = getattr(inner, "__module__", None) or type(inner).__module__
+    return f"{home}.".startswith(_LIBRARIES)
 
 
 def _name(hook: Any) -> str:

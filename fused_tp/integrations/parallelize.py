@@ -354,7 +354,7 @@ def _cut(
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
     if uncut is not None:
-        step = StepCheck(parallelism, meshes, uncut)
+        step = StepCheck(sequence, meshes, uncut)
         loss = LossCheck(step)
         model.register_forward_pre_hook(loss.before, with_kwargs=True, prepend=True)
         model.register_forward_pre_hook(step, with_kwargs=True, prepend=True)

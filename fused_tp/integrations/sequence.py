@@ -136,6 +136,11 @@ class SequenceSharding:
         model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
         model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
 
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Of the last forward pass, where packed documents begin, and the end; () for one document."""
+        return () if self._state.cp is None else self._state.cp.documents
+
     def add_layer(self, name: str, module: Any) -> None:
         """Tell `module`, that of `name` in the model, of each forward pass, if it is a layer that needs to know."""
         if hasattr(module, "sequence_parallel") and hasattr(module, "mesh") and not self.is_whole(name):

@@ -47,7 +47,7 @@ from fused_tp.integrations.graph import REENTRANT, nodes_of
 from fused_tp.integrations.model_check import code_of, is_first_rank, remember_code
 from fused_tp.integrations.module_outputs import OutputComparison, RankPart, first_difference, recorded
 from fused_tp.integrations.outputs import tensors_in
-from fused_tp.integrations.sequence import Parallelism
+from fused_tp.integrations.sequence import Parallelism, SequenceSharding
 from fused_tp.integrations.uncut import UncutModel
 from fused_tp.integrations.undisturbed import Mode, undisturbed
 from fused_tp.nn.checkpoint import gather_tensors
@@ -75,7 +75,7 @@ class StepCheck:
     """A forward pre-hook that compares training steps of a parallel model with those of the whole one.
 
     Args:
-        parallelism: of the model.
+        sequence: what cuts a forward pass.
         meshes: of one dim each, whose ranks share the model.
         uncut: the model, before it is cut.
 
@@ -83,8 +83,8 @@ class StepCheck:
         ValueError: on all ranks: the models differ. It names what differs most, and what to do.
     """
 
-    def __init__(self, parallelism: Parallelism, meshes: Sequence[DeviceMesh], uncut: UncutModel) -> None:
-        self.parallelism, self.meshes, self.uncut = parallelism, tuple(meshes), uncut
+    def __init__(self, sequence: SequenceSharding, meshes: Sequence[DeviceMesh], uncut: UncutModel) -> None:
+        self.sequence, self.parallelism, self.meshes, self.uncut = sequence, sequence.parallelism, tuple(meshes), uncut
         self.calls = 0
         self.compared = False  # the call that runs
         self.whole: frozenset[int] = frozenset()  # its outputs that are whole and have gradients
@@ -135,8 +135,15 @@ class StepCheck:
             return "its parameters are computed from others"
         if any(kwargs.get(name) is not None for name in _CACHES):
             return "it is given a cache"
+        tokens = next((t for t in tensors_in((args, kwargs)) if t.ndim > 1), None)
+        if tokens is not None and self.sequence.is_too_short(tokens.shape[1]):
+            return "it is given fewer tokens than there are ranks"
         if why := self.uncut.obstacle(model):
             return why
+        try:
+            as_dtensors(model)
+        except ValueError:
+            return "what shards its parameters has taken them away"
         ranks = 1
         for mesh in self.meshes:
             ranks *= mesh.size()
@@ -213,6 +220,8 @@ class _Steps:
         ranks = of_all_ranks(meshes, "errors of a training step", [output_error, worst])
         if max(one for one, _ in ranks) <= bound and max(one for _, one in ranks) <= most:
             return ""
+        if any(of_all_ranks(meshes, "packed documents", self._joins_documents())):
+            return "attention of the whole model does not keep the packed documents apart that it is given"
         # It takes no time where all is right. Ranks need not agree on what they measure: one that finds less raises.
         rounding, of_gradients = self._rounding(expected, weights, wanted if with_gradients else None)
         bound = max(bound, OF_ROUNDING * rounding)
@@ -317,7 +326,7 @@ class _Steps:
     def _output_error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
         """The largest of a token's output. Parts of outputs, next to a loss, are compared with theirs."""
         count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
-        part = RankPart(self.tp, self.cp, self._tokens())
+        part = RankPart(self.tp, self.cp, self._tokens(), self.check.sequence.documents)
         worst = 0.0
         for one, other in zip(found[:count], expected, strict=False):
             if one.shape == other.shape:
@@ -330,6 +339,27 @@ class _Steps:
 
     def _tokens(self) -> int:
         return next((t.shape[1] for t in tensors_in((self.args, self.kwargs)) if t.ndim > 1), 1)
+
+    def _joins_documents(self) -> bool:
+        """Whether in the whole model a token of one packed document changes what comes of another."""
+        documents = self.check.sequence.documents
+        ids = next((t for t in tensors_in((self.args, self.kwargs)) if t.ndim == 2 and not t.is_floating_point()), None)
+        if len(documents) < 3 or ids is None:
+            return False
+        first, seq = documents[1], ids.shape[1]
+
+        def behind_first(ids_now: Tensor) -> list[Tensor]:
+            def given(value: Any) -> Any:
+                return ids_now if value is ids else value
+
+            with self._as_whole(), torch.no_grad():
+                output = self.model(*tree_map(given, self.args), **tree_map(given, self.kwargs))
+            return [t[:, first:] for t in tensors_in(output) if t.ndim > 1 and t.shape[1] == seq]
+
+        other = ids.clone()
+        other[:, :first] = ids[:, -1:]
+        pairs = zip(behind_first(ids), behind_first(other), strict=True)
+        return any(not torch.allclose(*pair, rtol=1e-4, atol=1e-5) for pair in pairs)
 
     def _rounding(
         self, expected: list[Tensor], weights: Mapping[int, Tensor], wanted: dict[str, Any] | None
@@ -345,7 +375,7 @@ class _Steps:
 
     def _first_module(self, bound: float) -> str:
         """A sentence that names the first module that returns something else, if one does. A collective call."""
-        part = RankPart(self.tp, self.cp, self._tokens())
+        part = RankPart(self.tp, self.cp, self._tokens(), self.check.sequence.documents)
         with self._as_whole(), torch.no_grad(), recorded(self.model) as recording:
             self.model(*self.args, **self.kwargs)
         comparison = OutputComparison(recording, part)

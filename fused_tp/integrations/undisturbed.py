@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -15,10 +16,10 @@ from torch import nn
 
 from fused_tp.integrations.batch_check import suspended
 from fused_tp.integrations.forward_shard import version_of
-from fused_tp.integrations.model_check import code_of
+from fused_tp.integrations.model_check import code_of, is_of_library
 from fused_tp.integrations.uncut import TABLES
 
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # of these very types: others may do more than hold
 _CODE = (FunctionType, MethodType, ModuleType, type, partial)
 
 
@@ -114,7 +115,7 @@ def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
     def add(value: Any, depth: int) -> None:
         if id(value) in found or depth > 3:
             return
-        if isinstance(value, _CONTAINERS):
+        if type(value) in _CONTAINERS:
             found[id(value)] = value
         elif isinstance(value, partial):
             for one in (value.func, *value.args, *value.keywords.values()):
@@ -123,13 +124,13 @@ def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
             add(value.__func__, depth + 1)
             if not isinstance(value.__self__, nn.Module):
                 add(vars(value.__self__) if hasattr(value.__self__, "__dict__") else None, depth + 1)
-        elif isinstance(value, FunctionType):
+        elif isinstance(value, FunctionType) and not is_of_library(value):
             for cell in value.__closure__ or ():
                 found[id(cell)] = cell
                 add(_contents(cell), depth + 1)
             for name in value.__code__.co_names:
                 known = value.__globals__.get(name)
-                if isinstance(known, _CONTAINERS):
+                if type(known) in _CONTAINERS:
                     add(known, depth + 1)
                 elif isinstance(known, (int, float)):
                     found[id(value), name] = value.__globals__, name, known

@@ -346,7 +346,7 @@ def test_what_a_block_sends(group: dist.ProcessGroup, family: str) -> None:
         model = copy_of(whole)
         if hooked:
             model.get_submodule("layers.0.mlp").register_forward_hook(lambda block, args, output: None)
-        parallelize(model, mesh_of(group, 1, 2), plan=plan, sequence_parallel=True)
+        parallelize(model, mesh_of(group, 1, 2), plan=plan, sequence_parallel=True, verify=False)
         x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
         inputs = [x.clone().requires_grad_() for _ in range(2)]
         with Ops() as forward:
