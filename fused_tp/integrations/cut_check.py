@@ -116,14 +116,14 @@ def compared(
         reason = next(filter(None, of_all_ranks(meshes, "outputs of the whole model", reason)), "")
         if whole is None or reason:
             stack.close()
-            _leave_out(verify, reason)
+            _leave_out(verify, reason, meshes)
             yield outcome
             return
         yield outcome
         error, name, kind, refusal = whole.compare(outcome, tp, cp)
     ranks = of_all_ranks(meshes, "outputs of the cut model", [error, name, kind, refusal, whole.bound])
     if refusals := [one[3] for one in ranks if one[3]]:
-        _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}")
+        _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}", meshes)
         return
     error, name, kind, *_ = max(ranks)
     bound = max(one[4] for one in ranks)  # processors of ranks may round differently; they come to one answer
@@ -150,10 +150,10 @@ def advice(tp: DeviceMesh | None, cp: DeviceMesh | None) -> str:
     return " ".join([over_cp] * (cp is not None) + [over_tp] * (tp is not None))
 
 
-def _leave_out(verify: object, reason: str) -> None:
+def _leave_out(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -> None:
     if verify != "auto":
         raise ValueError(f"verify={verify if verify is True else 'a batch'}: {reason}.")
-    if reason not in _logged:
+    if reason not in _logged and all(mesh.get_local_rank() == 0 for mesh in meshes):
         _logged.add(reason)
         _LOG.warning(
             "parallelize does not compare the cut model with the whole one: %s. `fused-tp check` compares a model of "
@@ -410,7 +410,8 @@ def _batches(model: nn.Module, rows: int, tokens: int, repeated: bool) -> Iterat
 
 def _on_device(arguments: Mapping[str, Any], models: Sequence[nn.Module]) -> dict[str, Any]:
     device = next(p.device for model in models for p in model.parameters())
-    moved: dict[str, Any] = tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, dict(arguments))
+    # Copies, as models write into arguments.
+    moved: dict[str, Any] = tree_map(lambda t: t.to(device, copy=True) if isinstance(t, Tensor) else t, dict(arguments))
     return moved
 
 

@@ -29,7 +29,16 @@ from fused_tp.integrations.graph import REENTRANT, nodes_of
 from fused_tp.integrations.model_check import is_first_rank
 from fused_tp.integrations.outputs import tensors_in
 from fused_tp.integrations.sequence import Parallelism
-from fused_tp.integrations.step_check import OF_ALL, StepCheck, as_cut, norm_of, own_parts
+from fused_tp.integrations.step_check import (
+    OF_ALL,
+    StepCheck,
+    as_cut,
+    copies_of,
+    norm_of,
+    outputs_in,
+    own_parts,
+    run_on_copies,
+)
 from fused_tp.integrations.undisturbed import Mode, random_states_now
 
 _LOG = logging.getLogger("fused_tp")
@@ -80,7 +89,7 @@ class _Call:
 
     def __init__(self, model: nn.Module, step: StepCheck, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.parallelism, self.meshes = model, step.parallelism, step.meshes
-        self.args, self.kwargs = args, kwargs
+        self.args, self.kwargs = copies_of((args, kwargs))  # into which the model may write
         self.random_states = random_states_now()
         self._whole = step.whole
         self.ended = False
@@ -89,7 +98,7 @@ class _Call:
 
     def watch(self, output: object) -> None:
         """`output` is what the call has returned."""
-        outputs = {i: t for i, t in enumerate(tensors_in(output)) if t.requires_grad}
+        outputs = {i: t for i, t in enumerate(outputs_in(output)) if t.requires_grad}
         self.ended = not 0 < len(outputs) <= _MOST_OUTPUTS
         for i, t in {}.items() if self.ended else outputs.items():
             t.register_hook(partial(self._note, i))
@@ -110,7 +119,7 @@ class _Call:
         if any(p.grad is None for p in named.values()) and all(p.grad is None for p in named.values()):
             return  # torch.autograd.grad has asked, or an optimizer has stepped
         with as_cut(self.model, Mode.AS_IT_IS, self.random_states):
-            outputs = tensors_in(self.model(*self.args, **self.kwargs))
+            outputs = run_on_copies(self.model, self.args, self.kwargs)
             if any(node.name() == REENTRANT for i in self._found for node in nodes_of(outputs[i])):
                 return  # which cannot be asked for gradients here
             gradients = _of_parameters(outputs, self._found, list(named.values()))

@@ -45,7 +45,7 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 class ModuleCheck:
-    """A forward pre-hook that looks, at its first calls and now and then, for what was changed after the model was cut.
+    """Forward pre-hooks that look, at the first calls and now and then, for what was changed after the model was cut.
 
     What a rank's part is computed with or replaced by fails nowhere, so it is refused. Another module without
     parameters, forward, method or hook of the caller's is named in a log line: it was not compared with the whole
@@ -64,7 +64,7 @@ class ModuleCheck:
     def __init__(self, parallelism: Any, model: nn.Module, *, from_meta: bool) -> None:
         self.parallelism = parallelism
         self.from_meta = from_meta
-        self.calls = 0
+        self.calls, self._is_due = 0, False
         self._code: dict[str, dict[str, object]] = {}  # of each module, when it was compared with the whole model
         self.memory = _memory_of(model)
 
@@ -75,11 +75,13 @@ class ModuleCheck:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "memory": {}, "_code": {}}  # of other parameters and modules than a copy's
 
-    def __call__(self, model: nn.Module, args: Any) -> None:
+    def refuse(self, model: nn.Module, args: Any) -> None:
+        """The first of the hooks, before what makes the model whole."""
         if is_suspended():
             return
         self.calls += 1
-        if not is_due(self.calls):
+        self._is_due = is_due(self.calls)
+        if not self._is_due:
             return
         for name, module in model.named_modules():
             own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
@@ -100,6 +102,16 @@ class ModuleCheck:
                         "to be quantized out of the plan, and quantize before; load other values by "
                         "load_full_state_dict."
                     )
+        self._check_memory(model)
+        if self.from_meta and self.parallelism.tp_mesh is not None:
+            self.from_meta = False
+            _check_values(model)
+
+    def name_changes(self, model: nn.Module, args: Any) -> None:
+        """The last of them, when what has been compared is remembered."""
+        if is_suspended() or not self._is_due:
+            return
+        for name, module in model.named_modules():
             code = code_of(module)
             before, self._code[name] = self._code.get(name, {}), code
             changed = [part for part, what in code.items() if self._code and before.get(part) != what]
@@ -111,10 +123,6 @@ class ModuleCheck:
                     type(module).__name__,
                     ", ".join(changed),
                 )
-        self._check_memory(model)
-        if self.from_meta and self.parallelism.tp_mesh is not None:
-            self.from_meta = False
-            _check_values(model)
 
     def _check_memory(self, model: nn.Module) -> None:
         memory = _memory_of(model)
@@ -132,8 +140,9 @@ class ModuleCheck:
 def remember_code(model: nn.Module) -> None:
     """The callers' code in `model` has been compared with the whole model, as it is now."""
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, ModuleCheck):
-            hook.remember(model)
+        check = getattr(hook, "__self__", None)
+        if isinstance(check, ModuleCheck):
+            check.remember(model)
 
 
 def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:

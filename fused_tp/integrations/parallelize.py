@@ -360,9 +360,11 @@ def _cut(
         model.register_forward_pre_hook(step, with_kwargs=True, prepend=True)
         model.register_forward_hook(loss.after, with_kwargs=True)
     if meshes:
+        changes = ModuleCheck(parallelism, model, from_meta=from_meta)
+        model.register_forward_pre_hook(changes.refuse, prepend=True)
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
-        model.register_forward_pre_hook(ModuleCheck(parallelism, model, from_meta=from_meta))
+        model.register_forward_pre_hook(changes.name_changes)
     own_dim = [ep_mesh] if ep_mesh not in (None, tp_mesh, cp_mesh) else []
     if shared_over := [*meshes, *own_dim]:
         watch(model, shared_over)

@@ -2,9 +2,10 @@
 
 | on each rank, at a call with gradients that is due and unlike those before                                |
 |-----------------------------------------------------------------------------------------------------------|
-| parameters are gathered, and the model is made whole (`uncut`); it computes the outputs of the batch      |
-| the cut model computes them, without the sums of gradients over context parallel ranks                    |
-| the whole model, whole again, and the cut one compute gradients of the same random sums of their outputs  |
+| the cut model computes the batch, which shows what of its outputs is whole                                |
+| parameters are gathered, and the model is made whole (`uncut`); it computes the outputs, and gradients of |
+| a random sum of those that both have whole; then the rank keeps its part of the gradients                 |
+| the cut model computes the same, without the sums of gradients over context parallel ranks                |
 | the ranks exchange their errors; where one is large, what rounding explains is measured by the whole model, |
 | which runs again with errors put in; if it does not explain them, all ranks raise                         |
 | the call goes on, as if nothing had been: random states, modes, buffers, gradients are as before          |
@@ -54,6 +55,7 @@ from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import as_dtensors
 from fused_tp.ops.collectives import all_reduce
 from fused_tp.runtime.checks import is_due
+from fused_tp.runtime.errors import FusedTPError
 
 _LOG = logging.getLogger("fused_tp")
 SECONDS = 5.0  # of the whole model's forward pass
@@ -63,7 +65,8 @@ _SHARE = 0.25  # of the memory that is free, for whole parameters and their grad
 _GRADIENTS = {torch.float64: 1e-4, torch.float32: 5e-3}
 _GRADIENTS_16_BIT = 0.1
 OF_ALL = 1e-3
-_CACHES = ("past_key_values", "cache", "kv_cache", "cache_params", "state")
+CACHES = ("past_key_values", "cache", "kv_cache", "cache_params", "state")
+_OUT_OF_MEMORY = "a step of the whole model takes more memory than there is"
 _logged: set[str] = set()
 
 
@@ -113,8 +116,7 @@ class StepCheck:
         self._code = code
         reason = next((why for _, why in ranks if why), "")
         if not reason:
-            detached = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, (args, kwargs))
-            reason = _Steps(self, model, *detached).compare()
+            reason = _Steps(self, model, args, kwargs).compare()
             if not reason:
                 self.compared = True
                 remember_code(model)
@@ -133,7 +135,7 @@ class StepCheck:
             return "fully_shard manages its parameters"
         if not all(p.is_leaf for p in parameters):
             return "its parameters are computed from others"
-        if any(kwargs.get(name) is not None for name in _CACHES):
+        if any(kwargs.get(name) is not None for name in CACHES):
             return "it is given a cache"
         tokens = next((t for t in tensors_in((args, kwargs)) if t.ndim > 1), None)
         if tokens is not None and self.sequence.is_too_short(tokens.shape[1]):
@@ -192,27 +194,30 @@ class _Steps:
     def compare(self) -> str:
         """Why they were not compared, or ""."""
         meshes = self.check.meshes
-        named = dict(self.model.named_parameters(remove_duplicate=False))
-        self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, rank0_only=False, device=None))
-        try:
+        with as_cut(self.model, self.mode), torch.no_grad():
+            shapes = [t.shape for t in self._run()]
+        reasons = of_all_ranks(meshes, "whole parameters", self._gather())
+        reason = next(filter(None, reasons), "")
+        expected, weights, wanted = list[Tensor](), dict[int, Tensor](), None
+        if not reason:
             expected, reason = self._whole_outputs()
-        finally:
-            reasons = of_all_ranks(meshes, "outputs of the whole model", reason)
+            if not reason:
+                weights = _weights(shapes, expected)
+                self.with_gradients &= bool(weights)
+                wanted, reason = self._whole_gradients(expected, weights)
+            expected = [t.detach() for t in expected]
+        self.whole_parameters = {}  # before the cut model takes memory
+        reasons = of_all_ranks(meshes, "a step of the whole model", reason)
         if any(reasons):
             return next(filter(None, reasons))
-        with as_cut(self.model, self.mode):
-            found = tensors_in(self.model(*self.args, **self.kwargs))
-        output_error = self._output_error(found, expected)
-        weights = _weights(found, expected)
         self.check.whole = frozenset(weights)
-        if not weights:
-            self.with_gradients = False
-        wanted = self._whole_gradients(expected, weights)
+        with as_cut(self.model, self.mode):
+            found = self._run()
+        output_error = self._output_error(found, expected)
         own = self._cut_gradients(found, weights)
+        del found
         found_both = wanted is not None and own is not None
         with_gradients = all(of_all_ranks(meshes, "gradients of a training step", found_both))
-        expected = [t.detach() for t in expected]
-        del found
         errors = gradient_errors(own or {}, wanted or {}) if with_gradients else {}
         worst = max(errors.values(), default=0.0)
         bound = BOUNDS.get(self.dtype, BOUNDS[torch.bfloat16])
@@ -220,6 +225,7 @@ class _Steps:
         ranks = of_all_ranks(meshes, "errors of a training step", [output_error, worst])
         if max(one for one, _ in ranks) <= bound and max(one for _, one in ranks) <= most:
             return ""
+        self._gather()
         if any(of_all_ranks(meshes, "packed documents", self._joins_documents())):
             return "attention of the whole model does not keep the packed documents apart that it is given"
         # It takes no time where all is right. Ranks need not agree on what they measure: one that finds less raises.
@@ -249,6 +255,26 @@ class _Steps:
             )
         return ""
 
+    def _run(self, others: Mapping[int, Tensor] | None = None) -> list[Tensor]:
+        """Outputs for the arguments, of which `others` has some in their place, by their ids."""
+
+        def given(value: Any) -> Any:
+            return (others or {}).get(id(value), value)
+
+        args, kwargs = tree_map(given, (self.args, self.kwargs))
+        return run_on_copies(self.model, args, kwargs)
+
+    def _gather(self) -> str:
+        """Make whole parameters, or say why not. A collective call."""
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        try:
+            self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, rank0_only=False, device=None))
+        except FusedTPError:
+            raise
+        except Exception as error:
+            return f"its parameters cannot be made whole: {type(error).__name__}: {error}"
+        return ""
+
     # -- the two models ------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -265,11 +291,11 @@ class _Steps:
             self.mode = mode
             try:
                 with self._as_whole() as drew, _stopped_after(self.model, SECONDS):
-                    outputs = tensors_in(self.model(*self.args, **self.kwargs))
+                    outputs = self._run()
             except _TooLongError:
                 return [], f"the whole {kind} takes longer than {SECONDS:g} s on this batch"
             except torch.OutOfMemoryError:
-                return [], f"the whole {kind} takes more memory than there is"
+                return [], _OUT_OF_MEMORY
             except Exception as error:
                 return [], f"the whole {kind} does not run: {type(error).__name__}: {error}"
             if not drew():
@@ -280,13 +306,21 @@ class _Steps:
             return [], f"the whole {kind} returns NaN"
         return outputs, ""
 
-    def _whole_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Any] | None:
-        """By the name of a parameter, what this rank has of its gradient, and the norm of the whole of it."""
+    def _whole_gradients(
+        self, outputs: list[Tensor], weights: Mapping[int, Tensor]
+    ) -> tuple[dict[str, Any] | None, str]:
+        """By the name of a parameter, what this rank has of its gradient, and the norm of the whole of it; or why there
+        are none, where that says that nothing can be compared."""
         parameters = {name: self.whole_parameters[name] for name in self.named}
-        with self._as_whole():
-            gradients = self._gradients(outputs, weights, parameters)
+        try:
+            with self._as_whole():
+                gradients = self._gradients(outputs, weights, parameters)
+        except torch.OutOfMemoryError:
+            return None, _OUT_OF_MEMORY
+        except Exception as error:
+            return None, f"backward of the whole {type(self.model).__name__} fails: {type(error).__name__}: {error}"
         if gradients is None:
-            return None
+            return None, ""
         dtensors = as_dtensors(self.model)
         made = {}
         for name, p in self.named.items():
@@ -299,7 +333,7 @@ class _Steps:
             if isinstance(cut, DTensor):
                 part = distribute_tensor(part, cut.device_mesh, cut.placements, src_data_rank=None).to_local()
             made[name] = part.clone(), norm
-        return made
+        return made, ""
 
     def _cut_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
         """By the name of a parameter, this rank's part of its gradient."""
@@ -314,6 +348,8 @@ class _Steps:
         if not self.with_gradients:
             return None
         total = torch.stack([(outputs[i].float() * weight).sum() for i, weight in weights.items()]).sum()
+        if not total.requires_grad:
+            return dict.fromkeys(parameters)
         if any(node.name() == REENTRANT for node in nodes_of(total)):
             if DistributedDataParallel._get_active_ddp_module() is not None:  # which reduces what backward finds
                 return None
@@ -349,12 +385,9 @@ class _Steps:
         first, seq = documents[1], ids.shape[1]
 
         def behind_first(ids_now: Tensor) -> list[Tensor]:
-            def given(value: Any) -> Any:
-                return ids_now if value is ids else value
-
             with self._as_whole(), torch.no_grad():
-                output = self.model(*tree_map(given, self.args), **tree_map(given, self.kwargs))
-            return [t[:, first:] for t in tensors_in(output) if t.ndim > 1 and t.shape[1] == seq]
+                outputs = self._run({id(ids): ids_now})
+            return [t[:, first:] for t in outputs if t.ndim > 1 and t.shape[1] == seq]
 
         other = ids.clone()
         other[:, :first] = ids[:, -1:]
@@ -366,9 +399,9 @@ class _Steps:
     ) -> tuple[float, dict[str, float]]:
         """How much outputs, and gradients by name, of the whole model change if it rounds otherwise."""
         with self._as_whole(), rounding_errors(self.model, self.dtype):
-            outputs = tensors_in(self.model(*self.args, **self.kwargs))
+            outputs = self._run()
         error = self._output_error(outputs, expected)
-        gradients = None if wanted is None else self._whole_gradients(outputs, weights)
+        gradients = None if wanted is None else self._whole_gradients(outputs, weights)[0]
         if wanted is None or gradients is None:
             return error, {}
         return error, gradient_errors({name: part for name, (part, _) in gradients.items()}, wanted)
@@ -377,10 +410,10 @@ class _Steps:
         """A sentence that names the first module that returns something else, if one does. A collective call."""
         part = RankPart(self.tp, self.cp, self._tokens(), self.check.sequence.documents)
         with self._as_whole(), torch.no_grad(), recorded(self.model) as recording:
-            self.model(*self.args, **self.kwargs)
+            self._run()
         comparison = OutputComparison(recording, part)
         with as_cut(self.model, self.mode), torch.no_grad(), comparison.watching([self.model]):
-            self.model(*self.args, **self.kwargs)
+            self._run()
         first = first_difference(comparison.errors, bound)[0]
         names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")
         name = next(filter(None, names), "")
@@ -396,6 +429,26 @@ def as_cut(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -
             stack.enter_context(sync.off())
         stack.enter_context(undisturbed([model], mode, gradients=True, random_states=random_states))
         yield
+
+
+def run_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Outputs of `model`, which may write into its arguments."""
+    args, kwargs = copies_of((args, dict(kwargs)))
+    return outputs_in(model(*args, **kwargs))
+
+
+def outputs_in(output: Any) -> list[Tensor]:
+    """The tensors in what forward has returned, but for those of KV caches, of which ranks hold what they hold."""
+    if isinstance(output, Mapping):
+        output = {name: value for name, value in dict(output).items() if name not in CACHES}
+    elif isinstance(output, tuple):
+        output = [value for value in output if not type(value).__name__.endswith("Cache")]
+    return tensors_in(output)
+
+
+def copies_of(arguments: Any) -> Any:
+    """A nest of containers with copies of its tensors, which come from nothing."""
+    return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, arguments)
 
 
 @torch.no_grad()
@@ -455,14 +508,19 @@ def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> d
     return errors
 
 
-def _weights(found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Random weights of outputs that are whole on this rank and have gradients, by their place; 1 of a loss."""
+def _weights(shapes: Sequence[torch.Size], expected: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Random weights of outputs of which the cut model gives the whole, and that have gradients, by their place; 1 of a
+    loss.
+
+    Args:
+        shapes: of the cut model's outputs.
+    """
     generator = torch.Generator().manual_seed(3)
     made: dict[int, Tensor] = {}
-    for i, (one, other) in enumerate(zip(found, expected, strict=False)):
-        if one.shape == other.shape and one.requires_grad and other.requires_grad and one.is_floating_point():
-            weight = torch.randn(other.shape, generator=generator, dtype=torch.float32, device="cpu")
-            made[i] = (weight / max(other.numel(), 1) ** 0.5 if other.ndim else torch.ones_like(weight)).to(one.device)
+    for i, (shape, t) in enumerate(zip(shapes, expected, strict=False)):
+        if shape == t.shape and t.requires_grad and t.is_floating_point():
+            weight = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            made[i] = (weight / max(t.numel(), 1) ** 0.5 if t.ndim else torch.ones_like(weight)).to(t.device)
     return made
 
 

@@ -20,6 +20,7 @@ from fused_tp.integrations.model_check import code_of, is_of_library
 from fused_tp.integrations.uncut import TABLES
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # of these very types: others may do more than hold
+_COMPILED = "_compiled_call_impl"  # what `module.compile()` sets
 _CODE = (FunctionType, MethodType, ModuleType, type, partial)
 
 
@@ -58,6 +59,7 @@ def undisturbed(
             torch.random.fork_rng(_devices()),
             torch.set_grad_enabled(gradients),
             suspended(),
+            _saved_plainly(),
         ):
             torch.manual_seed(0)
             for device, state in zip((None, *_devices()), random_states, strict=False):
@@ -65,6 +67,8 @@ def undisturbed(
             states = random_states_now()
             for module in modules:
                 module.training &= mode is not Mode.EVAL
+                if _COMPILED in vars(module):
+                    vars(module)[_COMPILED] = None  # it would be compiled anew, for other parameters
                 if mode is Mode.WITHOUT_DROPOUT:
                     vars(module).update(dict.fromkeys(_chances(module), 0.0))
             drew = False
@@ -76,7 +80,7 @@ def undisturbed(
         for module, was_training, (attributes, tables) in zip(modules, modes, held, strict=True):
             if type(module).__module__.startswith("fused_tp."):
                 module.training = was_training
-                vars(module).update({name: attributes[name] for name in _chances(module)})
+                vars(module).update({n: attributes[n] for n in (*_chances(module), _COMPILED) if n in attributes})
                 continue
             for name in set(vars(module)) - set(attributes):
                 del vars(module)[name]
@@ -88,6 +92,17 @@ def undisturbed(
             for buffer, value, version in buffers:
                 if version_of(buffer) != version:
                     buffer.copy_(value)
+
+
+@contextmanager
+def _saved_plainly() -> Iterator[None]:
+    """A context in which what backward needs is kept as it is: a caller's checkpoint around it counts tensors."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        yield
+        return
+    # Detached: an output that a node keeps of itself would never be freed.
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
+        yield
 
 
 def _chances(module: nn.Module) -> list[str]:

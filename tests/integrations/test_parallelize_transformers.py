@@ -522,7 +522,7 @@ class Unpacking(torch.nn.Module):
 
 @on_ranks(4)
 def test_batches_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
-    parallel = parallelize(make("llama"), mesh_of(group, 2, 2))
+    parallel = parallelize(make("llama"), mesh_of(group, 2, 2), verify=False)
     tokens = make_tokens(2, 9)
     own = (tokens + (dist.get_rank(group) == 2)) % 67
     says = r"ranks of 'tp' and 'cp' were given different batches.*: input_ids and labels .*DistributedSampler"

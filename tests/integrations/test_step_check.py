@@ -201,6 +201,10 @@ def test_models_that_are_right(group: dist.ProcessGroup) -> None:
         pytest.importorskip("transformers")
         model = parallelize(make("qwen3_moe"), cp)
         model(input_ids=make_tokens(2, 16), labels=make_tokens(2, 16)).loss.backward()
+        model = Block()
+        model.register_forward_pre_hook(lambda module, args: args[0].add_(1))  # as models scale embeddings in place
+        parallelize(model, tp, plan=PLAN)
+        model(tokens.clone() - 1).square().mean().backward()
         # Two passes before one backward, as preference losses have them, and a second backward on top of the first.
         model = parallelize(Block(), cp, plan=PLAN)
         (model(tokens) - model(tokens.flip(0))).square().mean().backward()
