@@ -172,6 +172,11 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
         assert torch.equal(value, found[False][name]), name
 
 
+def add_in_place(module: nn.Module, args: tuple[Tensor]) -> None:
+    """As models scale embeddings that they are given."""
+    args[0].add_(1).remainder_(37)
+
+
 class Checkpointed(Block):
     reentrant = False
 
@@ -205,7 +210,7 @@ def test_models_that_are_right(group: dist.ProcessGroup) -> None:
         model = parallelize(make("qwen3_moe"), cp)
         model(input_ids=make_tokens(2, 16), labels=make_tokens(2, 16)).loss.backward()
         model = Block()
-        model.register_forward_pre_hook(lambda module, args: args[0].add_(1))  # as models scale embeddings in place
+        model.embed.register_forward_pre_hook(add_in_place)
         parallelize(model, tp, plan=PLAN)
         model(tokens.clone() - 1).square().mean().backward()
         # Two passes before one backward, as preference losses have them, and a second backward on top of the first.
