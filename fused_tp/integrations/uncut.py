@@ -6,7 +6,7 @@
 | hooks                  | those before the cut, and those that were registered since              |
 | layers in it           | those before the cut, with what was attached since to those in its place |
 | parameters             | whole ones, which the caller gives                                      |
-| buffers                | as they are, of which no rank has a part                                |
+| buffers                | as they are, and those of layers that were replaced                     |
 
 So the callers' code computes as it is now, and alone. Rejected: a copy of the model, made before the cut. Functions
 that callers have put into modules would compute with the modules of the cut one, and what they put in later would be
@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fused_tp.integrations.hf import is_transformers_model
@@ -113,7 +114,6 @@ class UncutModel:
         self._before = {name: ModuleState.of(module) for name, module in model.named_modules()}
         for state in self._before.values():
             state.tables["_parameters"] = dict.fromkeys(state.tables["_parameters"])
-            state.tables["_buffers"] = dict.fromkeys(state.tables["_buffers"])
         self._configs = {id(config): ModuleState.of(config) for config in _configs(model)}
         self._cut: dict[str, ModuleState] = {}
         self._cut_configs: dict[int, ModuleState] = {}
@@ -124,6 +124,9 @@ class UncutModel:
     def note_cut(self, model: nn.Module) -> None:
         """`model` is cut now."""
         self._cut = {name: ModuleState.of(module).without_tensors() for name, module in model.named_modules()}
+        for name, before in self._before.items():  # of layers in whose place others have none, it keeps the buffers
+            own = self._cut[name].tables["_buffers"] if name in self._cut else {}
+            before.tables["_buffers"] = {k: None if k in own else v for k, v in before.tables["_buffers"].items()}
         self._cut_configs = {id(config): ModuleState.of(config).without_tensors() for config in _configs(model)}
 
     def obstacle(self, model: nn.Module) -> str:
@@ -140,13 +143,15 @@ class UncutModel:
             parameters: whole ones, by all their names.
         """
         now = {name: ModuleState.of(module) for name, module in model.named_modules()}
+        device = next(iter(parameters.values())).device
         whole: list[ModuleState] = []
         for name, before in self._before.items():
             state = before.changed(self._cut[name], now[name])
             prefix = f"{name}." if name else ""
             own = before.tables["_parameters"]
             state.tables["_parameters"] = {key: parameters.get(f"{prefix}{key}") for key in own}
-            state.tables["_buffers"] = now[name].tables["_buffers"]
+            here = {key: _on(device, b) for key, b in before.tables["_buffers"].items()}
+            state.tables["_buffers"] = here | now[name].tables["_buffers"]
             whole.append(state)
         for one, config in zip(_configs(model), self._configs.values(), strict=False):
             if (cut := self._cut_configs.get(id(one))) is not None:
@@ -160,6 +165,10 @@ class UncutModel:
         finally:
             for state in held:
                 state.apply()
+
+
+def _on(device: torch.device, buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.to(device)
 
 
 def _configs(model: nn.Module) -> list[Any]:
