@@ -131,6 +131,8 @@ class UncutModel:
 
     def obstacle(self, model: nn.Module) -> str:
         """Why it cannot be made whole; empty: it can."""
+        if not self._cut:
+            return "it is a copy of the one that parallelize has returned"
         names = {name for name, _ in model.named_modules()}
         other = sorted(names.symmetric_difference(self._cut) or names.symmetric_difference(self._before))
         return f"the modules {other[:3]} were put into it, or taken out, after parallelize" if other else ""
@@ -157,7 +159,8 @@ class UncutModel:
             if (cut := self._cut_configs.get(id(one))) is not None:
                 whole.append(config.changed(cut, ModuleState.of(one)))
         held = [ModuleState.of(state.module) for state in whole]
-        held += [state for state in now.values() if all(state.module is not one.module for one in whole)]
+        seen = {id(state.module) for state in whole}
+        held += [state for state in now.values() if id(state.module) not in seen]
         try:
             for state in whole:
                 state.apply()
