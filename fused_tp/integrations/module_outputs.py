@@ -122,7 +122,9 @@ class RankPart:
         start, stop = shard_range(len(own), self._tp_ranks, self._tp_rank)
         self._positions = [own, own[start:stop]]  # the latter with sequence parallelism
 
-    def error(self, found: Tensor, expected: Tensor) -> float | None:
+    def error(
+        self, found: Tensor, expected: Tensor, measure: Callable[[Tensor, Tensor], float] = relative_error
+    ) -> float | None:
         """How much `found` differs from this rank's part of `expected`; None where it is of no such shape."""
         if found.ndim != expected.ndim:
             return None
@@ -131,7 +133,7 @@ class RankPart:
             part = expected
             for dim, indices in enumerate(cuts):
                 part = part if indices is None else part.index_select(dim, indices)
-            errors.append(relative_error(found, part))
+            errors.append(measure(found, part))
         # A part of the same shape that is not the one meant would differ in everything.
         return min(errors, default=None)
 

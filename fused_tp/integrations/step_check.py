@@ -363,15 +363,18 @@ class _Steps:
         """The largest of a token's output. Parts of outputs, next to a loss, are compared with theirs."""
         count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
         part = RankPart(self.tp, self.cp, self._tokens(), self.check.sequence.documents)
+        has_loss = any(not t.ndim for t in expected)
         worst = 0.0
         for one, other in zip(found[:count], expected, strict=False):
-            if one.shape == other.shape:
-                errors = token_errors(one, other)
-                if errors.numel():
-                    worst = max(worst, float(errors.median() if self.routed else errors.max()))
-            else:
-                worst = max(worst, part.error(one.detach(), other.detach()) or 0.0)
+            if one.shape != other.shape and not has_loss:
+                return inf
+            worst = max(worst, part.error(one.detach(), other.detach(), self._error_of_tokens) or 0.0)
         return worst
+
+    def _error_of_tokens(self, found: Tensor, expected: Tensor) -> float:
+        """Of the token that differs most, or of the median token where they are `routed`."""
+        errors = token_errors(found, expected)
+        return float(errors.median() if self.routed else errors.max()) if errors.numel() else 0.0
 
     def _tokens(self) -> int:
         return next((t.shape[1] for t in tensors_in((self.args, self.kwargs)) if t.ndim > 1), 1)
