@@ -190,11 +190,17 @@ class _Steps:
         # Backward of a weight may add to what stands for its gradient elsewhere.
         self.with_gradients = all(getattr(p, "main_grad", None) is None for p in self.named.values())
         self.whole_parameters: dict[str, Tensor] = {}
+        # Over context parallel ranks tokens see padding on the right of them as little as they see others there, and
+        # what becomes of padding itself is not the whole model's.
+        mask = kwargs.get("attention_mask")
+        self.counts: Tensor | None = None
+        if self.cp is not None and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().all()):
+            self.counts = mask.bool()
 
     def compare(self) -> str:
         """Why they were not compared, or ""."""
         meshes = self.check.meshes
-        with as_cut(self.model, self.mode), torch.no_grad():
+        with as_cut(self.model, self.mode):
             shapes = [t.shape for t in self._run()]
         reasons = of_all_ranks(meshes, "whole parameters", self._gather())
         reason = next(filter(None, reasons), "")
@@ -202,7 +208,7 @@ class _Steps:
         if not reason:
             expected, reason = self._whole_outputs()
             if not reason:
-                weights = _weights(shapes, expected)
+                weights = _weights(shapes, expected, self.counts)
                 self.with_gradients &= bool(weights)
                 wanted, reason = self._whole_gradients(expected, weights)
             expected = [t.detach() for t in expected]
@@ -368,6 +374,9 @@ class _Steps:
         for one, other in zip(found[:count], expected, strict=False):
             if one.shape != other.shape and not has_loss:
                 return inf
+            if one.shape != other.shape and self.counts is not None:
+                continue  # some of this rank's tokens are padding
+            one, other = _counted(one, self.counts), _counted(other, self.counts)
             worst = max(worst, part.error(one.detach(), other.detach(), self._error_of_tokens) or 0.0)
         return worst
 
@@ -511,20 +520,29 @@ def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> d
     return errors
 
 
-def _weights(shapes: Sequence[torch.Size], expected: Sequence[Tensor]) -> dict[int, Tensor]:
+def _weights(shapes: Sequence[torch.Size], expected: Sequence[Tensor], counts: Tensor | None) -> dict[int, Tensor]:
     """Random weights of outputs of which the cut model gives the whole, and that have gradients, by their place; 1 of a
     loss.
 
     Args:
         shapes: of the cut model's outputs.
+        counts: which tokens count [batch, seq]; None: all.
     """
     generator = torch.Generator().manual_seed(3)
     made: dict[int, Tensor] = {}
     for i, (shape, t) in enumerate(zip(shapes, expected, strict=False)):
         if shape == t.shape and t.requires_grad and t.is_floating_point():
             weight = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            weight = _counted(weight, counts)
             made[i] = (weight / max(t.numel(), 1) ** 0.5 if t.ndim else torch.ones_like(weight)).to(t.device)
     return made
+
+
+def _counted(t: Tensor, counts: Tensor | None) -> Tensor:
+    """`t` [batch, seq, ...], with zeros for tokens that do not count."""
+    if counts is None or t.shape[:2] != counts.shape:
+        return t
+    return t.masked_fill(~counts.to(t.device).view(*counts.shape, *[1] * (t.ndim - 2)), 0)
 
 
 def _stand_ins(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -16,11 +17,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
+from fused_tp.integrations import cut_check, loss_check, step_check
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import SIZES, make, make_tokens, mesh_of
 from tests.workers import on_ranks
 
 WRONG = "does not compute what the whole one does"
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """What this package logs, also what it says once only, and where logging is turned off (by a sweep of types)."""
+    for module in (cut_check, loss_check, step_check):
+        module._logged.clear()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    disabled = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    logging.getLogger("fused_tp").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("fused_tp").removeHandler(handler)
+        logging.disable(disabled)
 
 
 # -- plain models ------------------------------------------------------------------------------------------------------
@@ -193,11 +213,7 @@ def test_what_acts_in_training_and_what_changes_later(group: dist.ProcessGroup) 
     # With dropout there is no such comparison: of a rank's tokens others are dropped.
     model = Block(between=nn.Dropout(0.5))
     parallelize(model, tp, plan=PLAN, verify=True)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fused_tp").addHandler(handler)
-    try:
+    with log_lines() as lines:
         tokens = make_tokens(2, 12) % 37
         model(tokens)
         assert not lines
@@ -206,8 +222,6 @@ def test_what_acts_in_training_and_what_changes_later(group: dist.ProcessGroup) 
         model.between = nn.Identity()
         with torch.no_grad():  # else the whole model computes it, too: see test_step_check
             model(tokens)
-    finally:
-        logging.getLogger("fused_tp").removeHandler(handler)
     changed = " ".join(lines)
     if dist.get_rank(group) == 0:
         assert "'embed'" in changed and "attribute 'attend'" in changed and "'between' (Identity)" in changed, lines
@@ -259,17 +273,11 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
 @on_ranks(2)
 def test_the_comparison_may_be_left_out(group: dist.ProcessGroup) -> None:
     tp, plan = mesh_of(group, 1, 2)["tp"], {"up": "colwise", "down": "rowwise"}
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fused_tp").addHandler(handler)
-    try:
+    with log_lines() as lines:
         for _ in range(2):
             with torch.device("meta"):
                 model = Counting()
             parallelize(model, tp, plan=plan)
-    finally:
-        logging.getLogger("fused_tp").removeHandler(handler)
     (*_, line) = found = [line for line in lines if "compare" in line] or [""]
     assert len(found) == 1 and ("has no values yet (meta device)" in line) == (dist.get_rank(group) == 0), lines
     with torch.device("meta"):

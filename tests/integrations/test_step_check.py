@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,29 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations import cut_check, loss_check, step_check
 from fused_tp.integrations.parallelize import parallelize
 from fused_tp.nn import gather_state_dict
 from tests.integrations.models import make, make_tokens, mesh_of
-from tests.integrations.test_cut_check import PLAN, Block, llama
+from tests.integrations.test_cut_check import PLAN, Block, llama, log_lines
 from tests.workers import on_ranks
 
 WRONG = "does not compute what the whole one does: on the batch of this step"
 GRADIENT = "the gradient of .* is not that of the whole model"
-
-
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    for module in (cut_check, loss_check, step_check):
-        module._logged.clear()  # what other tests have had said
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("fused_tp").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("fused_tp").removeHandler(handler)
 
 
 def mean_of_tokens(output: Tensor) -> Tensor:
@@ -102,6 +85,10 @@ def test_plain_models(group: dist.ProcessGroup) -> None:
         parallelize(model, cp, plan=PLAN)
         with pytest.raises(ValueError, match=message):
             model(tokens).square().mean().backward()
+    # Padding on the right: what becomes of it counts nowhere.
+    model = parallelize(llama(), cp)
+    ids, mask = make_tokens(2, 12), torch.arange(12) < torch.tensor([[12], [7]])
+    model(input_ids=ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100)).loss.backward()
     # What is put in after the cut; also where nothing was compared at it.
     for mesh, change, message in (
         (cp, backward_hook, GRADIENT),
