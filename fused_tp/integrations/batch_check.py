@@ -1,4 +1,4 @@
-"""Whether the ranks that share a model are given the same batch, asked at its first calls and now and then.
+"""Check that the ranks of one model are given the same batch, at its first calls and periodically after.
 
 Tensor and context parallel ranks compute one forward pass together. Ranks that are given different tokens (by a data
 loader that deals samples out to them, most often) train on a mixture of samples that nobody meant, and nothing fails.
@@ -40,7 +40,7 @@ def is_suspended() -> bool:
 
 
 def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any]:
-    """What each rank of the product of `meshes` has given, in one order on all of them. A collective call.
+    """Gather `mine` of each rank of the product of `meshes`, in one order on all of them. A collective call.
 
     It asks over one mesh after the other, and the second time for what the first has found: all come to one answer.
     """
@@ -51,7 +51,7 @@ def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any
 
 
 def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What ranks compare of an argument, by name: tensors in lists and dicts have names of their own."""
+    """Comparable descriptions of an argument, by name. Tensors in lists and dicts have names of their own."""
     if isinstance(value, Tensor):
         numbers = value.layout == torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
         if numbers and not (value.is_floating_point() or value.is_complex()):

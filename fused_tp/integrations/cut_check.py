@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,12 +34,12 @@ from torch.utils._pytree import tree_map
 
 from fused_tp.integrations.batch_check import of_all_ranks
 from fused_tp.integrations.hf import is_transformers_model
+from fused_tp.integrations.model_check import warn_once
 from fused_tp.integrations.module_outputs import OutputComparison, RankPart, Recording, first_difference, recorded
 from fused_tp.integrations.outputs import tensors_in
 from fused_tp.integrations.undisturbed import Mode, undisturbed
 from fused_tp.runtime.errors import FusedTPError
 
-_LOG = logging.getLogger("fused_tp")
 SECONDS = 2.0  # of the whole model; the cut one takes about as long
 _LARGE = 32_000_000  # parameters from which the batch is one row of fewer tokens, so that it costs little of the cut
 _NOISE = 0.1
@@ -48,10 +47,9 @@ _IDS: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
 _NUMBERS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 # Of the error of a token's output, relative to its norm. Parts of models in fp64 compute in fp32.
 BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
-OF_ROUNDING = 4.0  # times what rounding does to this very model, where the bound by dtype is smaller
-TELLS = 0.7  # a bound above which a wrong output, off by about its own size, would pass
+ROUNDING_FACTOR = 4.0  # times what rounding does to this very model, where the bound by dtype is smaller
+LARGEST_BOUND = 0.7  # a bound above which a wrong output, off by about its own size, would pass
 _OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # what torch makes of fp32
-_logged: set[str] = set()
 
 
 class _TooLongError(Exception):
@@ -153,13 +151,13 @@ def advice(tp: DeviceMesh | None, cp: DeviceMesh | None) -> str:
 def _leave_out(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -> None:
     if verify != "auto":
         raise ValueError(f"verify={verify if verify is True else 'a batch'}: {reason}.")
-    if reason not in _logged and all(mesh.get_local_rank() == 0 for mesh in meshes):
-        _logged.add(reason)
-        _LOG.warning(
-            "parallelize does not compare the cut model with the whole one: %s. `fused-tp check` compares a model of "
-            "this kind on CPUs.",
-            reason,
-        )
+    warn_once(
+        meshes,
+        reason,
+        "parallelize does not compare the cut model with the whole one: %s. `fused-tp check` compares a model of this "
+        "kind on CPUs.",
+        reason,
+    )
 
 
 def _obstacle(model: nn.Module) -> str:
@@ -222,7 +220,7 @@ class _Whole:
         return worst, name or "", kinds[name] if name else "", ""
 
     def error(self, found: Sequence[Tensor]) -> float:
-        """Of the token whose output differs most, or of the median token where they are `routed`."""
+        """Error of the token whose output differs most; of the median token if tokens are `routed`."""
         if not found:
             return 0.0  # another rank has them
         expected = self.recording.outputs[""][0]
@@ -252,7 +250,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def token_errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Of each token the norm of the difference, relative to that of its output [..., features]."""
+    """Norm of the difference per token, relative to the norm of the expected output [..., features]."""
     if found.shape != expected.shape:
         return torch.tensor([float("inf")], dtype=torch.float64, device="cpu")
     wide = torch.complex128 if expected.is_complex() else torch.float64
@@ -305,15 +303,15 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
             return None, f"the whole {kind} returns NaN"
         bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
         whole = _Whole(recording, arguments, rows, 0 if given else tokens, bound, mode, repeated, routed)
-        whole.bound = max(bound, OF_ROUNDING * whole.error_of_rounding()) if repeated else bound
-        if whole.bound > TELLS:
-            return None, f"rounding alone changes outputs of the whole {kind} by {whole.bound / OF_ROUNDING:.2g}"
+        whole.bound = max(bound, ROUNDING_FACTOR * whole.error_of_rounding()) if repeated else bound
+        if whole.bound > LARGEST_BOUND:
+            return None, f"rounding alone changes outputs of the whole {kind} by {whole.bound / ROUNDING_FACTOR:.2g}"
         return whole, ""
     return None, reason
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Of the dtypes in which `model` computes that which rounds most."""
+    """Dtype with the largest rounding error among those in which `model` computes."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} or {torch.float32}
     dtype = max(kinds, key=lambda dtype: torch.finfo(dtype).eps)
     return _OF_MATMULS[torch.get_float32_matmul_precision()] if dtype == torch.float32 else dtype

@@ -136,7 +136,7 @@ class GradientSync:
 
     @property
     def partly(self) -> bool:
-        """Whether some parameters were used by some ranks only: then every forward needs `note_use`."""
+        """True if only some ranks have used some parameters: then every forward needs `note_use`."""
         return bool(self._partly_used)
 
     @contextmanager
@@ -299,7 +299,7 @@ def _nothing() -> None:
 
 
 def is_dealt(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Whether each rank of `mesh` has other experts in it, whose gradients are not those of other ranks."""
+    """True if `parameter` holds other experts on each rank of `mesh`."""
     if not isinstance(parameter, DTensor):
         return False
     placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)

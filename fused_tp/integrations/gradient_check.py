@@ -1,5 +1,5 @@
-"""Whether the tensor parallel ranks find the same gradients of what each of them holds whole, asked at the first
-backward passes and now and then.
+"""Check that tensor parallel ranks have equal gradients of replicated parameters, at the first backward passes and
+periodically after.
 
 Such a gradient is the same on all ranks, or backward sums it. A parameter that meets only a rank's own features, in a
 way that no plan told of, leaves every rank with one term of it; unequal dropout, with a mixture of several. Nothing

@@ -35,7 +35,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 class HeadOutputs:
-    """What the output layer gave in the forward pass that runs, as autograd's graph has it.
+    """Outputs of the output layer in the running forward pass, as nodes of the autograd graph.
 
     Layers before it may hold a part of the tokens, and it a part of the vocabulary: what a model computes of these by
     itself would be another number on every rank.

@@ -346,12 +346,12 @@ class TransformersSequence(SequenceSharding):
             self._check_padding(arguments)
             check_documents(arguments, seq_len, makes_cache=makes_cache)
             if self.family.length_of_mask and arguments.get("attention_mask") is None:
-                _, tokens = self._tokens(arguments)
+                _, tokens = self.find_tokens(arguments)
                 arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
             return Rows()
         mask = arguments.get("attention_mask")
         # First: padding on the left comes with positions that look like those of documents.
-        _, tokens = self._tokens(arguments)
+        _, tokens = self.find_tokens(arguments)
         ignored = arguments.get("ignore_index", -100)
         padded = mask is not None and check_no_padding_matters(mask, tuple(tokens.shape[:2]), targets, ignored)
         documents = self._take_documents(arguments, seq_len, makes_cache=makes_cache)

@@ -138,7 +138,7 @@ class ModuleCheck:
 
 
 def remember_code(model: nn.Module) -> None:
-    """The callers' code in `model` has been compared with the whole model, as it is now."""
+    """Record that the code of the callers in `model`, as it is now, has been compared with the whole model."""
     for hook in model._forward_pre_hooks.values():
         check = getattr(hook, "__self__", None)
         if isinstance(check, ModuleCheck):
@@ -183,7 +183,7 @@ _LIBRARIES = (
 
 
 def code_of(module: nn.Module) -> dict[str, object]:
-    """The callers' code that runs in `module`, by name; libraries register hooks of their own when they like."""
+    """Code of the callers that runs in `module`, by name. Libraries may register their hooks at any time."""
     code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
     own = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
@@ -197,7 +197,7 @@ def code_of(module: nn.Module) -> dict[str, object]:
 
 
 def is_of_library(function: Any) -> bool:
-    """Whether `function`, or what it is a partial of, is no code of the caller's."""
+    """True if `function`, or the function that it is a partial of, belongs to a library that models are made with."""
     inner = getattr(function, "func", function)
     home = getattr(inner, "__module__", None) or type(inner).__module__
     return f"{home}.".startswith(_LIBRARIES)
@@ -210,6 +210,16 @@ def _name(hook: Any) -> str:
 def is_first_rank(parallelism: Any) -> bool:
     """True on the first of the ranks that share the model."""
     return all(mesh is None or mesh.get_local_rank() == 0 for mesh in (parallelism.tp_mesh, parallelism.cp_mesh))
+
+
+_warned: set[str] = set()
+
+
+def warn_once(meshes: Sequence[DeviceMesh], key: str, message: str, *values: object) -> None:
+    """Log a warning on the first of the ranks of `meshes`, once for each `key`."""
+    if key not in _warned and all(mesh.get_local_rank() == 0 for mesh in meshes):
+        _warned.add(key)
+        _LOG.warning(message, *values)
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:

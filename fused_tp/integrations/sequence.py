@@ -138,7 +138,7 @@ class SequenceSharding:
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Of the last forward pass, where packed documents begin, and the end; () for one document."""
+        """Bounds of the packed documents of the last forward pass, `CpContext.documents`."""
         return () if self._state.cp is None else self._state.cp.documents
 
     def add_layer(self, name: str, module: Any) -> None:
@@ -238,9 +238,9 @@ class SequenceSharding:
     def before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        arguments = self._by_name(args, kwargs)
+        arguments = self.by_name(args, kwargs)
         self._head_outputs.begin()
-        source, tokens = self._tokens(arguments)
+        source, tokens = self.find_tokens(arguments)
         cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
         too_short = self.is_too_short(tokens.shape[1])
         own = self.sync is not None and _come_from_parameters(tokens, source, model)
@@ -269,8 +269,8 @@ class SequenceSharding:
         enter_forward(self, shard, cache)
         return (), {**arguments, **self.extra_arguments(shard)}
 
-    def _tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
-        """The tokens, or their embeddings, and which argument holds them."""
+    def find_tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
+        """Name of the argument that holds the tokens, or their embeddings, and that tensor."""
         source = next((name for name in self.tokens if arguments.get(name) is not None), None)
         if source is None:
             raise ValueError(f"forward needs {' or '.join(self.tokens)}: the tokens of the whole batch.")
@@ -280,7 +280,7 @@ class SequenceSharding:
             raise ValueError(f"{source} has {given}; it must be a tensor [batch, seq, ...].")
         return source, tokens
 
-    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Positional arguments by their names, so that they can be found."""
         names = self._positional
         if len(args) > len(names):
@@ -526,7 +526,7 @@ class SequenceSharding:
             # Every CP rank has computed the same, and backward will sum their gradients.
             assert self.parallelism.cp_mesh is not None
             share = 1 / self.parallelism.cp_mesh.size()
-            caches = self.cache_types(self._by_name(args, kwargs))
+            caches = self.cache_types(self.by_name(args, kwargs))
             return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, caches=caches)
         if shard is None or shard.targets is not None or hasattr(model, PASSES_ON):
             return output

@@ -1,4 +1,4 @@
-"""The whole model again, for a while: what `parallelize` has changed of its modules is taken back, and put back after.
+"""Restore a parallel model to the whole one that it was before `parallelize`, for the duration of a context.
 
 | of a module            | while the model is whole                                                |
 |------------------------|-------------------------------------------------------------------------|
@@ -32,7 +32,7 @@ _BY_NAME = {"_parameters", "_buffers"}  # whose entries are found anew
 
 @dataclass(frozen=True)
 class _Id:
-    """In the place of a module or a tensor, which nothing is to keep."""
+    """Identity of a module or tensor, without a reference that would keep its memory."""
 
     number: int
 
@@ -47,7 +47,7 @@ def _is(value: object, noted: object) -> bool:
 
 @dataclass
 class ModuleState:
-    """What `module`, or another object with attributes, is.
+    """State of a module, or of another object with attributes.
 
     Attributes:
         tables: entries of its dicts of parameters, hooks, ..., by the attribute's name.
@@ -65,9 +65,9 @@ class ModuleState:
         return ModuleState(module, type(module), {k: v for k, v in held.items() if k not in tables}, tables)
 
     def apply(self) -> None:
-        """Make the module what it was."""
+        """Restore `module` to this state, in its own dicts of hooks, to which handles refer."""
         module, held = self.module, vars(self.module)
-        own = {name: held[name] for name in self.tables}  # these dicts, to which handles of hooks refer
+        own = {name: held[name] for name in self.tables}
         held.clear()
         for name, entries in self.tables.items():
             own[name].clear()
@@ -78,12 +78,12 @@ class ModuleState:
             module.__class__ = self.kind
 
     def without_tensors(self) -> ModuleState:
-        """The same, which keeps neither weights nor other modules, to compare with."""
+        """Copy for comparisons, without references to weights and modules."""
         tables = {name: {k: _noted(v) for k, v in held.items()} for name, held in self.tables.items()}
         return ModuleState(None, self.kind, {k: _noted(v) for k, v in self.attributes.items()}, tables)
 
     def changed(self, cut: ModuleState, now: ModuleState) -> ModuleState:
-        """This one, of before the cut, with what has changed from `cut` to `now`."""
+        """This state of before the cut, with the changes from `cut` to `now`."""
         kind = self.kind if now.kind is cut.kind else now.kind
         attributes = _merged(self.attributes, cut.attributes, now.attributes)
         tables = {
@@ -100,7 +100,7 @@ def _merged(before: Mapping[Any, Any], cut: Mapping[Any, Any], now: Mapping[Any,
 
 
 class UncutModel:
-    """What `model`, which is whole still, is before it is cut. It keeps none of its parameters.
+    """State of a model before it is cut, without its parameters.
 
     Example:
         >>> uncut = UncutModel(model)
@@ -122,7 +122,7 @@ class UncutModel:
         return UncutModel, (nn.Module(),)  # a copy of the model is other modules
 
     def note_cut(self, model: nn.Module) -> None:
-        """`model` is cut now."""
+        """Record the state of `model` after the cut."""
         self._cut = {name: ModuleState.of(module).without_tensors() for name, module in model.named_modules()}
         for name, before in self._before.items():  # of layers in whose place others have none, it keeps the buffers
             own = self._cut[name].tables["_buffers"] if name in self._cut else {}
@@ -130,7 +130,7 @@ class UncutModel:
         self._cut_configs = {id(config): ModuleState.of(config).without_tensors() for config in _configs(model)}
 
     def obstacle(self, model: nn.Module) -> str:
-        """Why it cannot be made whole; empty: it can."""
+        """Return the reason why `model` cannot be made whole, or ""."""
         if not self._cut:
             return "it is a copy of the one that parallelize has returned"
         names = {name for name, _ in model.named_modules()}
@@ -142,7 +142,7 @@ class UncutModel:
         """A context in which `model` is whole.
 
         Args:
-            parameters: whole ones, by all their names.
+            parameters: whole tensors, under each of their names.
         """
         now = {name: ModuleState.of(module) for name, module in model.named_modules()}
         device = next(iter(parameters.values())).device

@@ -1,14 +1,22 @@
-"""Forward passes that leave a model, its callers' code and random states as they were, but for what hooks print."""
+"""Forward passes that leave a model, random states and the variables of callers' code as they were.
+
+Restored are attributes and hooks of modules, buffers, and of callers' code (forwards, hooks, helpers) the containers,
+the closures, the globals that it assigns and the objects of its classes. Output to files and terminals cannot be.
+"""
 
 from __future__ import annotations
 
 import copy
+import dis
+import sys
+import sysconfig
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from itertools import islice
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -17,16 +25,18 @@ from torch import nn
 from fused_tp.integrations.batch_check import suspended
 from fused_tp.integrations.forward_shard import version_of
 from fused_tp.integrations.model_check import code_of, is_of_library
-from fused_tp.integrations.uncut import TABLES
+from fused_tp.integrations.uncut import TABLES, ModuleState
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # of these very types: others may do more than hold
 _COMPILED = "_compiled_call_impl"  # what `module.compile()` sets
-_CODE = (FunctionType, MethodType, ModuleType, type, partial)
+_NOT_FOLLOWED = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
+_DEPTH, _MOST_PARTS = 5, 1000  # of containers in containers, and of the entries of one that may be containers
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Mode(Enum):
-    """How a model runs to be compared, from the one that tells most to the one that always can: ranks with a part of
-    the tokens draw other random numbers than one process with all."""
+    """Modes of a model in a comparison, in the order in which they are tried. A rank with a part of the tokens draws
+    other random numbers than one process with all, so a mode that draws some is not comparable."""
 
     AS_IT_IS = auto()
     WITHOUT_DROPOUT = auto()
@@ -42,16 +52,12 @@ def undisturbed(
     Yields a function that tells, also afterwards, whether random numbers were drawn.
 
     Args:
-        models: a cut one's layers of ours keep their attributes, about which they agree with other ranks'.
-        gradients: with them.
+        models: layers of this package in them keep attributes on which ranks have agreed.
+        gradients: enabled.
         random_states: to begin with, of `random_states_now`; else always the same ones.
     """
     modules = [module for model in models for module in model.modules()]
-    modes = [module.training for module in modules]
-    held = [
-        (attributes, {name: dict(attributes[name]) for name in TABLES if name in attributes})
-        for attributes in (dict(vars(module)) for module in modules)
-    ]
+    held = [ModuleState.of(module) for module in modules]
     buffers = [(b, b.detach().clone(), version_of(b)) for model in models for b in model.buffers() if not b.is_meta]
     try:
         with (
@@ -77,17 +83,13 @@ def undisturbed(
             finally:
                 drew = not all(map(torch.equal, states, random_states_now()))
     finally:
-        for module, was_training, (attributes, tables) in zip(modules, modes, held, strict=True):
+        for before in held:
+            module, attributes = before.module, before.attributes
             if type(module).__module__.startswith("fused_tp."):
-                module.training = was_training
-                vars(module).update({n: attributes[n] for n in (*_chances(module), _COMPILED) if n in attributes})
-                continue
-            for name in set(vars(module)) - set(attributes):
-                del vars(module)[name]
-            vars(module).update(attributes)
-            for name, table in tables.items():
-                attributes[name].clear()
-                attributes[name].update(table)
+                names = ("training", _COMPILED, *_chances(module))
+                vars(module).update({name: attributes[name] for name in names if name in attributes})
+            else:
+                before.apply()
         with torch.no_grad():
             for buffer, value, version in buffers:
                 if version_of(buffer) != version:
@@ -124,41 +126,71 @@ def random_states_now() -> list[torch.Tensor]:
 
 
 def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
-    """Containers, variables of closures and dicts of globals and objects, to which code of the callers may write."""
+    """Containers, cells of closures and assigned globals that code of the callers in `modules` reaches."""
     found: dict[object, Any] = {}
+    seen: set[int] = set()
 
     def add(value: Any, depth: int) -> None:
-        if id(value) in found or depth > 3:
+        if depth > _DEPTH or isinstance(value, _NOT_FOLLOWED) or id(value) in seen:
             return
+        seen.add(id(value))
+        parts: Iterable[Any] = ()
         if type(value) in _CONTAINERS:
             found[id(value)] = value
+            parts = islice(value.values() if isinstance(value, dict) else value, _MOST_PARTS)
         elif isinstance(value, partial):
-            for one in (value.func, *value.args, *value.keywords.values()):
-                add(one, depth + 1)
+            parts = (value.func, *value.args, *value.keywords.values())
         elif isinstance(value, MethodType):
-            add(value.__func__, depth + 1)
-            if not isinstance(value.__self__, nn.Module):
-                add(vars(value.__self__) if hasattr(value.__self__, "__dict__") else None, depth + 1)
-        elif isinstance(value, FunctionType) and not is_of_library(value):
-            for cell in value.__closure__ or ():
-                found[id(cell)] = cell
-                add(_contents(cell), depth + 1)
-            for name in value.__code__.co_names:
-                known = value.__globals__.get(name)
-                if type(known) in _CONTAINERS:
-                    add(known, depth + 1)
-                elif isinstance(known, (int, float)):
-                    found[id(value), name] = value.__globals__, name, known
-        elif not isinstance(value, (nn.Module, *_CODE)) and callable(value) and hasattr(value, "__dict__"):
-            add(vars(value), depth + 1)
+            parts = (value.__func__, value.__self__)
+        elif isinstance(value, FunctionType):
+            parts = () if is_of_library(value) else _reached_by(value, found)
+        elif _is_of_callers_class(value):
+            parts = (vars(value),)
+        for part in parts:
+            add(part, depth + 1)
 
     for module in modules:
         for value in code_of(module).values():
             add(value, 0)
+        for kind in type(module).__mro__:
+            for value in () if is_of_library(kind) else vars(kind).values():
+                if isinstance(value, FunctionType):
+                    add(value, 0)
         for name, value in vars(module).items():
             if name not in TABLES:
-                add(value, 3)
+                add(value, 0)
     return [*found.values()]
+
+
+def _reached_by(function: FunctionType, found: dict[object, Any]) -> Iterator[Any]:
+    """Values of the closure of `function` and of the globals that it names. Its cells, and the globals that it assigns
+    to, go into `found`."""
+    for cell in function.__closure__ or ():
+        found[id(cell)] = cell
+        yield _contents(cell)
+    for code in _codes(function.__code__):
+        for name in code.co_names:
+            yield function.__globals__.get(name)
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "STORE_GLOBAL" and instruction.argval in function.__globals__:
+                name = instruction.argval
+                found[id(function.__globals__), name] = function.__globals__, name, function.__globals__[name]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """`code`, and that of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _is_of_callers_class(value: object) -> bool:
+    """True for an object of a class that is defined outside of installed packages, whose threads may use theirs."""
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    main = type(value).__module__ == "__main__"
+    own = main or (file is not None and not file.startswith(_INSTALLED))
+    return own and not is_of_library(type(value)) and hasattr(value, "__dict__")
 
 
 def _contents(cell: CellType) -> Any:
@@ -170,7 +202,7 @@ def _contents(cell: CellType) -> Any:
 
 @contextmanager
 def _kept(state: Sequence[Any]) -> Iterator[None]:
-    """A context at whose end these hold what they held."""
+    """Put back the contents of `state`, see `_callers_state`, at the end."""
     held = [_contents(one) if isinstance(one, CellType) else copy.copy(one) for one in state]
     try:
         yield
@@ -180,10 +212,19 @@ def _kept(state: Sequence[Any]) -> Iterator[None]:
                 if _contents(one) is not value:
                     one.cell_contents = value
             elif isinstance(one, tuple):
-                names, name, number = one
-                names[name] = number
+                names, name, before = one
+                names[name] = before
+            elif _entries(one) == _entries(value):
+                pass  # not written to, where another thread of the caller's may write now
             elif isinstance(one, list):
                 one[:] = value
             else:
                 one.clear()
                 one.update(value)
+
+
+def _entries(container: Any) -> list[Any]:
+    """Identities of the entries of a list, set or dict."""
+    if isinstance(container, dict):
+        return [(id(key), id(value)) for key, value in container.items()]
+    return [id(value) for value in container]

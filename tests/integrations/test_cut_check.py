@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
-from fused_tp.integrations import cut_check, loss_check, step_check
+from fused_tp.integrations import model_check
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import SIZES, make, make_tokens, mesh_of
 from tests.workers import on_ranks
@@ -28,8 +28,7 @@ WRONG = "does not compute what the whole one does"
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
     """What this package logs, also what it says once only, and where logging is turned off (by a sweep of types)."""
-    for module in (cut_check, loss_check, step_check):
-        module._logged.clear()
+    model_check._warned.clear()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fused_tp.integrations.parallelize import parallelize
+from fused_tp.integrations.step_check import StepCheck
 from fused_tp.nn import gather_state_dict
 from tests.integrations.models import make, make_tokens, mesh_of
 from tests.integrations.test_cut_check import PLAN, Block, llama, log_lines
@@ -23,12 +24,18 @@ WRONG = "does not compute what the whole one does: on the batch of this step"
 GRADIENT = "the gradient of .* is not that of the whole model"
 
 
+def compared(model: nn.Module) -> bool:
+    """True if the last call of `model` was compared."""
+    (check,) = (hook for hook in model._forward_pre_hooks.values() if isinstance(hook, StepCheck))
+    return check.compared
+
+
 def mean_of_tokens(output: Tensor) -> Tensor:
     return output - output.mean(1, keepdim=True)
 
 
 class OtherGradient(torch.autograd.Function):
-    """The identity, whose gradient mixes tokens and features."""
+    """Identity with a gradient that mixes tokens and features."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -85,10 +92,6 @@ def test_plain_models(group: dist.ProcessGroup) -> None:
         parallelize(model, cp, plan=PLAN)
         with pytest.raises(ValueError, match=message):
             model(tokens).square().mean().backward()
-    # Padding on the right: what becomes of it counts nowhere.
-    model = parallelize(llama(), cp)
-    ids, mask = make_tokens(2, 12), torch.arange(12) < torch.tensor([[12], [7]])
-    model(input_ids=ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100)).loss.backward()
     # What is put in after the cut; also where nothing was compared at it.
     for mesh, change, message in (
         (cp, backward_hook, GRADIENT),
@@ -117,12 +120,34 @@ def test_the_first_module_is_named(group: dist.ProcessGroup) -> None:
         model(input_ids=tokens, labels=tokens)
 
 
+class Recorder:
+    def __init__(self) -> None:
+        self.by_name: dict[str, list[Tensor]] = {"outputs": []}
+        self.count = 0
+
+    def record(self, output: Tensor) -> None:
+        self.by_name["outputs"].append(output)
+        self.count += 1
+
+
+RECORDER = Recorder()
+COUNT = 0
+
+
+def count_globally(output: Tensor) -> None:
+    global COUNT
+    COUNT += 1
+    RECORDER.record(output)
+
+
 class Keeping(Block):
     """Keeps what it computes, counts, draws, and has a loss on the way, as callers' models do."""
 
     def __init__(self) -> None:
         super().__init__(between=nn.Dropout(0.25))
         self.kept: list[Tensor] = []
+        self.nested: dict[str, Any] = {"a": {"b": []}}
+        self.recorder = Recorder()
         self.calls = 0
         self.register_buffer("seen", torch.zeros(()))
 
@@ -131,7 +156,13 @@ class Keeping(Block):
         self.seen += 1
         output = super().forward(tokens, positions)
         self.kept.append(output)
+        self.keep_elsewhere(output)
         return output
+
+    def keep_elsewhere(self, output: Tensor) -> None:
+        self.nested["a"]["b"].append(output)
+        self.recorder.record(output)
+        count_globally(output)
 
 
 @on_ranks(2)
@@ -141,19 +172,25 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
     found = {}
     for verify in ("auto", False):
         model = Keeping()
-        model.calls = 0
         parallelize(model, tp, plan=PLAN, verify=verify)
+        assert model.calls == COUNT == RECORDER.count == len(model.nested["a"]["b"]) == model.recorder.count == 0
         model.head.register_forward_hook(lambda module, args, output: outside.append(output))
         steps: list[int] = []
         model.up.weight.register_post_accumulate_grad_hook(lambda parameter, steps=steps: steps.append(1))
         optimizer = torch.optim.AdamW(model.parameters())
         torch.manual_seed(5)
-        for _ in range(2):
-            model(tokens).square().mean().backward()
+        for step in range(2):
+            loss = model(tokens).square().mean()
+            assert verify is False or compared(model) == (step == 0)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         assert len(model.kept) == len(outside) == len(steps) == model.calls == int(model.seen) == 2
+        assert len(model.nested["a"]["b"]) == model.recorder.count == len(model.recorder.by_name["outputs"]) == 2
+        assert COUNT == RECORDER.count == len(RECORDER.by_name["outputs"]) == 2
         outside.clear()
+        globals()["COUNT"] = RECORDER.count = 0
+        RECORDER.by_name["outputs"].clear()
         found[verify] = {**gather_state_dict(model), "drawn": torch.rand(3)}
     for name, value in found["auto"].items():
         assert torch.equal(value, found[False][name]), name
@@ -185,14 +222,22 @@ def test_models_that_are_right(group: dist.ProcessGroup) -> None:
             model.reentrant = reentrant
             parallelize(model, mesh, plan=PLAN)
             model(tokens).square().mean().backward()
+            assert compared(model)
         for dtype in (torch.float64, torch.bfloat16):
             for mesh in (tp, cp):
                 model = parallelize(Block().to(dtype), mesh, plan=PLAN)
                 model(tokens).float().square().mean().backward()
+                assert compared(model)
+        model = parallelize(Block(), tp, plan=PLAN)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(tokens).square().mean()
+        loss.backward()  # outside, as torch advises
+        assert compared(model)
         for parameters in ("dtensor", "plain"):
             model = parallelize(llama(), tp, loss_parallel=True, sequence_parallel=True, parameters=parameters)
             output = model(input_ids=make_tokens(2, 16), labels=make_tokens(2, 16))
             output.loss.backward()
+            assert compared(model)
         pytest.importorskip("transformers")
         model = parallelize(make("qwen3_moe"), cp)
         model(input_ids=make_tokens(2, 16), labels=make_tokens(2, 16)).loss.backward()
@@ -200,6 +245,12 @@ def test_models_that_are_right(group: dist.ProcessGroup) -> None:
         model.embed.register_forward_pre_hook(add_in_place)
         parallelize(model, tp, plan=PLAN)
         model(tokens.clone() - 1).square().mean().backward()
+        assert compared(model)
+        # A mask by position, of padding on the right.
+        model = parallelize(llama(), cp)
+        ids, mask = make_tokens(2, 12), torch.arange(12) < torch.tensor([[12], [7]])
+        model(ids, mask.long(), labels=ids.masked_fill(~mask, -100)).loss.backward()
+        assert compared(model)
         # Two passes before one backward, as preference losses have them, and a second backward on top of the first.
         model = parallelize(Block(), cp, plan=PLAN)
         (model(tokens) - model(tokens.flip(0))).square().mean().backward()
@@ -245,7 +296,7 @@ def test_what_cannot_be_compared_is_said_once(group: dist.ProcessGroup) -> None:
             model.extra = nn.ReLU()
             model(tokens)
     first = dist.get_rank(group) == 0
-    assert [line for line in lines if "['extra'] were put into it" in line] == lines[: int(first)], lines
+    assert sum("['extra'] were put into it" in line for line in lines) == first, lines
     model = parallelize(Block(), tp, plan=PLAN).requires_grad_(requires_grad=False)
     with log_lines() as lines:
         model(tokens)
