@@ -18,6 +18,7 @@ TINY = [
 ]
 
 
+@pytest.mark.full
 def test_ways_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = ["--set", "profile={first: 1, steps: 9}"]  # no run that is compared has one
     assert main(["compare", *TINY, *profile, "--steps", "4", "--tp", "2", "--out", str(tmp_path)]) == 0

@@ -110,6 +110,7 @@ def zero(group: dist.ProcessGroup, cases: list[tuple[str, int, str, dict[str, An
         assert stage == 0 or found[0][1] is not None
 
 
+@pytest.mark.full
 def test_losses_and_norms_of_one_process() -> None:
     cases = [("dp2_tp2", 1, "llama", {"sequence_parallel": True}), ("cp2_tp2", 3, "llama", {"loss_parallel": True})]
     run_fresh(4, zero, cases)

@@ -444,6 +444,7 @@ def test_noise_on_tokens(group: dist.ProcessGroup) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.full
 @on_ranks(3)
 def test_experts_over_three_ranks(group: dist.ProcessGroup) -> None:
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 48}

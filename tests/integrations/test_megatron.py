@@ -255,6 +255,7 @@ def test_more_gradients_are_those_of_one_process(group: dist.ProcessGroup, chang
             check(train(weights, sequence_parallel=True, **changes, **how), wanted, how)
 
 
+@pytest.mark.full
 @on_ranks(4)
 def test_context_parallel_attention(group: dist.ProcessGroup) -> None:
     """Windows and sinks, of which Megatron without Transformer Engine has the reference on one rank only."""

@@ -146,6 +146,7 @@ def test_gpt2_alone(group: dist.ProcessGroup) -> None:
     assert_same_gradients(parallel, whole)
 
 
+@pytest.mark.full
 @on_ranks(3)
 def test_three_ranks(group: dist.ProcessGroup) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 6}

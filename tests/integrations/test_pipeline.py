@@ -191,6 +191,7 @@ def test_families(group: dist.ProcessGroup, family: str) -> None:
     )
 
 
+@pytest.mark.full
 @on_ranks(4, env={"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_CHECK_BATCH": "0"})
 def test_split_backward_communicates_as_often_as_the_joint_one(group: dist.ProcessGroup) -> None:
     mesh, counts = mesh_of(pp=2, tp=2), {}

@@ -136,6 +136,7 @@ def test_state(group: dist.ProcessGroup) -> None:
             assert gather_state_dict(one)["lm_head.weight"].shape == whole.lm_head.weight.shape
 
 
+@pytest.mark.full
 @on_ranks(4)
 def test_checkpoints_at_another_size(group: dist.ProcessGroup, tmp_path: Path) -> None:
     tokens = make_tokens(2, 16)

@@ -148,7 +148,7 @@ def test_tune_checks_with_threads_where_there_is_one_gpu(
     assert "--ranks is 4 and --dtypes is fp16" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("wrong", [pytest.param(False, marks=pytest.mark.full), True])
 def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cases of the device kernels, which run in their CPU build here; one that is off is found."""
     import torch
@@ -172,6 +172,7 @@ def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> No
         use_library(None)
 
 
+@pytest.mark.full
 def test_kernels_are_found_on_another_machine(tmp_path: Path) -> None:
     """Compiled here and packed; there, with another home and in another process, nothing compiles."""
     script = """
