@@ -6,9 +6,10 @@
 | | the whole model runs, and outputs of all its modules are recorded: in the mode that it is in, or in eval mode |
 | | where it draws random numbers (dropout, noise), which a rank with a part of the tokens draws otherwise |
 | | the ranks agree whether all have these; if not, nothing is compared, and a log line says why |
-| after the cut | the cut model runs on the same tokens, in the same mode |
+| after the cut | the cut model runs on the same tokens, in the same mode; the ranks exchange the error of its output |
+| | in 16 bit, where that is above the bound of the dtype: it runs with rounding errors added, which may explain it |
 | | the parameters get their number back |
-| | the ranks exchange their errors: if one is above the bound of the dtype, all raise, and name the first module |
+| | if the error is above what rounding explains, all ranks raise, and name the first module |
 
 Modes, random states, buffers and the whole model's attributes are as before. A forward pass of few tokens shows neither
 gradients nor caches, nor windows longer than itself.
@@ -19,8 +20,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -118,16 +119,27 @@ def compared(
             yield outcome
             return
         yield outcome
-        error, name, kind, refusal = whole.compare(outcome, tp, cp)
-    ranks = of_all_ranks(meshes, "outputs of the cut model", [error, name, kind, refusal, whole.bound])
-    if refusals := [one[3] for one in ranks if one[3]]:
-        _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}", meshes)
-        return
-    error, name, kind, *_ = max(ranks)
-    bound = max(one[4] for one in ranks)  # processors of ranks may round differently; they come to one answer
-    outcome.right = error <= bound
+        run = _CutRun(whole, outcome, tp, cp)
+        refusal = run.run()
+        ranks = of_all_ranks(meshes, "outputs of the cut model", [run.error, refusal])
+        if refusals := [one[1] for one in ranks if one[1]]:
+            _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}", meshes)
+            return
+        # Of all ranks, which come to one answer even if their processors round differently.
+        error, bound = max(one[0] for one in ranks), BOUNDS.get(whole.dtype, BOUNDS[torch.bfloat16])
+        if bound < error < float("inf") and whole.dtype.itemsize < 4:
+            rounding = max(of_all_ranks(meshes, "rounding errors of the cut model", run.error_of_rounding()))
+            bound = max(bound, ROUNDING_FACTOR * rounding)
+        if bound > LARGEST_BOUND:
+            kind = type(model).__name__
+            _leave_out(verify, f"rounding alone changes outputs of the {kind} by {bound / ROUNDING_FACTOR:.2g}", meshes)
+            return
+        outcome.right = error <= bound
+        first = None if outcome.right else run.first_difference(bound)
+        names = [] if outcome.right else of_all_ranks(meshes, "the first module that differs", [run.error, first])
     if not outcome.right:
-        at = f"The first module whose output differs is {name!r} ({kind}). " if name else ""
+        first = max(names, key=lambda one: one[0])[1]
+        at = "The first module whose output differs is {!r} ({}). ".format(*first) if first else ""
         raise ValueError(
             f"the cut {type(model).__name__} does not compute what the whole one does: on {whole.shown} its output is "
             f"off by {error:.2g} of its size, of which rounding explains {bound:g}. {at}{advice(tp, cp)} "
@@ -179,9 +191,8 @@ class _Whole:
         recording: of all modules; "" is the model.
         arguments: keywords of its forward.
         rows, tokens: of a pseudo-random batch, and of each of its rows; 0 of a given one.
-        bound: of errors that rounding explains.
+        dtype: in which it computes.
         mode: in which both models run.
-        repeated: the second half of the rows repeats the first, with rounding errors (16 bit).
         routed: tokens choose experts in so few bits that some choose others in the cut model.
     """
 
@@ -189,63 +200,77 @@ class _Whole:
     arguments: dict[str, Any]
     rows: int
     tokens: int
-    bound: float
+    dtype: torch.dtype
     mode: Mode
-    repeated: bool
     routed: bool
 
     @property
     def shown(self) -> str:
         return f"{self.rows} rows of {self.tokens} pseudo-random tokens" if self.tokens else "the given batch"
 
-    def compare(self, outcome: Compared, tp: DeviceMesh | None, cp: DeviceMesh | None) -> tuple[float, str, str, str]:
-        """(error, first module that differs, its class, why the cut model refuses the tokens or "")."""
-        tokens = self.tokens or next((t.shape[1] for t in tensors_in(self.arguments) if t.ndim > 1), 1)
-        comparison = OutputComparison(self.recording, RankPart(tp, cp, tokens))
+    def error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+        """Error of the token whose output differs most; of the median token if tokens are `routed`."""
+        count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
+        errors = [token_errors(*pair) for pair in zip(found[:count], expected, strict=False)]
+        return max((float(one.median() if self.routed else one.max()) for one in errors if one.numel()), default=0.0)
+
+
+class _CutRun:
+    """The cut model on the whole one's batch; all its methods are collective calls but `first_difference`.
+
+    Attributes:
+        error: of its output; 0.0 on ranks that do not have it.
+    """
+
+    def __init__(self, whole: _Whole, outcome: Compared, tp: DeviceMesh | None, cp: DeviceMesh | None) -> None:
+        tokens = whole.tokens or next((t.shape[1] for t in tensors_in(whole.arguments) if t.ndim > 1), 1)
+        self._whole, self._outcome, self._advice = whole, outcome, advice(tp, cp)
+        self._comparison = OutputComparison(whole.recording, RankPart(tp, cp, tokens))
+        self._found: list[Tensor] = []
+        self.error = 0.0
+
+    def run(self) -> str:
+        """Run it. Returns why it refuses the batch; empty: it does not."""
+        modules = self._outcome.modules
         try:
-            with undisturbed(outcome.modules, self.mode), comparison.watching(outcome.modules):
-                found = tensors_in(outcome.run(_on_device(self.arguments, outcome.modules)))
+            with self._comparison.watching(modules):
+                self._found = self._outputs()
         except FusedTPError:
             raise
         except Exception as error:
             if _is_refusal(error):
-                return 0.0, "", "", str(error)
+                return str(error)
             raise ValueError(
-                f"the cut {type(outcome.modules[0]).__name__} does not run on {self.shown}, which the whole one takes: "
-                f"{type(error).__name__}: {error}. {advice(tp, cp)} verify=False leaves this comparison out."
+                f"the cut {type(modules[0]).__name__} does not run on {self._whole.shown}, which the whole one takes: "
+                f"{type(error).__name__}: {error}. {self._advice} verify=False leaves this comparison out."
             ) from error
-        worst = self.error(found)
-        name = None if worst <= self.bound else first_difference(comparison.errors, self.bound)[0]
-        kinds = {at: type(module).__name__ for one in outcome.modules for at, module in one.named_modules()}
-        return worst, name or "", kinds[name] if name else "", ""
-
-    def error(self, found: Sequence[Tensor]) -> float:
-        """Error of the token whose output differs most; of the median token if tokens are `routed`."""
-        if not found:
-            return 0.0  # another rank has them
-        expected = self.recording.outputs[""][0]
-        count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
-        pairs: Iterable[Sequence[Tensor]] = zip(found[:count], expected, strict=False)
-        if self.repeated:
-            pairs = [[t[: self.rows // 2] if t.ndim and len(t) == self.rows else t for t in pair] for pair in pairs]
-        return self._worst(pairs)
+        self.error = self._whole.error(self._found, self._whole.recording.outputs[""][0]) if self._found else 0.0
+        return ""
 
     def error_of_rounding(self) -> float:
-        """The same of the second half of the rows."""
-        halves = [t.chunk(2) for t in self.recording.outputs[""][0] if t.ndim > 1 and len(t) == self.rows]
-        return self._worst(halves)
+        """The same error between two runs, of which one has rounding errors added."""
+        with ExitStack() as stack:
+            for module in self._outcome.modules:
+                stack.enter_context(rounding_errors(module, self._whole.dtype))
+            return self._whole.error(self._outputs(), self._found)
 
-    def _worst(self, pairs: Iterable[Sequence[Tensor]]) -> float:
-        errors = [token_errors(*pair) for pair in pairs]
-        return max((float(one.median() if self.routed else one.max()) for one in errors if one.numel()), default=0.0)
+    def first_difference(self, bound: float) -> tuple[str, str] | None:
+        """(Name, class) of the first module whose output differs by more than `bound`, if one's does."""
+        name = first_difference(self._comparison.differences()[0], bound)[0]
+        kinds = {at: type(module).__name__ for one in self._outcome.modules for at, module in one.named_modules()}
+        return (name, kinds[name]) if name else None
+
+    def _outputs(self) -> list[Tensor]:
+        with undisturbed(self._outcome.modules, self._whole.mode):
+            return tensors_in(self._outcome.run(_on_device(self._whole.arguments, self._outcome.modules)))
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True if a line of this package has raised it, as a sentence of its own."""
+    """True if a line of these modules has raised it, as a sentence for the caller: those of ops speak of tensors."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    ours = trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parents[1]))
+    ours = trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parent))
     return ours and isinstance(error, (ValueError, TypeError))
 
 
@@ -268,9 +293,8 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
     kind, given = type(model).__name__, isinstance(verify, Mapping)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
     dtype = dtype_of(model)
-    repeated = dtype.itemsize < 4 and not given
     large = sum(p.numel() for p in parameters) > _LARGE
-    rows *= 2 if repeated or not large else 1
+    rows *= 1 if large else 2
     tokens = max(4 if large else 8, 2 * ranks)
     routed = dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
     reason = f"no pseudo-random batch for {kind}.forward is known; give one as verify={{name: tensor}}"
@@ -280,15 +304,10 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
         if not given and time.monotonic() - begun > SECONDS:
             raise _TooLongError
 
-    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_batches(model, rows, tokens, repeated))
+    candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_batches(model, rows, tokens))
     for mode, arguments in itertools.product(Mode if model.training else (Mode.EVAL,), candidates):
-        disturbed = rounding_errors(model, dtype, (rows, rows * tokens)) if repeated else nullcontext()
         try:
-            with (
-                undisturbed([model], mode) as drew,
-                disturbed,
-                recorded(model, stop_in_time) as recording,
-            ):
+            with undisturbed([model], mode) as drew, recorded(model, stop_in_time) as recording:
                 found = tensors_in(model(**_on_device(arguments, [model])))
         except _TooLongError:
             return None, f"the whole {kind} takes longer than {SECONDS:g} s on this processor"
@@ -301,12 +320,7 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
             return None, f"{kind}.forward returns no tensors"
         if any(bool(t.isnan().any()) for t in found):
             return None, f"the whole {kind} returns NaN"
-        bound = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
-        whole = _Whole(recording, arguments, rows, 0 if given else tokens, bound, mode, repeated, routed)
-        whole.bound = max(bound, ROUNDING_FACTOR * whole.error_of_rounding()) if repeated else bound
-        if whole.bound > LARGEST_BOUND:
-            return None, f"rounding alone changes outputs of the whole {kind} by {whole.bound / ROUNDING_FACTOR:.2g}"
-        return whole, ""
+        return _Whole(recording, arguments, rows, 0 if given else tokens, dtype, mode, routed), ""
     return None, reason
 
 
@@ -318,30 +332,22 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 @contextmanager
-def rounding_errors(model: nn.Module, dtype: torch.dtype, sizes: tuple[int, ...] | None = None) -> Iterator[None]:
-    """A context in which innermost modules return what another rounding may give, and hand it on in backward.
-
-    Args:
-        sizes: for the second half of the rows only; of dim 0 of outputs that have rows there.
-    """
-    generator = torch.Generator().manual_seed(2)
+def rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A context in which innermost modules return what another rounding may give, and hand it on in backward."""
 
     def other(t: Tensor) -> Tensor:
+        # The same for tensors of one shape: ranks that hold the same values must go on doing so.
+        generator = torch.Generator().manual_seed(2)
         off = 1 + torch.finfo(dtype).eps * (torch.rand(t.shape, generator=generator, **_NUMBERS) - 0.5)
         return (t * off.to(t.device)).to(t.dtype)
 
     def disturb(module: nn.Module, args: object, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point() or not output.ndim:
             return None
-        if sizes is None:
-            output = other(output)
-            if output.requires_grad:
-                output.register_hook(other)
-            return output
-        if output.dtype != dtype or len(output) not in sizes:
-            return None
-        first, second = output.chunk(2)
-        return torch.cat([first, other(second)])
+        output = other(output)
+        if output.requires_grad:
+            output.register_hook(other)
+        return output
 
     innermost = [module for module in model.modules() if not any(True for _ in module.children())]
     handles = [module.register_forward_hook(disturb) for module in innermost]
@@ -352,20 +358,17 @@ def rounding_errors(model: nn.Module, dtype: torch.dtype, sizes: tuple[int, ...]
             handle.remove()
 
 
-def _batches(model: nn.Module, rows: int, tokens: int, repeated: bool) -> Iterator[dict[str, Any]]:
+def _batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Keyword arguments that `model` may take, the likely ones first."""
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
 
-    def in_halves(t: Tensor) -> Tensor:
-        return torch.cat([t[: rows // 2]] * 2) if repeated else t
-
     def ids(count: int, without: Collection[Any] = ()) -> Tensor:
         usual = torch.tensor([i for i in range(min(count, 4096)) if i not in without] or [0], **_IDS)
-        return in_halves(usual[torch.randint(len(usual), (rows, tokens), generator=generator, **_IDS)])
+        return usual[torch.randint(len(usual), (rows, tokens), generator=generator, **_IDS)]
 
     def numbers(*shape: int) -> Tensor:
-        return in_halves(torch.randn(shape, generator=generator, **_NUMBERS).to(next(model.parameters()).dtype))
+        return torch.randn(shape, generator=generator, **_NUMBERS).to(next(model.parameters()).dtype)
 
     if is_transformers_model(model):
         config: Any = model.config

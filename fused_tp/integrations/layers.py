@@ -186,6 +186,12 @@ def _rotary_width(config: Any, layer: nn.Module) -> int:
 def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     """Replace every planned linear layer and embedding of `model` by its parallel counterpart."""
     plan, mesh, sequence = sharding.plan, sharding.mesh, sharding.sequence
+    places: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(
+        list
+    )  # of modules, by id: a model may share one
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            places[id(child)].append((parent, key))
     for name, style in plan.modules.items():
         # check_style has seen that it is what its style needs. Nothing must keep it: whole weights of all layers next
         # to the parts would be half as much memory again.
@@ -201,7 +207,8 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
         layer = shard_layer(name, module, style, sharding, memo)
         if layer is not module:
-            _swap(model, module, layer)
+            places[id(layer)] = places.pop(id(module))
+            _swap(module, layer, places[id(layer)])
     attentions = {name for name in map(attention_of, plan.modules) if name is not None and not sequence.is_whole(name)}
     for name in sorted(attentions):
         model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
@@ -319,13 +326,11 @@ def holds_sharded_heads(attention: nn.Module) -> bool:
     return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.modules())
 
 
-def _swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put `new` wherever `old` is, which keeps no values: so the full weight is freed before the next layer is cut, and
-    what still computes with `old` fails."""
-    for parent in model.modules():
-        for key, child in parent._modules.items():
-            if child is old:
-                parent._modules[key] = new
+def _swap(old: nn.Module, new: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
+    """Put `new` at `places` of `old`, which keeps no values: so the full weight is freed before the next layer is cut,
+    and what still computes with `old` fails."""
+    for parent, key in places:
+        parent._modules[key] = new
     for key, parameter in old._parameters.items():
         if parameter is not None:
             old._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)

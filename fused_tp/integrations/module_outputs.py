@@ -62,7 +62,7 @@ def recorded(model: nn.Module, before_each: Callable[[], object] = lambda: None)
     Args:
         before_each: is called when a module returns; an exception ends the forward pass.
     """
-    recording = Recording({name: _parameters_of(module) for name, module in model.named_modules()})
+    recording = Recording(_parameters_in(model))
 
     def record(name: str, module: nn.Module, args: object, output: Any) -> None:
         before_each()
@@ -155,57 +155,64 @@ class RankPart:
 
 
 class OutputComparison:
-    """Compares outputs of the modules of a parallel model, as they come, with the `expected` ones.
-
-    Attributes:
-        errors: by the name of a module, the largest of all its calls.
-        skipped: why a module is not compared, by its name.
-    """
+    """Outputs of the modules of a parallel model, compared with the `expected` ones when they are asked for."""
 
     def __init__(self, expected: Recording, part: RankPart) -> None:
         self._expected, self._part = expected, part
-        self._calls: dict[str, int] = {}
-        self.errors: dict[str, float] = {}
-        self.skipped: dict[str, str] = {}
+        self._found: list[tuple[str, list[Tensor]]] = []  # copies, as models write into tensors in place
 
     @contextmanager
     def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
         """A context in which the modules of these are compared; each is the recorded model, or a part of it."""
         handles = []
         for model in models:
+            parameters = _parameters_in(model)
             for name, module in model.named_modules():
                 # Else a pipeline's: in the place of others' layers, or around it, where nothing meant is returned.
-                if self._expected.parameters.get(name) == _parameters_of(module):
-                    handles.append(module.register_forward_hook(partial(self._compare, name)))
+                if self._expected.parameters.get(name) == parameters[name]:
+                    handles.append(module.register_forward_hook(partial(self._record, name)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    @torch.no_grad()
-    def _compare(self, name: str, module: nn.Module, args: object, output: Any) -> None:
+    def _record(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         if running_node() is not None:
             return  # activation checkpointing computes it again
-        call = self._calls[name] = self._calls.get(name, 0) + 1
-        calls = self._expected.outputs.get(name, [])
-        found = tensors_in(output)
-        if call > len(calls) or len(found) != len(calls[call - 1]):
-            self.skipped[name] = f"it returns other numbers of tensors, or is called more than {len(calls)} times"
-            return
-        for t, whole in zip(found, calls[call - 1], strict=True):
-            if not whole.ndim:
-                continue  # losses
-            if isinstance(t, DTensor) and any(placement.is_partial() for placement in t.placements):
-                self.skipped[name] = "it returns a term of a sum over ranks"
+        self._found.append((name, [t.detach().clone() for t in tensors_in(output)]))
+
+    @torch.no_grad()
+    def differences(self) -> tuple[dict[str, float], dict[str, str]]:
+        """(The largest error of all calls, why a module is not compared), by the name of a module."""
+        errors: dict[str, float] = {}
+        skipped: dict[str, str] = {}
+        counts: dict[str, int] = {}
+        for name, found in self._found:
+            call = counts[name] = counts.get(name, 0) + 1
+            calls = self._expected.outputs.get(name, [])
+            if call > len(calls) or len(found) != len(calls[call - 1]):
+                skipped[name] = f"it returns other numbers of tensors, or is called more than {len(calls)} times"
                 continue
-            own = t.to_local() if isinstance(t, DTensor) else t
-            error = self._part.error(own, whole)
-            if error is None:
-                self.skipped[name] = f"it returns {tuple(own.shape)}, which is no known part of {tuple(whole.shape)}"
-            else:
-                self.errors[name] = max(self.errors.get(name, 0.0), error)
+            for t, whole in zip(found, calls[call - 1], strict=True):
+                if not whole.ndim:
+                    continue  # losses
+                if isinstance(t, DTensor) and any(placement.is_partial() for placement in t.placements):
+                    skipped[name] = "it returns a term of a sum over ranks"
+                    continue
+                own = t.to_local() if isinstance(t, DTensor) else t
+                error = self._part.error(own, whole)
+                if error is None:
+                    skipped[name] = f"it returns {tuple(own.shape)}, which is no known part of {tuple(whole.shape)}"
+                else:
+                    errors[name] = max(errors.get(name, 0.0), error)
+        return errors, skipped
 
 
-def _parameters_of(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+def _parameters_in(model: nn.Module) -> dict[str, set[str]]:
+    """By the name of a module, names of its parameters, its modules' included, as it names them."""
+    names: dict[str, set[str]] = {name: set() for name, _ in model.named_modules(remove_duplicate=False)}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        for around in enclosing(name):
+            names[around].add(name.removeprefix(f"{around}."))
+    return names

@@ -472,7 +472,7 @@ class _Steps:
         comparison = OutputComparison(recording, self.part)
         with as_cut(self.model, self.mode), comparison.watching([self.model]):  # with a graph, which shows losses
             self._run()
-        first = first_difference(comparison.errors, bound)[0]
+        first = first_difference(comparison.differences()[0], bound)[0]
         names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")
         name = next(filter(None, names), "")
         kind = type(self.model.get_submodule(name)).__name__

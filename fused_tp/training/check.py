@@ -284,7 +284,8 @@ def _report(
     tolerance: float,
 ) -> Report:
     """What all ranks have found together."""
-    mine = {"losses": losses, "errors": comparison.errors, "skipped": comparison.skipped}
+    of_modules, not_compared = comparison.differences()
+    mine = {"losses": losses, "errors": of_modules, "skipped": not_compared}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, {**mine, "gradients": gradients, "counts": dict(communicated)})
     skipped: dict[str, str] = {}
