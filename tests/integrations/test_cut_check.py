@@ -286,6 +286,8 @@ def test_the_comparison_may_be_left_out(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="verify is 'yes'; it must be"):
         parallelize(Counting(), tp, plan=plan, verify="yes")
     parallelize(Block(between=BETWEEN["softmax"]), tp, plan=PLAN, verify=False)
+    with pytest.raises(ValueError, match=r"does not run on .* which the whole one takes: .*24"):
+        parallelize(Block(), tp, plan={"down": "rowwise"})  # an op refuses its input: all features, not a part
     with pytest.raises(ValueError, match=r"verify=a batch.*KeyError|verify=a batch.*got an unexpected"):
         parallelize(Counting(), tp, plan=plan, verify={"nothing": 1})
     parallelize(Counting(), tp, plan=plan, verify={"tokens": torch.zeros(1, 4, dtype=torch.long)})
