@@ -187,11 +187,11 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
     mask = AttentionMask(seq, seq, **how)
     plan = ring_plan(mask, rank.world_size, TokenLayout(layout))
     q, k, v = (
-        normal(2, seq, n, head_dim, dtype=dtype, device=torch.device("cpu"), seed=10 * seed + i)
+        normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
         for i, n in enumerate((heads, 2, 2))
     )
-    mine = torch.from_numpy(plan.queries[rank.rank].indices)
-    here = [x[:, mine].to(rank.device) for x in (q, k, v)]
+    mine = torch.from_numpy(plan.queries[rank.rank].indices).to(rank.device)
+    here = [x[:, mine] for x in (q, k, v)]
     keys = keys_layout(plan, rank.rank, *here[1:])
     if op == "ring_in_groups":
         keys = replace(keys, groups=keys.pairs)
@@ -203,8 +203,8 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
         return [*ring_forward(*here, chunks, terms, keys, workspace=workspace, programs=programs)]
 
     def reference() -> list[Tensor]:
-        found = attention64(q, k, v, mask)
-        return [found[0][:, mine].to(rank.device), found[1][:, :, mine].to(rank.device)]
+        out, lse = attention64(q, k, v, mask)
+        return [out[:, mine], lse[:, :, mine]]
 
     return Call(attend, reference, keys.nbytes(rank.world_size), seq, lse=True)
 
@@ -299,13 +299,15 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[T
     return (weights @ v64).transpose(1, 2), lse
 
 
-def error_of(call: Call, results: Sequence[Tensor]) -> str:
+def error_of(call: Call, results: Sequence[Tensor], reference: Sequence[Tensor] | None = None) -> str:
     """Say where results are further from fp64 than their dtype explains, and how far; empty: nowhere.
+
+    `reference`: that of the call, where it is known already.
 
     An element may be off by three roundings of numbers of its own and of usual size (terms, result, norm), and by what
     fp32 sums of `summed` terms are; a log-sum-exp by 1e-3.
     """
-    for number, (mine, wanted) in enumerate(zip(results, call.reference(), strict=True)):
+    for number, (mine, wanted) in enumerate(zip(results, reference or call.reference(), strict=True)):
         if mine.shape != wanted.shape:
             return f"result {number} has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}"
         if not wanted.numel():

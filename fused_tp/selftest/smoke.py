@@ -19,8 +19,10 @@ _WAIT_64, _WRITE_64, _GEQ = 4, 5, 0
 _MOST_OPERATIONS = 255
 
 
-def smoke(device: torch.device, say: Say) -> tuple[dict[str, Any], list[str]]:
-    """(what was measured, sentences about what failed), each said as it is found."""
+def smoke(
+    device: torch.device, say: Say, keep: Callable[[dict[str, Any], list[str]], object] = lambda found, failed: None
+) -> tuple[dict[str, Any], list[str]]:
+    """(what was measured, sentences about what failed), each said, and all of it kept, as it is found."""
     found: dict[str, Any] = {}
     failed: list[str] = []
     parts: dict[str, Callable[[torch.device], Any]] = {
@@ -41,6 +43,7 @@ def smoke(device: torch.device, say: Say) -> tuple[dict[str, Any], list[str]]:
             text = f"{name}: {type(error).__name__}: {str(error)[:300]}"
             failed.append(text)
             say(f"WRONG  {text}")
+        keep(found, failed)
     return found, failed
 
 
