@@ -283,9 +283,10 @@ def _decode(arch: int) -> Iterator[Variant]:
 @functools.cache
 def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
     """What all families of kernels ship, for each architecture; for SAMPLE one variant of each kernel and dtype
-    on sm_90, and one of each kernel on the others."""
+    on sm_90, one without a bias, and one of each kernel on the others."""
     if SAMPLE in archs:
-        hopper = {(one.kernel, one.name.split(" ")[0]): one for one in reversed(all_variants((90,)))}
+        kinds = ((one.kernel, one.name.split(" ")[0], "no bias" in one.name) for one in reversed(all_variants((90,))))
+        hopper = dict(zip(kinds, reversed(all_variants((90,))), strict=True))
         others = {(one.kernel, one.arch): one for one in reversed(all_variants((80, 100)))}
         rest = tuple(arch for arch in archs if arch != SAMPLE)
         return [*hopper.values(), *others.values(), *(all_variants(rest) if rest else ())]
