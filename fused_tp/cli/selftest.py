@@ -88,6 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
     in_main = threading.current_thread() is threading.main_thread()  # which alone may have handlers
     caught = (signal.SIGTERM, signal.SIGHUP) if in_main else ()
     handlers = {number: signal.signal(number, _exit) for number in caught}
+    write_report(arguments.out, report, [])  # none of an earlier run is left
     try:
         for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _say, machine.obstacle):
             outcomes.append(outcome)
@@ -193,11 +194,11 @@ def _gpus() -> Gpus:
 
     if not torch.cuda.is_available():
         return Gpus("torch finds no NVIDIA GPU on this machine")
-    name, count, (major, minor) = (
-        torch.cuda.get_device_name(),
-        torch.cuda.device_count(),
-        torch.cuda.get_device_capability(),
-    )
+    try:
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    except RuntimeError as error:
+        return Gpus(f"torch finds a GPU and cannot use it ({str(error).splitlines()[0]})")
+    count = torch.cuda.device_count()
     if major < 8:
         return Gpus(f"{name} is older than sm_80", 0, count, name)
     from fused_tp.triton_kernels.device import kernels_of

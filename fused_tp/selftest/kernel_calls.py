@@ -154,7 +154,7 @@ def gather_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int,
     world, device, keep = rank.world_size, rank.device, op == "copied"
     x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
     ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
-    biases = [normal(w.shape[0], dtype=dtype, device=device, seed=seed + 7) for w in ws]
+    biases = [normal(n + 8, dtype=dtype, device=device, seed=seed + 7), None]
     shard = x[slice(*shard_range(m, world, rank.rank))]
     # Copies between ranks of one GPU may be kernels, which need an SM that the matmul leaves free.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)

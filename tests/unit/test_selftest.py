@@ -172,6 +172,25 @@ def test_notes_of_steps(tmp_path: Path) -> None:
     assert "| wrong | wrong | 0 | exit code 1: 5 of 7 \\| right |" in step_module.table(outcomes)
 
 
+def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a GPU that torch sees and cannot use is an obstacle, not a traceback."""
+    import torch
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: unknown error\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", broken)
+    monkeypatch.setattr(torch.cuda.nccl, "version", broken)
+    (tmp_path / "selftest.json").write_text('{"steps": [1]}')
+    reads = f"print(open({str(tmp_path / 'selftest.json')!r}).read())"
+    monkeypatch.setattr(selftest, "steps", lambda *_: [step("reads", reads, gpu=False), step("on the GPU", "")])
+    assert main(["selftest", "--out", str(tmp_path)]) == 2
+    report = json.loads((tmp_path / "selftest.json").read_text())
+    assert '"steps": []' in (tmp_path / "reads.log").read_text()
+    assert report["steps"][1]["note"] == "torch finds a GPU and cannot use it (CUDA error: unknown error)"
+
+
 def test_no_step_runs_before_one_that_is_worth_more() -> None:
     for gpus in (1, 8):
         steps = selftest.steps(90, None, gpus, Path("out"))
