@@ -79,8 +79,8 @@ def kernels(group: str, first: int = 0) -> int:
     """Check the cases of `group` from number `first` on. One that raises is the last of its process.
 
     An illegal access breaks all that follows in a process, and a kernel that never ends holds its multiprocessors: the
-    cases after it go on in a process with a new context, which ends the old one's kernels. An op that has waited in
-    vain is not tried again.
+    cases after it go on in a process with a new context, which ends the old one's kernels. An op that has raised an
+    error, or waited in vain, is not tried again.
     """
     from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, Verdict, judge
 
@@ -100,10 +100,10 @@ def kernels(group: str, first: int = 0) -> int:
     for number, case in enumerate(cases[first:], first):
         kept(case.name)
         if case.op in stuck:
-            verdict = Verdict(f"not tried, as {case.op} has waited in vain before")
+            verdict = Verdict(f"not tried: {case.op} has raised an error or waited in vain before")
         else:
             verdict = judge(case, device)
-        if verdict.problem and verdict.seconds > COSTLY_SECONDS:
+        if verdict.raised or (verdict.problem and verdict.seconds > COSTLY_SECONDS):
             stuck.append(case.op)
         verdicts[case.name] = verdict.problem
         kept()
