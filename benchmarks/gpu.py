@@ -23,18 +23,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fused_tp.cli import positive
 
-from .case import Case, Unavailable, select
-from .results import Record, merge, records_of
+from .case import MEASURES, Case, Unavailable, select
+from .results import Record, merge, records_of, write_whole
 from .runner import check_case, run_case
 from .table import markdown
 
@@ -84,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=positive, default=MINUTES, metavar="X", help=f"what does not fit is left out ({MINUTES:g})"
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="only cases whose name contains a match")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a summary here too, after each case")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
 
 
@@ -112,6 +115,11 @@ def main(options: argparse.Namespace) -> int:
     context, machine = GpuContext(device), gpu_machine(device)
     path = options.out / "gpu.jsonl"
     records: list[Record] = []
+    skipped: list[str] = []
+
+    def keep_summary() -> None:
+        if options.json is not None:
+            write_whole(options.json, json.dumps(summary(records, skipped), indent=1) + "\n")
 
     def measure(case: Case) -> Mapping[str, str]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
@@ -122,21 +130,49 @@ def main(options: argparse.Namespace) -> int:
         records.extend(fresh)
         merge(path, fresh)  # at once: an interrupted run keeps what it has
         path.with_suffix(".md").write_text(markdown(records, minutes=budget.spent() / 60))
+        keep_summary()
         return times.skipped
 
     def check(case: Case) -> Mapping[str, str]:
         return check_case(context, case)[1]
 
-    ran, skipped = run_all(chosen, budget, check if options.check else measure)
+    ran, skipped[:] = run_all(chosen, budget, check if options.check else measure)
     failed = any(" failed" in text for text in skipped)
     if options.check:
         print("\n".join([*skipped, f"{ran} of {len(chosen)} cases have right answers."]))
         return int(failed or not ran)
+    keep_summary()
     table = markdown(records, skipped, budget.spent() / 60)
     options.out.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".md").write_text(table)
     print(f"{table}\nResults: {path} and {path.with_suffix('.md')}")
     return int(failed or not records)
+
+
+def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]:
+    """Records as one object for a report: a note, machine and versions once, and a row for each contestant."""
+    judged = [(one, one.comparison.bar) for one in records if one.comparison and one.comparison.bar is not None]
+    met = sum(MEASURES[c.measure].meets(c.value.median, bar) for one, bar in judged if (c := one.comparison))
+    failed = [text for text in skipped if " failed" in text]
+    note = f"{len({one.case for one in records})} cases timed, {met} of {len(judged)} bars met"
+    rows = [
+        {
+            "case": one.case,
+            "contestant": one.contestant,
+            "ms": one.ms.median,
+            "rounds": one.rounds,
+            "note": one.note,
+            **({"measure": c.measure, "value": c.value.median, "bar": c.bar} if (c := one.comparison) else {}),
+        }
+        for one in records
+    ]
+    return {
+        "note": f"{note}; {len(failed)} failed: {failed[0]}" if failed else note,
+        "machine": asdict(records[-1].machine) if records else {},
+        "versions": records[-1].versions if records else {},
+        "records": rows,
+        "skipped": list(skipped),
+    }
 
 
 def run_all(

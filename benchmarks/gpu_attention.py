@@ -30,7 +30,7 @@ from fused_tp.attention.spec import AttentionMask, Scores
 
 from .case import OURS, SPEEDUP, Case, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import KernelRanks, normal
-from .gpu_timing import GpuContext, assert_near, each
+from .gpu_timing import GpuContext, assert_near, each, on
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's FlashAttention": SDPBackend.FLASH_ATTENTION}
 WHOLE = "the whole at once"
@@ -149,17 +149,17 @@ def _contestant(
 ) -> Contestant:
     """`make` prepares a function that gives [out], or [dq, dk, dv]."""
     (stream,) = context.streams(1)
-    torch.cuda.synchronize(context.device)
-    with torch.cuda.stream(stream):
+    context.synchronize()
+    with on(stream):
         compute = make()
         compute()
 
     def run() -> None:
-        with torch.cuda.stream(stream):
+        with on(stream):
             compute()
 
     def check() -> None:
-        with torch.cuda.stream(stream):
+        with on(stream):
             got = compute()
             inputs.check(got, causal)
 

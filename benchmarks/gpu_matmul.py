@@ -78,7 +78,7 @@ def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -
             rows, (x, w) = checked_rows(m), sets[0]
             assert_near(out[rows], x[rows].double() @ w.double().t())
 
-        return counted(compiled(run_set), check, note)
+        return counted(compiled(context, run_set), check, note)
 
     def ours(config: Any = None) -> Contestant:
         return contestant(*matmul_alone(context, DTYPES[dtype], m, n, context.sms, config))
@@ -288,7 +288,7 @@ class Fused:
         def run_set(number: int) -> None:
             each(self.ranks.streams[:ranks], lambda rank: multiply(*self.inputs(rank, number), outs[rank]))
 
-        return counted(compiled(run_set), None, note)
+        return counted(compiled(self.context, run_set), None, note)
 
 
 def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k: int, world_size: int) -> Makers:
@@ -301,7 +301,7 @@ def rank_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
         return counted(fused.ranks.run_set, lambda: fused.check(fused.ranks.run_set()), fused.note)
 
     def sequence() -> Contestant:
-        run_set = compiled((gather_steps if problem.gathers else sum_steps)(fused, matmul_sms))
+        run_set = compiled(context, (gather_steps if problem.gathers else sum_steps)(fused, matmul_sms))
         return counted(run_set, lambda: fused.check(run_set(0)))
 
     return {
@@ -341,11 +341,11 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
     }
 
 
-def compiled(run_set: RunSet) -> RunSet:
+def compiled(context: GpuContext, run_set: RunSet) -> RunSet:
     """The same, after a first call, which compiles; not to be done at the same time as anything else."""
-    torch.cuda.synchronize()
+    context.synchronize()
     run_set(0)
-    torch.cuda.synchronize()
+    context.synchronize()
     return run_set
 
 

@@ -6,6 +6,7 @@ that ranks are launched one after the other. A time is that from the opening of 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,6 +149,23 @@ class GpuContext:
         return streams
 
 
+class RecordedContext(GpuContext):
+    """A GPU that is not there, while its kernels are compiled (`selftest.kernel_cache`): tensors are the CPU's."""
+
+    def __init__(self, arch: int, sms: int) -> None:
+        super().__init__(torch.device("cpu"))
+        self.properties = SimpleNamespace(major=arch // 10, minor=arch % 10, multi_processor_count=sms)
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    def input_sets(self, nbytes: int) -> int:
+        return 1
+
+    def streams(self, world_size: int) -> list[Any]:
+        return [None] * world_size
+
+
 def host_seconds(run: Callable[[], object], calls: int) -> float:
     """Seconds that the host takes for one of `calls` calls of run(); what these queue runs meanwhile."""
     torch.cuda.synchronize()
@@ -173,11 +192,16 @@ def assert_near(actual: Tensor, expected64: Tensor, what: str = "the result") ->
     assert error <= bound, f"{what} is off by {error:.3g} of its norm, where {bound:.3g} is allowed"
 
 
+def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """A context in which `stream` is the current one; None: nothing changes (`RecordedContext`)."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
 def each(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> list[Any]:
     """step(rank) in the stream of each rank."""
     results = []
     for rank, stream in enumerate(streams):
-        with torch.cuda.stream(stream):
+        with on(stream):
             results.append(step(rank))
     return results
 

@@ -105,7 +105,7 @@ class LocalRank(KernelMemory):
         self.device = group.device
         self.pids: Mapping[int, int] = {}
         self.arch, self.sms = 0, CPU_PROGRAMS
-        if self.device.type == "cpu" and (gpu := _assumed_gpu()):
+        if self.device.type == "cpu" and (gpu := assumed_gpu()):
             self.arch, self.sms = gpu.arch, max(1, gpu.sms // self.world_size)
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
@@ -264,7 +264,7 @@ def _device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _assumed_gpu() -> Any:
+def assumed_gpu() -> Any:
     """The GPU that tensors of the CPU count as those of, while kernels are compiled without one; else None."""
     device = sys.modules.get("fused_tp.triton_kernels.device")
     return None if device is None else device.assumed_gpu()

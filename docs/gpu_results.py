@@ -25,21 +25,68 @@ NEVER = "never run on a GPU"
 
 
 def results(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Reports with a GPU in them, the oldest first."""
-    found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    return sorted((one for one in found if one["gpu"]), key=lambda one: str(one["date"]))
+    """Reports with a GPU in them, the oldest first.
+
+    Raises:
+        ValueError: a file is no report of the selftest; names it.
+    """
+    found = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            one = json.loads(file.read_text())
+            if not ({"gpu", "date", "steps"} <= set(one)):
+                raise ValueError("it lacks gpu, date or steps")
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is no report of fused-tp selftest ({error}).") from error
+        found.append(one)
+    with_gpu = (one for one in found if one["gpu"])
+    return sorted(with_gpu, key=lambda one: (str(one["date"]), str(one.get("time", ""))))
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a row for each step of each report."""
+    """Markdown: a row for each step of each report, and one for each figure that the newest of each card has."""
     if not found:
         return "No result of a GPU is here yet: `fused-tp selftest` makes one."
-    rows = [
-        f"| {one['gpu']}, {one['date']} | {step['name']} | {step['state']} | {step['seconds']:.0f} | {step['note']} |"
+    steps = [
+        f"| {name_of(one)} | {step['name']} | {step['state']} | {step['seconds']:.0f} | {in_cell(step['note'])} |"
         for one in found
         for step in one["steps"]
     ]
-    return "\n".join(["| GPU | step | outcome | seconds | note |", "|---|---|---|--:|---|", *rows])
+    lines = ["| GPU | step | outcome | seconds | note |", "|---|---|---|--:|---|", *steps]
+    for one in {report["gpu"]: report for report in found}.values():
+        if rows := speeds(one):
+            versions = one.get("versions") or {}
+            said = ", ".join(
+                f"{name} {versions[name]}" for name in ("driver", "torch", "cuda", "triton") if name in versions
+            )
+            lines += ["", f"Times on {name_of(one)}{': ' * bool(said)}{said}.", ""]
+            lines += ["| case | what | ms | rate, tiles | fused_tp against it |", "|---|---|--:|---|---|", *rows]
+    return "\n".join(lines)
+
+
+def name_of(report: Mapping[str, Any]) -> str:
+    """Card and date."""
+    return f"{report['gpu']}, {report['date']}"
+
+
+def speeds(report: Mapping[str, Any]) -> list[str]:
+    """Rows of all times in a report: the ceilings of the card, then each contestant of each case."""
+    rows = []
+    for step in report["steps"]:
+        found = step.get("found") or {}
+        ceilings = (found.get("found") or {}) if step["name"] == "smoke" else {}
+        rows += [f"| {name} | | {value:.3g} | | |" for name, value in ceilings.items() if isinstance(value, float)]
+        for one in found.get("records") or ():
+            against = f"{one['measure']} {one['value']:.3g}" if "measure" in one else ""
+            against += f" (bar {one['bar']:g})" if one.get("bar") is not None else ""
+            note = in_cell(one["note"])
+            rows.append(f"| {one['case']} | {one['contestant']} | {one['ms']:.4g} | {note} | {against} |")
+    return rows
+
+
+def in_cell(text: str) -> str:
+    """`text` as a cell of a table in markdown."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def status(row: str, found: Sequence[Mapping[str, Any]]) -> str | None:
@@ -47,9 +94,10 @@ def status(row: str, found: Sequence[Mapping[str, Any]]) -> str | None:
     names = next((steps for name, steps in PROVED_BY.items() if name in row), ())
     for one in reversed(found):
         states = {step["name"]: step["state"] for step in one["steps"]}
-        if names and all(states.get(name, "left out") != "left out" for name in names):
+        if names and all(states.get(name) in ("right", "wrong", "late") for name in names):
             right = all(states[name] == "right" for name in names)
-            return f"{'right' if right else 'wrong'} on {one['gpu']} ({one['date']})"
+            threads = "; its ranks were threads" if one.get("gpus") == 1 else ""
+            return f"{'right' if right else 'wrong'} on {one['gpu']} ({one['date']}{threads})"
     return None
 
 

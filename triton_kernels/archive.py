@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import lzma
 import os
 import tarfile
 import tempfile
@@ -60,9 +61,10 @@ def unpack(archive: Path, cache: Path) -> int:
         ValueError: the file is no such archive.
     """
     try:
-        with tarfile.open(archive, "r:xz") as tar:
+        # All of it first: tarfile stops before the checksum, and a kernel with a wrong bit must not run.
+        with tarfile.open(fileobj=BytesIO(lzma.decompress(archive.read_bytes()))) as tar:
             files = {member.name: _content(tar, member) for member in tar if member.isfile()}
-    except (OSError, tarfile.TarError, EOFError) as error:
+    except (OSError, tarfile.TarError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"{archive} is no archive of kernels ({error}).") from error
     count = 0
     for name, listed in files.items():

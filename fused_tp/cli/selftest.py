@@ -5,6 +5,8 @@ Example:
     $ fused-tp selftest --minutes 3
     $ fused-tp selftest --only '^sums|^smoke'
     $ fused-tp selftest --list
+
+A checkout without `pip install` takes `python3 -m fused_tp selftest` in its root.
 """
 
 from __future__ import annotations
@@ -14,28 +16,33 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fused_tp.cli import make_place, positive
+from fused_tp.selftest.machine import versions
 from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, Step, run_steps, table
 
 MINUTES = 8.0
-METRICS = (
-    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active,sm__inst_executed_pipe_tensor_op_gmma.sum,"
-    "launch__registers_per_thread,dram__bytes.sum,gpu__time_duration.sum"
-)
 # Ranks that are threads need a hardware queue for each of their streams, a hang must cost seconds, and kernels compile.
-ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "FUSED_TP_TIMEOUT": "30", "TRITON_INTERPRET": "0"}
+ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "FUSED_TP_TIMEOUT": "15",
+    "TRITON_INTERPRET": "0",
+    "PYTHONFAULTHANDLER": "1",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `fused-tp selftest`."""
     parser.epilog = (
-        "Exit status: 0 if all that ran is right, 1 if something is not, 2 if nothing of it can run here. Nothing else "
-        "should use the GPUs meanwhile."
+        "Exit status: 0 if all that ran is right, 1 if something is not, 2 if nothing of it can run here, 130 or "
+        "143 if it is interrupted, with all results so far in the report. Nothing else should use the GPUs meanwhile."
     )
     parser.add_argument("--out", type=Path, default=Path("out/selftest"), metavar="DIR", help="(out/selftest)")
     parser.add_argument(
@@ -70,19 +77,26 @@ def main(arguments: argparse.Namespace) -> int:
         print("\n".join(f"{step.name:40} {step.least:4.0f} to {step.limit:4.0f} s" for step in chosen))
         return 0
     outcomes: list[Outcome] = []
-    for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _say, machine.obstacle):
-        outcomes.append(outcome)
-        _say(f"{outcome.name}: {outcome.state}{': ' * bool(outcome.note)}{outcome.note}")
     report = {
         "date": time.strftime("%Y-%m-%d", time.gmtime(begun)),
-        "seconds": time.time() - begun,
+        "time": time.strftime("%H:%M:%S UTC", time.gmtime(begun)),
         "arch": arch,
         "gpu": machine.name,
         "gpus": machine.number,
-        "steps": [vars(one) for one in outcomes],
+        "versions": versions(),
     }
-    (arguments.out / "selftest.json").write_text(json.dumps(report, indent=1) + "\n")
-    (arguments.out / "selftest.md").write_text(table(outcomes) + "\n")
+    in_main = threading.current_thread() is threading.main_thread()  # which alone may have handlers
+    caught = (signal.SIGTERM, signal.SIGHUP) if in_main else ()
+    handlers = {number: signal.signal(number, _exit) for number in caught}
+    write_report(arguments.out, report, [])  # none of an earlier run is left
+    try:
+        for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _say, machine.obstacle):
+            outcomes.append(outcome)
+            write_report(arguments.out, {**report, "seconds": time.time() - begun}, outcomes)
+            _say(f"{outcome.name}: {outcome.state}{': ' * bool(outcome.note)}{outcome.note}")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     print(f"\n{table(outcomes)}\n\nAll of it: {arguments.out}/selftest.json, and a log of each step beside it.")
     ran = [one for one in outcomes if one.state != LEFT_OUT]
     if any(one.state != RIGHT for one in ran):
@@ -91,58 +105,64 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if any(one.name in gpu_steps for one in ran) or not gpu_steps else 2
 
 
+def write_report(out: Path, report: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Write all that is known so far, each file as a whole: the next step may be the last."""
+    whole = {**report, "steps": [vars(one) for one in outcomes]}
+    for name, text in (("selftest.json", json.dumps(whole, indent=1)), ("selftest.md", table(outcomes))):
+        unfinished = out / f"{name}.part"
+        unfinished.write_text(text + "\n")
+        unfinished.replace(out / name)
+
+
+def _exit(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
 def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
-    """All steps, in the order in which they run."""
+    """All steps, in the order in which they run: the most valuable first, or a lesser one could take their minutes."""
+    from fused_tp.selftest.kernel_cache import TIMED
     from fused_tp.selftest.kernels import ALONE, GROUPS
 
     def body(*words: str) -> list[str]:
         return [sys.executable, "-m", "fused_tp.selftest", RESULT, *words]
 
     def benchmark(name: str, minutes: float, only: str) -> list[str]:
-        how = ["--quick", "--minutes", f"{minutes:g}", "--only", only, "--out", str(out / name)]
+        how = ["--quick", "--minutes", f"{minutes:g}", "--only", only, "--out", str(out / name), "--json", RESULT]
         return [sys.executable, "-m", "fused_tp.benchmarks.gpu", *how]
 
-    checks = {"sums, 2 ranks": 2, "gathers, 2 ranks": 3, "collectives, 2 ranks": 4, "attention": 4, "rings, 2 ranks": 5}
+    two = ("sums, 2 ranks", "gathers, 2 ranks", "attention", "rings, 2 ranks", "collectives, 2 ranks")
+    rest = [group for group in GROUPS if group not in (*two, ALONE)]
+    rest.sort(key=lambda group: "other dtypes" in group)  # the others are stable
+
+    def checks(group: str, rank: int) -> Step:
+        return Step(group, body("kernels", group), 15, 90, rank, environment=ENVIRONMENT)
+
     found = [
         Step("environment", body("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),
-        Step("kernels", body("compile", str(arch), str(archive or "")), 10, 300, 1, False, ENVIRONMENT),
-        Step("smoke", body("smoke"), 15, 75, 1, environment=ENVIRONMENT),
+        Step("kernels", body("compile", str(arch), str(archive or "")), 10, 240, 1, False, ENVIRONMENT),
+        Step("smoke", body("smoke"), 15, 75, 2, environment=ENVIRONMENT),
+        *(checks(group, 3) for group in two),
     ]
-    for group in sorted(set(GROUPS) - {ALONE}, key=lambda group: (checks.get(group, 6), GROUPS.index(group))):
-        found.append(Step(group, body("kernels", group), 15, 90, checks.get(group, 7), environment=ENVIRONMENT))
     if gpus > 1:
         tune = [sys.executable, "-m", "fused_tp", "tune", "--folder", str(out / "tuned"), "--json", RESULT, "--calls"]
         among = {"FUSED_TP_TIMEOUT": "30"}
-        found.append(Step("schedules, processes", [*tune, "20", "--check-only"], 30, 180, 3, environment=among))
+        found.append(Step("schedules, processes", [*tune, "20", "--check-only"], 30, 180, 4, environment=among))
+    alone, ranks = TIMED
+    timed = benchmark("speed-1", 1.3, alone)
+    found.append(Step("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
+    if gpus > 1:
         # Also torch's own fused ops, which are schedules like ours.
         measured = [*tune, "1", "--tokens", "16", "512", "4096"]
         found.append(Step("speed of schedules, processes", measured, 60, 240, 5, environment=among))
-    found += [
-        Step(
-            "speed of matmuls and attention",
-            benchmark("speed-1", 1.3, "^(alone|attention/|flags)"),
-            30,
-            110,
-            6,
-            environment=ENVIRONMENT,
-        ),
-        Step(
-            "speed of ranks",
-            benchmark("speed-2", 1.0, "^(ranks|attention-ranks|latency|norm|overhead)"),
-            30,
-            90,
-            8,
-            environment=ENVIRONMENT,
-        ),
-    ]
+    found += [checks(group, 6) for group in rest]
+    timed = benchmark("speed-2", 1.0, ranks)
+    found.append(Step("speed of ranks", timed, 30, 90, 7, environment=ENVIRONMENT))
+    if ncu := cuda_tool("ncu"):
+        found.append(Step("counters", body("counters", ncu), 20, 75, 8, environment=ENVIRONMENT))
     if memcheck := cuda_tool("compute-sanitizer"):
-        watched = [memcheck, "--tool", "memcheck", "--error-exitcode", "9", *body("kernels", ALONE)]
         # One allocation of the driver for each tensor: within torch's large blocks nothing would be out of bounds.
         one_by_one = {**ENVIRONMENT, "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        found.append(Step("memory accesses", watched, 60, 180, 10, environment=one_by_one))
-    if ncu := cuda_tool("ncu"):
-        counted = [ncu, "--clock-control", "none", "-k", "regex:gemm", "-c", "2", "--metrics", METRICS]
-        found.append(Step("counters", [*counted, *body("smoke")], 20, 60, 9, environment=ENVIRONMENT))
+        found.append(Step("memory accesses", body("memory", memcheck), 60, 180, 9, environment=one_by_one))
     return found
 
 
@@ -174,11 +194,11 @@ def _gpus() -> Gpus:
 
     if not torch.cuda.is_available():
         return Gpus("torch finds no NVIDIA GPU on this machine")
-    name, count, (major, minor) = (
-        torch.cuda.get_device_name(),
-        torch.cuda.device_count(),
-        torch.cuda.get_device_capability(),
-    )
+    try:
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    except RuntimeError as error:
+        return Gpus(f"torch finds a GPU and cannot use it ({str(error).splitlines()[0]})")
+    count = torch.cuda.device_count()
     if major < 8:
         return Gpus(f"{name} is older than sm_80", 0, count, name)
     from fused_tp.triton_kernels.device import kernels_of

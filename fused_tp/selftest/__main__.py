@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from fused_tp.selftest.machine import nvidia_smi, versions
+from fused_tp.selftest.steps import UNABLE
 
 
 def keep(found: dict[str, Any]) -> None:
@@ -26,29 +28,17 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def _nvidia_smi(fields: str) -> list[str]:
-    """Lines of CSV; none where the program is not there or fails."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+CLOCKS = "name,driver_version,clocks.max.sm,clocks.sm,power.limit"
 
 
 def environment() -> int:
-    """What `fused-tp doctor` finds, and the GPU."""
+    """The GPUs, their clocks, and all versions."""
     gpus = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
-    clocks = _nvidia_smi("name,driver_version,clocks.max.sm,clocks.sm,power.limit")
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    for name in ("triton", "numpy"):
-        try:
-            versions[name] = __import__(name).__version__
-        except ImportError:
-            versions[name] = "not installed"
+    clocks, found = nvidia_smi(CLOCKS), versions()
     processors = len(os.sched_getaffinity(0))
-    keep({"versions": versions, "gpus": gpus, "nvidia-smi": clocks, "processors": processors})
-    for line in (*gpus, *clocks, *(f"{name} {of}" for name, of in versions.items()), f"{processors} processors"):
+    note = ", ".join(f"{name} {found[name]}" for name in ("driver", "torch", "cuda", "triton") if name in found)
+    keep({"versions": found, "gpus": gpus, CLOCKS: clocks, "processors": processors, "note": note})
+    for line in (*gpus, *clocks, *(f"{name} {of}" for name, of in found.items()), f"{processors} processors"):
         say(line)
     return 0
 
@@ -58,38 +48,97 @@ def compile_kernels(arch: int, archive: str) -> int:
     from fused_tp.selftest.kernel_cache import compile_for
     from fused_tp.triton_kernels.archive import cache_folder, install_shipped, unpack
 
-    brought = install_shipped() + (unpack(Path(archive), cache_folder()) if archive else 0)
+    brought, problem = 0, ""
+    try:
+        brought += install_shipped() + (unpack(Path(archive), cache_folder()) if archive else 0)
+    except (ValueError, OSError) as error:  # all of them can be compiled here
+        problem = str(error)
+        say(f"WRONG  {problem}")
     found = compile_for(arch, len(os.sched_getaffinity(0)))
     note = f"{found.kernels} kernels for sm_{arch}, {found.kernels - found.found} compiled, {brought} from archives"
-    keep({**found._asdict(), "arch": arch, "from archives": brought, "note": note})
+    if archive and not problem and not found.found:
+        note += f"; {archive} has none of them: it is of other sources, another Triton or another GPU"
+    keep({**found._asdict(), "arch": arch, "from archives": brought, "archive": problem, "note": note})
     for text in found.failed:
         say(f"WRONG  {text}")
     say(f"{note}, {found.seconds:.0f} s")
-    return int(bool(found.failed))
+    return int(bool(found.failed) or bool(problem))
 
 
 def smoke() -> int:
     from fused_tp.selftest.smoke import smoke as look
 
-    found, failed = look(torch.device("cuda", torch.cuda.current_device()), say)
-    keep({"found": found, "failed": failed, "note": f"{len(found)} right, {len(failed)} wrong"})
+    def kept(found: dict[str, Any], failed: list[str]) -> None:
+        keep({"found": found, "failed": failed, "note": f"{len(found)} right, {len(failed)} wrong"})
+
+    _, failed = look(torch.device("cuda", torch.cuda.current_device()), say, kept)
     return int(bool(failed))
 
 
-def kernels(group: str) -> int:
-    from fused_tp.selftest.kernels import check_all
+def kernels(group: str, first: int = 0) -> int:
+    """Check the cases of `group` from number `first` on. One that raises is the last of its process.
 
-    cases: dict[str, str] = {}
+    An illegal access breaks all that follows in a process, and a kernel that never ends holds its multiprocessors: the
+    cases after it go on in a process with a new context, which ends the old one's kernels. An op that has raised an
+    error, or waited in vain, is not tried again.
+    """
+    from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, Verdict, judge
 
-    def kept(line: str) -> None:
-        say(line)
-        cases[line[7:]] = line[:5]
-        keep({"cases": cases})
+    before = json.loads(Path(sys.argv[1]).read_text()) if first else {}
+    verdicts: dict[str, str] = before.get("cases", {})
+    stuck: list[str] = before.get("stuck", [])
 
-    found = check_all([group], torch.device("cuda", torch.cuda.current_device()), kept)
-    wrong = {name: problem for name, problem in found if problem}
-    keep({"cases": dict(found), "wrong": wrong, "note": f"{len(found) - len(wrong)} of {len(found)} cases are right"})
-    return int(bool(wrong))
+    def kept(running: str = "") -> None:
+        wrong = {name: text for name, text in verdicts.items() if text}
+        note = f"{len(verdicts) - len(wrong)} of {len(verdicts)} cases are right"
+        note += "".join(f"; {name}: {text[:100]}" for name, text in [*wrong.items()][:1])
+        note += f"; at {running}" * bool(running)
+        keep({"cases": verdicts, "wrong": wrong, "stuck": stuck, "note": note})
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    cases = [case for case in CASES if case.group == group]
+    for number, case in enumerate(cases[first:], first):
+        kept(case.name)
+        if case.op in stuck:
+            verdict = Verdict(f"not tried: {case.op} has raised an error or waited in vain before")
+        else:
+            verdict = judge(case, device)
+        if verdict.raised or (verdict.problem and verdict.seconds > COSTLY_SECONDS):
+            stuck.append(case.op)
+        verdicts[case.name] = verdict.problem
+        kept()
+        say(f"{'WRONG' if verdict.problem else 'right'}  {case.name}{': ' * bool(verdict.problem)}{verdict.problem}")
+        if verdict.raised and number + 1 < len(cases):
+            say("the cases that follow run in a new process")
+            again = ["-m", "fused_tp.selftest", sys.argv[1], "kernels", group, str(number + 1)]
+            os.execv(sys.executable, [sys.executable, *again])
+    return int(any(verdicts.values()))
+
+
+def memory_accesses(program: str) -> int:
+    """Check one rank alone, whose kernels wait for nobody, with every access to memory looked at."""
+    from fused_tp.selftest.kernels import ALONE
+    from fused_tp.selftest.tools import run_watched
+
+    body = [sys.executable, "-m", "fused_tp.selftest", sys.argv[1], "kernels", ALONE]
+    code, reason = run_watched([program, "--tool", "memcheck", "--error-exitcode", "9", *body])
+    if code and reason:
+        keep({"note": f"compute-sanitizer does not work here ({reason})"})
+        return UNABLE
+    return code
+
+
+def counters(program: str) -> int:
+    from fused_tp.selftest import tools
+
+    found, reason = tools.counters(program)
+    if not found and reason:
+        keep({"note": f"ncu does not work here ({reason})"})
+        return UNABLE
+    keep({"launches": found, "note": f"{len(found)} launches counted"})
+    for launch in found:
+        say(", ".join(f"{name} {value}" for name, value in launch.items()))
+    return int(not found)
 
 
 def main(arguments: list[str]) -> int:
@@ -97,7 +146,9 @@ def main(arguments: list[str]) -> int:
     if name == "compile":
         return compile_kernels(int(rest[0]), rest[1] if len(rest) > 1 else "")
     if name == "kernels":
-        return kernels(rest[0])
+        return kernels(rest[0], *map(int, rest[1:]))
+    if name in (tools := {"memory": memory_accesses, "counters": counters}):
+        return tools[name](rest[0])
     return {"environment": environment, "smoke": smoke}[name]()
 
 

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -22,6 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
+
+import torch
+
+# Cases of benchmarks.gpu, of two steps: kernels alone, and ranks of one GPU.
+TIMED = "^(alone|attention/|flags)", "^(ranks|attention-ranks|latency|norm|overhead)"
 
 
 class Compiled(NamedTuple):
@@ -155,12 +161,13 @@ def compile_for(arch: int, workers: int) -> Compiled:
 
 
 def _compile_share(arch: int, worker: int, workers: int) -> tuple[set[str], int, list[str]]:
+    torch.set_num_threads(1)  # there are as many processes as processors
     launches = launch_all(arch, worker, workers)
     return launches.keys, launches.hits, launches.failed
 
 
-def launch_all(arch: int, worker: int = 0, workers: int = 0) -> Launches:
-    """Go through the launches of all cases of `kernels.CASES`, as `recorded` does."""
+def launch_all(arch: int, worker: int = 0, workers: int = 0, *, timed: bool = True) -> Launches:
+    """Go through the launches of all cases of `kernels.CASES`, and of what is `timed`, as `recorded` does."""
     from fused_tp.selftest import kernels
 
     # Cases that differ in who is late, or how often, launch the same.
@@ -169,7 +176,31 @@ def launch_all(arch: int, worker: int = 0, workers: int = 0) -> Launches:
         for case in different.values():
             kernels.launch_only(case)
             launches.compile()
+        if timed:
+            for run in timed_calls(arch):
+                run()
+                launches.compile()
     return launches
+
+
+def timed_calls(arch: int) -> Iterator[Callable[[], object]]:
+    """Calls of the kernels of Triton's that the selftest times, on tensors of the CPU."""
+    from fused_tp.benchmarks import gpu, gpu_attention, gpu_matmul
+    from fused_tp.benchmarks.gpu_timing import RecordedContext
+    from fused_tp.triton_kernels.device import KNOWN_GPUS
+
+    theirs = {gpu_matmul.CUBLAS, *gpu_attention.BACKENDS}
+    context = RecordedContext(arch, KNOWN_GPUS[arch].sms)
+    for case in gpu.cases(quick=True):
+        timed = any(re.search(pattern, case.name) for pattern in TIMED)
+        if timed and case.make.__module__ in (gpu_matmul.__name__, gpu_attention.__name__):
+            yield partial(_run_once, case, context, theirs)
+
+
+def _run_once(case: Any, context: Any, theirs: set[str]) -> None:
+    for name, make in case.make(context, **case.parameters).items():
+        if name not in theirs:
+            make().run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

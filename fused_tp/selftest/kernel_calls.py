@@ -72,6 +72,7 @@ class Call:
         summed: terms that an element of a result sums.
         everywhere: all ranks must hold the same bits.
         lse: the second result is a log-sum-exp.
+        sizes: makes those of the terms of each result, by element; None where all of a result are alike.
     """
 
     launch: Callable[[Any], list[Tensor]]
@@ -80,6 +81,7 @@ class Call:
     summed: int
     everywhere: bool = False
     lse: bool = False
+    sizes: Callable[[], list[Tensor | None]] | None = None
 
 
 def make_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None) -> Call:
@@ -154,7 +156,7 @@ def gather_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int,
     world, device, keep = rank.world_size, rank.device, op == "copied"
     x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
     ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
-    biases = [normal(w.shape[0], dtype=dtype, device=device, seed=seed + 7) for w in ws]
+    biases = [normal(n + 8, dtype=dtype, device=device, seed=seed + 7), None]
     shard = x[slice(*shard_range(m, world, rank.rank))]
     # Copies between ranks of one GPU may be kernels, which need an SM that the matmul leaves free.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
@@ -187,11 +189,11 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
     mask = AttentionMask(seq, seq, **how)
     plan = ring_plan(mask, rank.world_size, TokenLayout(layout))
     q, k, v = (
-        normal(2, seq, n, head_dim, dtype=dtype, device=torch.device("cpu"), seed=10 * seed + i)
+        normal(2, seq, n, head_dim, dtype=dtype, device=rank.device, seed=10 * seed + i)
         for i, n in enumerate((heads, 2, 2))
     )
-    mine = torch.from_numpy(plan.queries[rank.rank].indices)
-    here = [x[:, mine].to(rank.device) for x in (q, k, v)]
+    mine = torch.from_numpy(plan.queries[rank.rank].indices).to(rank.device)
+    here = [x[:, mine] for x in (q, k, v)]
     keys = keys_layout(plan, rank.rank, *here[1:])
     if op == "ring_in_groups":
         keys = replace(keys, groups=keys.pairs)
@@ -203,10 +205,15 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
         return [*ring_forward(*here, chunks, terms, keys, workspace=workspace, programs=programs)]
 
     def reference() -> list[Tensor]:
-        found = attention64(q, k, v, mask)
-        return [found[0][:, mine].to(rank.device), found[1][:, :, mine].to(rank.device)]
+        out, lse = attention64(q, k, v, mask)
+        return [out[:, mine], lse[:, :, mine]]
 
-    return Call(attend, reference, keys.nbytes(rank.world_size), seq, lse=True)
+    def sizes() -> list[Tensor | None]:
+        out, lse = attention_sizes(q, k, v, mask)
+        assert out is not None
+        return [out[:, mine], lse]
+
+    return Call(attend, reference, keys.nbytes(rank.world_size), seq, lse=True, sizes=sizes)
 
 
 def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
@@ -232,7 +239,7 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ca
         out, lse = attention64(leaves[0], leaves[1], leaves[2], mask)
         return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
-    return Call(attend, reference, 0, seq, lse=True)
+    return Call(attend, reference, 0, seq, lse=True, sizes=lambda: attention_sizes(q, k, v, mask, grad))
 
 
 def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
@@ -286,6 +293,43 @@ def rms_norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
     """(out [B, S, H, D], lse [B, H, S]) in fp64 of q [B, S, H, D], k and v [B, S, Hkv, D]: all scores at once."""
+    scores, _, _, v64 = _scores64(q, k, v, mask)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
+    return (weights @ v64).transpose(1, 2), lse
+
+
+def attention_sizes(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, grad: Tensor | None = None
+) -> list[Tensor | None]:
+    """Of out, and with the gradient of out of dq, dk, dv too: sizes of the sums' terms, None for the log-sum-exp.
+
+    The size of an element is the root of the sum of the squares of its terms. A row with few keys has large ones, which
+    cancel in dq: their roundings are as large as they are, not as dq.
+    """
+    scores, q64, k64, v64 = _scores64(q, k, v, mask)
+    weights = torch.softmax(scores, -1).nan_to_num()  # of no key at all
+
+    def heads_last(squares: Tensor, heads: int) -> Tensor:
+        return squares.unflatten(1, (heads, -1)).sum(2).sqrt().transpose(1, 2)
+
+    heads, kv_heads = q.shape[2], k.shape[2]
+    sizes: list[Tensor | None] = [heads_last(weights.square() @ v64.square(), heads), None]
+    if grad is not None:
+        grad64 = grad.double().transpose(1, 2)
+        terms = grad64 * (weights @ v64)  # of the sum that is subtracted
+        subtracted = terms.sum(-1, keepdim=True).square() + terms.square().sum(-1, keepdim=True)
+        of_scores = weights.square() * ((grad64 @ v64.mT).square() + subtracted) / q.shape[-1]
+        sizes += [
+            heads_last(of_scores @ k64.square(), heads),
+            heads_last(of_scores.mT @ q64.square(), kv_heads),
+            heads_last(weights.square().mT @ grad64.square(), kv_heads),
+        ]
+    return sizes
+
+
+def _scores64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(scores [B, H, S, S], q, k, v [B, H, S, D]) in fp64."""
     whole = Tokens((range(mask.seq_len),))
     step = make_step(mask, whole, whole)
     places = torch.arange(mask.seq_len, device=q.device)
@@ -294,18 +338,20 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[T
     shared = q.shape[2] // k.shape[2]
     q64, k64, v64 = (x.double().transpose(1, 2) for x in (q, *(x.repeat_interleave(shared, 2) for x in (k, v))))
     scores = (q64 @ k64.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, float("-inf"))
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
-    return (weights @ v64).transpose(1, 2), lse
+    return scores, q64, k64, v64
 
 
-def error_of(call: Call, results: Sequence[Tensor]) -> str:
+def error_of(call: Call, results: Sequence[Tensor], reference: Sequence[Tensor] | None = None) -> str:
     """Say where results are further from fp64 than their dtype explains, and how far; empty: nowhere.
 
+    `reference`: that of the call, where it is known already.
+
     An element may be off by three roundings of numbers of its own and of usual size (terms, result, norm), and by what
-    fp32 sums of `summed` terms are; a log-sum-exp by 1e-3.
+    fp32 sums of `summed` terms are; a log-sum-exp by 1e-3. The usual size is that of the whole result, where
+    `sizes` of the call do not say otherwise.
     """
-    for number, (mine, wanted) in enumerate(zip(results, call.reference(), strict=True)):
+    sizes = call.sizes() if call.sizes else [None] * len(results)
+    for number, (mine, wanted) in enumerate(zip(results, reference or call.reference(), strict=True)):
         if mine.shape != wanted.shape:
             return f"result {number} has shape {tuple(mine.shape)}, not {tuple(wanted.shape)}"
         if not wanted.numel():
@@ -316,7 +362,8 @@ def error_of(call: Call, results: Sequence[Tensor]) -> str:
         if number == 1 and call.lse:
             allowed = 1e-3 * (1 + wanted.abs())
         else:
-            size = torch.where(known, wanted, 0).square().mean().sqrt()
+            own = sizes[number]
+            size = torch.where(known, wanted, 0).square().mean().sqrt() if own is None else own
             sums = 8 * torch.finfo(torch.float32).eps * call.summed**0.5 * size
             allowed = 3 * torch.finfo(mine.dtype).eps * (wanted.abs() + size) + sums
         error = torch.where(known, (mine.double() - wanted).abs(), 0)

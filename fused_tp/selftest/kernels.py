@@ -7,8 +7,10 @@ the same bits, and all ranks the same where they hold the same thing.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +33,11 @@ from fused_tp.selftest.kernel_calls import (
 )
 
 CYCLES_PER_MS = 2_000_000  # of `torch.cuda._sleep`, about
-CASE_SECONDS = 60.0
+CASE_SECONDS = 45.0
+WAIT_SECONDS = 8.0  # of a kernel, for a peer
+COSTLY_SECONDS = 6.0  # a case that is wrong after more than this has waited
 ALONE = "one rank"
+OTHER_NUMBERS = 10  # added to a seed it gives other numbers under the same mask (`kernel_calls`)
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,8 @@ class Case:
 
     @property
     def compiled_ahead(self) -> bool:
-        """True if Triton's kernels of it can be named without a GPU; copy engines need their driver to begin a call."""
-        return self.op not in COPIED + NATIVE
+        """True if it has kernels of Triton's."""
+        return self.op not in NATIVE
 
 
 def _cases() -> tuple[Case, ...]:
@@ -85,30 +90,66 @@ CASES = _cases()
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
 
 
+class Verdict(NamedTuple):
+    """What came of a case.
+
+    Attributes:
+        problem: what is wrong; empty: nothing.
+        raised: an error, behind which nothing that this process does on the GPU proves anything.
+        seconds: that it took.
+    """
+
+    problem: str
+    raised: bool = False
+    seconds: float = 0.0
+
+
 def check(case: Case, device: torch.device) -> str:
     """Say what is wrong with a case on `device`; empty: nothing."""
+    return judge(case, device).problem
+
+
+def judge(case: Case, device: torch.device) -> Verdict:
+    """Check a case on `device`."""
+    begun = time.monotonic()
+    # Who is alone waits for nobody, and may be watched by a tool that makes all of it slower.
+    seconds = 4 * CASE_SECONDS if case.group == ALONE else CASE_SECONDS
     try:
-        problems = run_local(case.world, _check, case, device=device, timeout=CASE_SECONDS)
+        problems = run_local(case.world, _check, case, device=device, timeout=seconds)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Verdict(text, True, time.monotonic() - begun)
+    problem = next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
+    return Verdict(problem, False, time.monotonic() - begun)
 
 
 def _calls(rank: LocalRank, case: Case) -> list[Call]:
-    return [make_call(rank, case.op, shape, case.dtype, seed) for seed, shape in enumerate(case.shapes)]
+    """Calls of each shape, and the same with other numbers where they are repeated: what a call has left in a workspace
+    must not be right for the next of its shape."""
+    turns = range(min(2, case.repeats))
+    return [
+        make_call(rank, case.op, shape, case.dtype, OTHER_NUMBERS * turn + seed)
+        for turn in turns
+        for seed, shape in enumerate(case.shapes)
+    ]
 
 
 def _check(rank: LocalRank, case: Case) -> str:
     draw = random.Random(rank.rank)
     calls = _calls(rank, case)
-    workspace = prepared(rank, case.op, calls)
+    # The calls that are made; those with the same numbers follow each other as far apart as can be.
+    made = [number % len(calls) for number in range(len(case.shapes) * case.repeats)]
+    wanted = [call.reference() for call in calls]
+    workspace = prepared(rank, case.op, calls[: len(case.shapes)], WAIT_SECONDS)
+    poison([calls[number] for number in made], [wanted[number] for number in made], case.dtype)
+    rank.barrier()
     results: list[list[Tensor]] = []
-    for call in calls * case.repeats:
+    for number in made:
         if rank.rank in case.late and rank.device.type == "cuda" and draw.random() < 0.6:
             torch.cuda._sleep(int(draw.random() * 2 * CYCLES_PER_MS))
-        results.append(call.launch(workspace))
+        results.append(calls[number].launch(workspace))
     rank.synchronize()
-    problem = _problem(calls, results, None if workspace is None else workspace.expired())
+    problem = _problem(calls, wanted, made, results, None if workspace is None else workspace.expired())
     everyone = rank.exchange(results)
     for number, call in enumerate(calls):
         if call.everywhere and not problem and not all(map(torch.equal, results[number], everyone[0][number])):
@@ -116,22 +157,42 @@ def _check(rank: LocalRank, case: Case) -> str:
     return problem
 
 
-def _problem(calls: Sequence[Call], results: Sequence[list[Tensor]], expired: object) -> str:
+def _problem(
+    calls: Sequence[Call],
+    wanted: Sequence[Sequence[Tensor]],
+    made: Sequence[int],
+    results: Sequence[list[Tensor]],
+    expired: object,
+) -> str:
     if expired is not None:
         return str(expired)
     for number, (call, found) in enumerate(zip(calls, results, strict=False)):
-        if problem := error_of(call, found):
+        if problem := error_of(call, found, wanted[number]):
             return f"call {number}: {problem}"
-    for number, found in enumerate(results):
-        first = results[number % len(calls)]
-        if not all(map(torch.equal, first, found)):
-            return f"call {number % len(calls)} gave other bits when it was repeated"
+    for number, found in zip(made, results, strict=True):
+        if not all(map(torch.equal, results[number], found)):
+            return f"call {number} gave other bits when it was repeated"
     return ""
+
+
+def poison(calls: Sequence[Call], wanted: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
+    """Fill with NaN the memory that the results of `calls` will take: it is there then, and nothing is right by chance.
+
+    It holds what calls of a rehearsal have left. And taking memory from the device may wait for a kernel of this rank,
+    which waits for a peer.
+    """
+    nan = float("nan")
+    taken = [
+        torch.full_like(result, nan, dtype=torch.float32 if call.lse and number == 1 else dtype)
+        for call, results in zip(calls, wanted, strict=True)
+        for number, result in enumerate(results)
+    ]
+    del taken
 
 
 def launch_only(case: Case) -> None:
     """Make the launches of a case on tensors of the CPU, in `kernel_cache.recorded`."""
-    run_local(case.world, _launch, case, timeout=CASE_SECONDS)
+    run_local(case.world, _launch, replace(case, repeats=1), timeout=CASE_SECONDS)
 
 
 def _launch(rank: LocalRank, case: Case) -> None:
@@ -140,17 +201,6 @@ def _launch(rank: LocalRank, case: Case) -> None:
     with rank.in_turn():
         for call in calls:
             call.launch(workspace)
-
-
-def check_all(groups: Sequence[str], device: torch.device, say: Callable[[str], None]) -> list[tuple[str, str]]:
-    """(name, problem or empty) of the cases of `groups`, each said as it is found."""
-    found = []
-    for case in CASES:
-        if case.group in groups:
-            problem = check(case, device)
-            say(f"{'WRONG' if problem else 'right'}  {case.name}{': ' * bool(problem)}{problem}")
-            found.append((case.name, problem))
-    return found
 
 
 def one_call(case: Case) -> Case:

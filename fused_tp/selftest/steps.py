@@ -7,10 +7,14 @@
 | it outlasts its deadline | its process group is killed, and the GPU is asked whether it answers |
 | the GPU does not answer | no further step that needs it runs |
 | the time left is below its least | it is left out |
+| it exits with UNABLE | it is left out: a program that it needs does not work on this machine |
+| Ctrl-C or SIGTERM | the step is ended, and what it found is written like that of any other |
+| SIGKILL | the step dies with this process; files hold all that was found before |
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -22,11 +26,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-RIGHT, WRONG, LATE, LEFT_OUT = "right", "wrong", "late", "left out"
+RIGHT, WRONG, LATE, LEFT_OUT, INTERRUPTED = "right", "wrong", "late", "left out", "interrupted"
+UNABLE = 77
 RESULT = "{result}"
 ALIVE = "import torch; assert float(torch.ones(8, device='cuda').sum()) == 8"
 ALIVE_SECONDS = 30.0
 _END_SECONDS = 10.0
+_LOG_BYTES = 1 << 16  # of the end of a log, which may be of any length
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ def run_steps(
     out.mkdir(parents=True, exist_ok=True)
     (out / "outcomes.jsonl").unlink(missing_ok=True)  # of an earlier run; nothing else there is touched
     chosen = affordable([step for step in steps if not (obstacle and step.needs_gpu)], seconds)
+    interruption: BaseException | None = None
     for step in steps:
         left = seconds - (time.monotonic() - begun)
         if obstacle and step.needs_gpu:
@@ -106,25 +115,45 @@ def run_steps(
             )
         else:
             say(f"=== {step.name} (at most {min(left, step.limit):.0f} s)")
-            outcome = _run(step, out, min(left, step.limit), say)
+            step_begun = time.monotonic()
+            try:
+                outcome = _run(step, out, min(left, step.limit), say)
+            except (KeyboardInterrupt, SystemExit) as error:
+                took, found = time.monotonic() - step_begun, _read(_files(step, out)[1])
+                interruption, outcome = error, Outcome(step.name, INTERRUPTED, took, _note(found), found)
+            except OSError as error:  # such as a full disk, or a program that is gone
+                outcome = Outcome(step.name, WRONG, time.monotonic() - step_begun, f"it did not run: {error}")
             if outcome.state == LATE and step.needs_gpu and not _answers(alive):
                 obstacle = f"the GPU did not answer after {step.name}"
                 outcome.note += "; the GPU does not answer"
         with (out / "outcomes.jsonl").open("a") as file:
             file.write(json.dumps(asdict(outcome)) + "\n")
         yield outcome
+        if interruption is not None:
+            raise interruption
+
+
+def _files(step: Step, out: Path) -> tuple[Path, Path]:
+    """(its log, what it found)."""
+    base = out / step.name.replace(" ", "-").replace(",", "")
+    return base.with_suffix(".log"), base.with_suffix(".json")
 
 
 def _run(step: Step, out: Path, limit: float, say: Callable[[str], None]) -> Outcome:
-    base = out / step.name.replace(" ", "-").replace(",", "")
-    log, result = base.with_suffix(".log"), base.with_suffix(".json")
+    log, result = _files(step, out)
     result.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}
     command = [str(result) if word == RESULT else word for word in step.command]
     begun = time.monotonic()
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         try:
             code: int | None = process.wait(limit)
@@ -134,25 +163,46 @@ def _run(step: Step, out: Path, limit: float, say: Callable[[str], None]) -> Out
             _end(process)
     seconds = time.monotonic() - begun
     found = _read(result)
-    lines = log.read_text(errors="replace").splitlines()
+    lines = _end_of(log).splitlines()
+    said = _note(found)
     for line in lines[-40:]:
         say(f"    {line[:240]}")
     if code is None:
-        return Outcome(step.name, LATE, seconds, f"ended after {limit:.0f} s", found)
+        return Outcome(step.name, LATE, seconds, f"ended after {limit:.0f} s{f': {said}' * bool(said)}", found)
+    if code == UNABLE:
+        return Outcome(step.name, LEFT_OUT, seconds, said, found)
     if code:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         last = next((line for line in reversed(lines) if line.strip()), "no output")
-        return Outcome(step.name, WRONG, seconds, f"{how}: {last.strip()[:200]}", found)
-    return Outcome(step.name, RIGHT, seconds, str(found.get("note", "")) if isinstance(found, dict) else "", found)
+        # One that crashes has written its last note before.
+        what = said if code == 1 and said else last.strip()[:200]
+        return Outcome(step.name, WRONG, seconds, f"{how}: {what}", found)
+    return Outcome(step.name, RIGHT, seconds, said, found)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process with the one that started it, however that ends."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        return file.read().decode(errors="replace")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill all of the step, its own processes too."""
+    """Kill all of the step, its own processes too, and wait for no longer than _END_SECONDS."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(_END_SECONDS)
     except (ProcessLookupError, subprocess.TimeoutExpired):
         return  # it is gone, or in the driver, which may hold it until the GPU answers
+
+
+def _note(found: Any) -> str:
+    return str(found.get("note", "")) if isinstance(found, dict) else ""
 
 
 def _read(result: Path) -> Any:
@@ -163,13 +213,24 @@ def _read(result: Path) -> Any:
 
 
 def _answers(command: Sequence[str]) -> bool:
+    nothing = subprocess.DEVNULL
+    process = subprocess.Popen(
+        command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, preexec_fn=_die_with_parent
+    )
     try:
-        return subprocess.run(command, capture_output=True, timeout=ALIVE_SECONDS, check=False).returncode == 0
+        return process.wait(ALIVE_SECONDS) == 0
     except subprocess.TimeoutExpired:
         return False
+    finally:
+        _end(process)  # not subprocess.run, which waits without end for a process that the driver holds
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown, a row for each step."""
-    rows = [f"| {one.name} | {one.state} | {one.seconds:.0f} | {one.note} |" for one in outcomes]
+    rows = [f"| {one.name} | {one.state} | {one.seconds:.0f} | {in_cell(one.note)} |" for one in outcomes]
     return "\n".join(["| step | outcome | seconds | note |", "|---|---|--:|---|", *rows])
+
+
+def in_cell(text: str) -> str:
+    """`text` as a cell of a table in markdown."""
+    return " ".join(text.split()).replace("|", "\\|")

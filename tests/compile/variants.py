@@ -155,7 +155,7 @@ def _sums(arch: int) -> Iterator[Variant]:
 
 
 def _gathers(arch: int) -> Iterator[Variant]:
-    """Every config copied and direct; in bf16 also the weight transposed, three weights, and W = 1."""
+    """Every config copied and direct; in bf16 also the weight transposed, three weights, W = 1, and no bias."""
     workspace = workspace_of(GatherWorkspace)
     copied = {
         world: Peers(0, world, {"come": no_arrivals(world, 40 * 10**9, torch.device("cpu")), "rank": 0})
@@ -170,10 +170,11 @@ def _gathers(arch: int) -> Iterator[Variant]:
         if kind == "bf16":
             cases += [(layout, weights, *rest) for layout, weights in (("nn", 1), ("nt", 3)) for _, _, *rest in cases]
             cases += [("nt", 1, "alone", copied[1])] * (launch.tma_config is not None)
+            cases += [("nt", 1, "no bias", copied[WORLD])]
         for layout, weights, way, peers in cases:
             x, w = _operands(kind, launch, layout)
             shards = Shards(M, M // peers.world_size, x.shape[1])
-            used = [(w, empty(kind, M, N), empty(kind, N))] * weights
+            used = [(w, empty(kind, M, N), None if way == "no bias" else empty(kind, N))] * weights
             own, gathered = x[: shards.rows_per_rank], empty(kind, *x.shape)
             found = all_gather_gemm.matmul_launch(own, used, gathered, shards, peers, launch, way == "direct")
             several = f"{weights} weights" if weights > 1 else ""
@@ -282,9 +283,10 @@ def _decode(arch: int) -> Iterator[Variant]:
 @functools.cache
 def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
     """What all families of kernels ship, for each architecture; for SAMPLE one variant of each kernel and dtype
-    on sm_90, and one of each kernel on the others."""
+    on sm_90, one without a bias, and one of each kernel on the others."""
     if SAMPLE in archs:
-        hopper = {(one.kernel, one.name.split(" ")[0]): one for one in reversed(all_variants((90,)))}
+        kinds = ((one.kernel, one.name.split(" ")[0], "no bias" in one.name) for one in reversed(all_variants((90,))))
+        hopper = dict(zip(kinds, reversed(all_variants((90,))), strict=True))
         others = {(one.kernel, one.arch): one for one in reversed(all_variants((80, 100)))}
         rest = tuple(arch for arch in archs if arch != SAMPLE)
         return [*hopper.values(), *others.values(), *(all_variants(rest) if rest else ())]

@@ -146,3 +146,26 @@ def test_a_missing_rank_is_named_within_the_deadline() -> None:
             name = NAMES.get(op, "matmul_all_reduce")
             assert (expired.op, expired.call, expired.rank, expired.absent) == (name, 2, rank, (1,)), str(expired)
             assert str(expired).startswith(f"{name}, call 2: rank {rank} waited for ")
+
+
+def alone(_group: Any) -> list[str]:
+    """Problems of the selftest's cases of attention on one rank: a bound that right kernels pass, and zeros do not."""
+    from fused_tp.selftest import kernels
+    from fused_tp.selftest.kernel_calls import attention_call, error_of
+
+    cpu = torch.device("cpu")
+    cases = [kernels.Case(kernels.ALONE, op, 1, BF16, ((48, 8, 8),)) for op in ("attention", "ring")]
+    rank = SimpleNamespace(rank=0, world_size=1, device=cpu, sms=5)
+    call = attention_call(rank, (48, 8, 128), BF16, 0)
+    right = [x.bfloat16() if number != 1 else x.float() for number, x in enumerate(call.reference())]
+    for number in range(len(right)):
+        assert not error_of(call, right)
+        wrong = [torch.zeros_like(x) if at == number else x for at, x in enumerate(right)]
+        assert f"result {number} are off" in error_of(call, wrong)
+    return [kernels.check(case, cpu) for case in cases]
+
+
+@pytest.mark.full
+def test_attention_in_bf16_is_as_exact_as_its_terms_are() -> None:
+    """Terms of dq that cancel leave their roundings: where rows have few keys, these are larger than dq itself."""
+    assert interpreted_ranks(1, alone) == [["", ""]]

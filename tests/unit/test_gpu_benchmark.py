@@ -122,6 +122,19 @@ def test_records_and_table_of_a_gpu() -> None:
     assert "microseconds 11.000 [10.500, 12.000] | <= 12 | yes" in " ".join(text.split())
 
 
+def test_summary_for_a_report() -> None:
+    seconds = {OURS: [1.0e-5] * 3, "copy": [2e-6] * 3}
+    times = Times(seconds, dict.fromkeys(seconds, 20), dict.fromkeys(seconds, ""), {})
+    records = records_of(case("one"), [times], 2, MACHINE, {"driver": "580.0"})
+    found = gpu.summary(records, ["two failed. AssertionError: two: fused_tp computes something else"])
+    assert found["note"].startswith("1 cases timed, 1 of 1 bars met; 1 failed: two failed. AssertionError")
+    assert found["versions"] == {"driver": "580.0"} and found["machine"]["gpu"] == MACHINE.gpu
+    ours, copy = found["records"]
+    assert ours["ms"] == pytest.approx(0.01) and "measure" not in ours
+    assert (copy["measure"], copy["value"], copy["bar"]) == ("microseconds", pytest.approx(10.0), 12.0)
+    assert gpu.summary([], [])["records"] == []
+
+
 def test_cases_have_names_of_their_own_and_fit_the_minutes() -> None:
     cases = gpu.cases(quick=False)
     names = [one.name for one in cases]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +20,20 @@ pytest.importorskip("triton")
 
 from fused_tp.cli import selftest
 from fused_tp.cli.main import main
-from fused_tp.selftest.steps import LATE, LEFT_OUT, RESULT, RIGHT, WRONG, Outcome, Step, affordable, run_steps
+from fused_tp.selftest import steps as step_module
+from fused_tp.selftest.steps import (
+    INTERRUPTED,
+    LATE,
+    LEFT_OUT,
+    RESULT,
+    RIGHT,
+    UNABLE,
+    WRONG,
+    Outcome,
+    Step,
+    affordable,
+    run_steps,
+)
 
 YES, NO = ("true",), ("false",)
 
@@ -61,6 +77,222 @@ def test_a_step_that_hangs_or_crashes_costs_itself_alone(tmp_path: Path) -> None
     written = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
     assert [one["name"] for one in written] == [one.name for one in steps]
     assert (tmp_path / "is-wrong.log").read_text() == "5 of 7\n"
+
+
+def gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def wait_for(true: Any, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+WRITES_AND_HANGS = """
+import json, os, sys, time
+open(sys.argv[1], "w").write(json.dumps({"note": "2 of 2 cases are right", "pid": os.getpid()}))
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_an_interruption_keeps_what_was_found(
+    number: int, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "_gpus", lambda: selftest.Gpus("", 90, 1, "H100"))
+    chosen = [step("first", FINDS), step("hangs", WRITES_AND_HANGS), step("never", "")]
+    monkeypatch.setattr(selftest, "steps", lambda *_: chosen)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+
+    def interrupt() -> None:
+        wait_for(lambda: (tmp_path / "hangs.json").exists() and (tmp_path / "hangs.json").read_text().endswith("}"))
+        report = json.loads((tmp_path / "selftest.json").read_text())  # a SIGKILL now would leave this
+        assert [one["name"] for one in report["steps"]] == ["first"] and report["versions"]["torch"]
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        found = main(["selftest", "--out", str(tmp_path)])
+    except SystemExit as error:
+        found = int(str(error.code))
+    thread.join()
+    assert found == status
+    report = json.loads((tmp_path / "selftest.json").read_text())
+    assert [(one["name"], one["state"]) for one in report["steps"]] == [("first", RIGHT), ("hangs", INTERRUPTED)]
+    assert report["steps"][1]["note"] == "2 of 2 cases are right" and gone(report["steps"][1]["found"]["pid"])
+
+
+def test_steps_die_with_a_selftest_that_is_killed(tmp_path: Path) -> None:
+    script = """
+import importlib.util, sys
+from pathlib import Path
+spec = importlib.util.spec_from_file_location("steps", sys.argv[1])
+steps = sys.modules["steps"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(steps)
+hangs = steps.Step("hangs", [sys.executable, "-c", sys.argv[3], steps.RESULT], 1, 60, 0, needs_gpu=False)
+list(steps.run_steps([hangs], Path(sys.argv[2]), 60, print))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, step_module.__file__, str(tmp_path), WRITES_AND_HANGS], stdout=subprocess.DEVNULL
+    )
+    result = tmp_path / "hangs.json"
+    wait_for(lambda: result.exists() and result.read_text().endswith("}"))
+    process.kill()
+    process.wait()
+    wait_for(lambda: gone(json.loads(result.read_text())["pid"]))
+
+
+def test_a_gpu_is_asked_for_no_longer_than_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what asks has left a process that holds its output."""
+    monkeypatch.setattr(step_module, "ALIVE_SECONDS", 0.5)
+    begun = time.monotonic()
+    outcomes, _ = run([step("hangs", HANGS, limit=0.5)], tmp_path, alive=("sh", "-c", "sleep 50 & sleep 50"))
+    assert outcomes[0].note.endswith("the GPU does not answer") and time.monotonic() - begun < 12
+
+
+def test_notes_of_steps(tmp_path: Path) -> None:
+    writes = "import sys; open(sys.argv[1], 'w').write('{\"note\": \"5 of 7 | right\"}'); print('right  the last'); "
+    steps = [
+        step("wrong", writes + "sys.exit(1)"),
+        step("crashes", writes + "sys.exit(9)"),
+        step("cannot", writes + f"sys.exit({UNABLE})"),
+        step("late", writes + "import time; sys.stdout.flush(); time.sleep(60)", limit=1.5),
+        Step("no program", [str(tmp_path / "none")], 0.1, 5, 0),
+        step("says much", "print('x' * 1000000); print('end')"),
+    ]
+    outcomes, _ = run(steps, tmp_path)
+    assert [one.state for one in outcomes] == [WRONG, WRONG, LEFT_OUT, LATE, WRONG, RIGHT]
+    notes = [one.note for one in outcomes]
+    assert notes[:2] == ["exit code 1: 5 of 7 | right", "exit code 9: right  the last"]
+    assert notes[2:4] == ["5 of 7 | right", "ended after 2 s: 5 of 7 | right"] and "it did not run" in notes[4]
+    assert "| wrong | wrong | 0 | exit code 1: 5 of 7 \\| right |" in step_module.table(outcomes)
+
+
+def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a GPU that torch sees and cannot use is an obstacle, not a traceback."""
+    import torch
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: unknown error\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", broken)
+    monkeypatch.setattr(torch.cuda.nccl, "version", broken)
+    (tmp_path / "selftest.json").write_text('{"steps": [1]}')
+    reads = f"print(open({str(tmp_path / 'selftest.json')!r}).read())"
+    monkeypatch.setattr(selftest, "steps", lambda *_: [step("reads", reads, gpu=False), step("on the GPU", "")])
+    assert main(["selftest", "--out", str(tmp_path)]) == 2
+    report = json.loads((tmp_path / "selftest.json").read_text())
+    assert '"steps": []' in (tmp_path / "reads.log").read_text()
+    assert report["steps"][1]["note"] == "torch finds a GPU and cannot use it (CUDA error: unknown error)"
+
+
+def test_no_step_runs_before_one_that_is_worth_more() -> None:
+    for gpus in (1, 8):
+        steps = selftest.steps(90, None, gpus, Path("out"))
+        ranks = [one.rank for one in steps]
+        assert ranks == sorted(ranks)
+        # All that must not be left out fits into the minutes that there are by default.
+        assert sum(one.least for one in steps if one.rank < 8) < 60 * selftest.MINUTES - 60 * (gpus > 1)
+
+
+def body(monkeypatch: pytest.MonkeyPatch, result: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """(exit code, what was found) of the body of a step, in this process."""
+    from fused_tp.selftest import __main__ as bodies
+
+    monkeypatch.setattr(sys, "argv", ["selftest", str(result), *arguments])
+    code = bodies.main(sys.argv[1:])
+    return code, json.loads(result.read_text())
+
+
+def test_cases_behind_one_that_raises_run_in_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from fused_tp.selftest import kernels
+
+    class Replaced(Exception):
+        pass
+
+    def execv(program: str, arguments: list[str]) -> None:
+        raise Replaced(arguments[2:])
+
+    tried: list[str] = []
+
+    def judge(case: kernels.Case, device: object) -> kernels.Verdict:
+        tried.append(case.name)
+        bad = case.op == "one_shot"
+        return kernels.Verdict("AcceleratorError: CUDA error" * bad, bad, 30.0 if bad else 1.0)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "judge", judge)
+    monkeypatch.setattr(os, "execv", execv)
+    result = tmp_path / "found.json"
+    words = ("kernels", "sums, 2 ranks")
+    with pytest.raises(Replaced) as raised:
+        body(monkeypatch, result, *words)
+    again = raised.value.args[0]
+    assert again == ["fused_tp.selftest", str(result), *words, "1"] and len(tried) == 1
+    code, found = body(monkeypatch, result, *words, "1")
+    assert code == 1 and len(set(tried)) == len(tried) == len(found["cases"]) - 1  # an op that hung is not tried again
+    assert found["cases"]["one_shot, 2 ranks, bfloat16, late"].startswith("not tried")
+    assert list(found["wrong"]) == ["one_shot, 2 ranks, bfloat16", "one_shot, 2 ranks, bfloat16, late"]
+    assert found["note"].startswith("10 of 12 cases are right; one_shot, 2 ranks, bfloat16: AcceleratorError")
+
+
+def test_an_archive_that_is_broken_or_of_another_triton_costs_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fused_tp.selftest import kernel_cache
+    from fused_tp.triton_kernels import archive
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_cache, "compile_for", lambda *_: kernel_cache.Compiled(5, 0, [], 1.0))
+    good, content = tmp_path / "good.tar.xz", os.urandom(9999)
+    with tarfile.open(good, "w:xz") as tar:
+        for name, text in (("KEY/__grp__k.json", b'["k.cubin"]'), ("KEY/k.cubin", content)):
+            info = tarfile.TarInfo(name)
+            info.size = len(text)
+            tar.addfile(info, io.BytesIO(text))
+    whole = good.read_bytes()
+    flipped = tmp_path / "flipped.tar.xz"
+    flipped.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    with pytest.raises(ValueError, match="is no archive of kernels"):
+        archive.unpack(flipped, tmp_path / "other")
+    code, found = body(monkeypatch, tmp_path / "found.json", "compile", "90", str(flipped))
+    assert code == 1 and found["kernels"] == 5 and "is no archive" in found["archive"]
+    code, found = body(monkeypatch, tmp_path / "found.json", "compile", "90", str(good))
+    assert code == 0 and found["note"].endswith(
+        "has none of them: it is of other sources, another Triton or another GPU"
+    )
+
+
+NCU = """#!/bin/sh
+case "$*" in *--metrics*) echo "==ERROR== Failed to find metric" > "$5"; exit 1;; esac
+cat > "$5" <<'END'
+==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","7","forward_kernel(int)","GPU Speed Of Light Throughput","Duration","us","12.5"
+"0","7","forward_kernel(int)","Launch Statistics","Registers Per Thread","register/thread","168"
+"0","7","forward_kernel(int)","Launch Statistics","Grid Size","","132"
+END
+"""
+
+
+def test_programs_of_the_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program"
+    program.write_text(NCU)
+    program.chmod(0o755)
+    code, found = body(monkeypatch, tmp_path / "found.json", "counters", str(program))
+    counted = {"kernel": "forward_kernel", "Duration": "12.5 us", "Registers Per Thread": "168 register/thread"}
+    assert code == 0 and found["launches"] == [counted]
+    for name, says in (("counters", "==ERROR== ERR_NVGPUCTRPERM"), ("memory", "========= Error: Device not supported")):
+        program.write_text(f"#!/bin/sh\necho '{says}'\nexit 1\n")
+        code, found = body(monkeypatch, tmp_path / "found.json", name, str(program))
+        assert code == UNABLE and "does not work here" in found["note"]
 
 
 def test_a_gpu_that_does_not_answer_is_left_alone(tmp_path: Path) -> None:
@@ -170,6 +402,49 @@ def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> No
             assert bool(problem) == (wrong and case.world > 1 and case.op == "collectives"), f"{case.name}: {problem}"
     finally:
         use_library(None)
+
+
+def test_a_result_of_an_earlier_call_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not wait finds what an earlier call of its shape has left, so repeated calls differ."""
+    import torch
+
+    from fused_tp.selftest import kernel_calls, kernels
+    from tests.native_build import cpu_device_library, use_library
+
+    gather = kernel_calls._Natives.all_gather
+    earlier: dict[Any, Any] = {}
+
+    def stale(device: Any, shard: torch.Tensor) -> torch.Tensor:
+        found = gather(device, shard)
+        return earlier.setdefault((device.rank, shard.shape), found) if device.world_size > 1 else found
+
+    use_library(cpu_device_library())
+    try:
+        case = kernels.Case("", "collectives", 2, torch.bfloat16, ((8, 16, 0), (3, 16, 0)), 3)
+        assert not kernels.check(case, torch.device("cpu"))
+        monkeypatch.setattr(kernel_calls._Natives, "all_gather", stale)
+        assert "call 2: " in kernels.check(case, torch.device("cpu"))
+    finally:
+        use_library(None)
+
+
+def test_kernels_that_are_timed_or_wait_for_copies_are_compiled_ahead() -> None:
+    """Else the minutes of the first measurement would go to the compiler."""
+    import torch
+
+    from fused_tp.selftest import kernel_cache, kernels
+
+    copied = next(case for case in kernels.CASES if case.op == "copied")
+    assert copied.compiled_ahead
+    with kernel_cache.recorded(90) as launches:
+        kernels.launch_only(kernels.one_call(copied))
+        assert [key for key in launches.keys if "all_gather_gemm_kernel" in key]
+        before = len(launches.keys)
+        runs = {run.args[0].name: run for run in kernel_cache.timed_calls(90)}  # type: ignore[attr-defined]
+        assert {name.split("/")[0] for name in runs} == {"alone", "flags", "ranks", "attention", "attention-ranks"}
+        runs["alone/bf16/4096x4096x4096"]()
+        runs["ranks/bf16/gather/W=2/2048x7168x4096"]()
+        assert len(launches.keys) > before + 2 and not torch.cuda.is_initialized()
 
 
 @pytest.mark.full

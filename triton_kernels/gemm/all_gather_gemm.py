@@ -61,16 +61,18 @@ MAX_WEIGHTS = 3
 
 
 class Weight(NamedTuple):
-    """What belongs to one weight of a launch, but for the weight itself."""
+    """What belongs to one weight of a launch, but for the weight itself, and its bias.
+
+    That may be None, and Triton 3.6 forgets other constants of a tuple with None in it, such as a stride of 1.
+    """
 
     y: Any
-    bias: Any
     n: Any
     strides: Any  # of the weight, (along N, along K)
 
 
 @triton.jit
-def multiply_shard(x, w, weight, x_row, y_row, rows, K, first, C: tl.constexpr):
+def multiply_shard(x, w, weight, bias_ptr, x_row, y_row, rows, K, first, C: tl.constexpr):
     """Rows y_row.. of y = `rows` rows of x from x_row on @ w^T (+ bias): tiles first, first + programs, ...
 
     Returns which tile of the next shard or weight this program begins with.
@@ -85,7 +87,7 @@ def multiply_shard(x, w, weight, x_row, y_row, rows, K, first, C: tl.constexpr):
         total = zeros(C.BLOCK_M, C.BLOCK_N)
         sizes = Sizes(K, (K, 1), weight.strides)
         total = add_product(total, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
-        store_result(y, total, weight.bias, tile_m, tile_n, rows, weight.n, C.SPLIT_STORE)
+        store_result(y, total, bias_ptr, tile_m, tile_n, rows, weight.n, C.SPLIT_STORE)
     return first + tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles
 
 
@@ -107,7 +109,7 @@ def fill_missing(ptr, missing, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: 
 
 @triton.jit(do_not_specialize=["rank", "rows_per_rank"])
 def all_gather_gemm_kernel(
-    x_own, x, w0, w1, w2, weights, gathered_ptr,
+    x_own, x, w0, w1, w2, b0, b1, b2, weights, gathered_ptr,
     M, K, rows_per_rank,
     ws, come, rank, WORLD: tl.constexpr,
     DIRECT: tl.constexpr, LAST: tl.constexpr,
@@ -115,9 +117,10 @@ def all_gather_gemm_kernel(
 ):  # fmt: skip
     """x_own [rows of this rank, K] and x [M, K] are in one piece each; DIRECT has no x, and copied shards have no ws.
 
-    With TMA they and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}.
+    With TMA they and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i} its
+    bias or None.
     """
-    operands = (w0, w1, w2)
+    operands, biases = (w0, w1, w2), (b0, b1, b2)
     ELEMENT: tl.constexpr = weights[0].y.dtype.element_ty
     WEIGHTS: tl.constexpr = len(weights)
     first = tl.program_id(0)
@@ -126,7 +129,7 @@ def all_gather_gemm_kernel(
     if C.TMA:
         # A descriptor cannot be chosen while the kernel runs, so these tiles have a loop of their own.
         for i in tl.static_range(WEIGHTS):
-            first = multiply_shard(x_own, operands[i], weights[i], 0, own_row, own_rows, K, first, C)
+            first = multiply_shard(x_own, operands[i], weights[i], biases[i], 0, own_row, own_rows, K, first, C)
 
     one = tl.cast(1, tl.int64)
     taken = one << tl.cast(rank, tl.int64)  # bit s: rank s's rows have been multiplied, or are being
@@ -165,7 +168,7 @@ def all_gather_gemm_kernel(
             if DIRECT and gathered_ptr is not None:
                 copy_rows(x_rows, (K, 1), gathered_ptr + wide_row * K, rows, K, True)
             for i in tl.static_range(WEIGHTS):
-                first = multiply_shard(x_rows, operands[i], weights[i], x_row, row, rows, K, first, C)
+                first = multiply_shard(x_rows, operands[i], weights[i], biases[i], x_row, row, rows, K, first, C)
             position += 1
         # Behind the tiles, so that nothing of it takes registers there.
         if missing != 0:
@@ -350,8 +353,9 @@ def matmul_launch(
         for name, t in operands.items():
             block = (config.block_n if name.startswith("w") else config.block_m, config.block_k)
             arguments[name] = None if t is None else descriptor(t, block)
+    arguments |= {f"b{i}": used[i][2] if i < len(used) else None for i in range(MAX_WEIGHTS)}
     arguments |= {
-        "weights": tuple(Weight(y, bias, weight.shape[0], weight.stride()) for weight, y, bias in used),
+        "weights": tuple(Weight(y, weight.shape[0], weight.stride()) for weight, y, _ in used),
         "gathered_ptr": kept if direct else None,
         "M": shards.rows,
         "K": shards.k,
