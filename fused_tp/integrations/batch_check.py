@@ -81,7 +81,7 @@ class BatchCheck:
 
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         self.meshes = tuple(meshes)
-        self.calls = {True: 0, False: 0}  # by model.training: in eval mode ranks may sample their own tokens
+        self.calls = {True: 0, False: 0}  # counted by mode: in eval mode ranks may sample their own tokens
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_suspended():

@@ -50,7 +50,7 @@ _NUMBERS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
 ROUNDING_FACTOR = 4.0  # times the rounding error measured on this model, where the bound by dtype is smaller
 LARGEST_BOUND = 0.7  # above that, a wrong output, off by about its own size, would pass
-_OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # of fp32 matmuls
+_OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # precision of fp32 matmuls
 
 
 class _TooLongError(Exception):
@@ -266,7 +266,7 @@ class _CutRun:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True if `error` was raised by this folder, whose messages address the caller; those of ops describe tensors."""
+    """True if `error` was raised in this folder, whose messages address the caller; those of ops describe tensors."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,7 +1,7 @@
 """Replacements for torch's tensor parallel styles that overlap the collective with the matmul.
 
 Drop-in for `torch.distributed.tensor.parallel`: same keywords, same defaults, same parameters (DTensors), same outputs
-and gradients; a plan for `parallelize_module` may mix both kinds. Only the linear layers run differently:
+and gradients; a plan for `parallelize_module` may mix both kinds. Linear layers run differently:
 
 | style               | input_layouts | output_layouts | torch                         | here                     |
 |---------------------|---------------|----------------|-------------------------------|--------------------------|

@@ -353,7 +353,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("layers.*.mlp", "rowwise", "fc2"),
         joins="norm",
         cuts_head=True,
-        shares_cache=False,  # its cache drops old tokens, but its masks do not
+        shares_cache=False,  # its cache drops old tokens, its masks keep them
     ),
     "mpt": Family(
         _each("blocks.*.attn", "packed_colwise_3", "Wqkv")

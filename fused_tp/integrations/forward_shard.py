@@ -145,7 +145,7 @@ def unsharded() -> LayerState:
     return UNSHARDED
 
 
-_MOST_REMEMBERED = 4096  # changes of state; a graph lives through a few of them at most
+_MOST_REMEMBERED = 4096  # changes of state; the lifetime of a graph spans only a few
 
 
 class StateHistory:
@@ -161,7 +161,7 @@ class StateHistory:
     """
 
     def __init__(self) -> None:
-        self._thread: int | None = None  # of the forward passes
+        self._thread: int | None = None  # thread of the forward passes
         self._starts: list[int] = []
         self._states: list[LayerState] = []
 

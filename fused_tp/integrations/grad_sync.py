@@ -60,11 +60,11 @@ class GradientSync:
 
     def __init__(self, mesh: DeviceMesh, *, mean: bool = False) -> None:
         self.mesh, self.mean = mesh, mean
-        self._partly_used: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
+        self._partly_used: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
         self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
         self._summed: list[str] = []  # names of the other parameters that this backward has reached
         self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
-        self._watched: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
+        self._watched: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
         # True if gradients stay on this rank for now; the ones that stayed; True if the next backward sums them.
         self.deferring, self._deferred, self._owes = False, set[int](), False
         self.is_off = False
@@ -114,7 +114,7 @@ class GradientSync:
                 ]:
                     del hooks[key]
                 parameter._backward_hooks = hooks
-            # By id: module.to() swaps no tensor that has weak references.
+            # Bound by id, not by weak reference: module.to() does not swap tensors that have weak references.
             hook = self._take_shares if is_dealt(parameter, self.mesh) else self._sum
             parameter.register_hook(partial(hook, name, id(parameter)))
             if hook == self._sum:

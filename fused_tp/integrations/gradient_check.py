@@ -53,7 +53,7 @@ class GradientCheck:
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         self.calls += bool(outputs)
         if outputs and is_due(self.calls):
-            self._queued = False  # also after a backward that raised
+            self._queued = False  # a backward that raised leaves it True
             for t in outputs:
                 t.register_hook(partial(self._queue, model))
 

@@ -34,7 +34,7 @@ class ContextLayer:
     supports_early_init = False
 
     def __init__(self, mesh: DeviceMesh, window: int | None) -> None:
-        super().__init__()  # of transformers' class
+        super().__init__()  # __init__ of transformers' class
         self.window = window  # of the replaced layer, which would drop all tokens before it
         self.is_initialized = False
         self.cache = ContextKVCache(mesh, block=BLOCK)
