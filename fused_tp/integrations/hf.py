@@ -650,8 +650,8 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
     `makes_cache`: transformers would collect keys and values, requested or by default.
 
     Raises:
-        ValueError: rows hold different documents, two descriptions disagree, or only positions describe documents in a
-            call in which transformers would not read them as documents.
+        ValueError: rows hold different documents, two descriptions disagree, `seq_idx` alone describes documents, or
+            positions alone do in a call in which transformers would not read them as documents.
     """
     bounds = _from_bounds({name: arguments.pop(name, None) for name in BOUNDS}, seq_len)
     numbers = arguments.pop(NUMBERS, None)
