@@ -1,1 +1,1 @@
-"""Bridges to libraries that people already use; each module imports its library when it is used, not before."""
+"""Adapters for third-party libraries. Each module imports its library on first use, not at import time."""

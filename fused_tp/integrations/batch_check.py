@@ -1,7 +1,7 @@
-"""Check that the ranks of one model are given the same batch, at its first calls and periodically after.
+"""Check that all ranks of a model receive the same batch, in its first calls and periodically after.
 
-Tensor and context parallel ranks compute one forward pass together. Ranks that are given different tokens (by a data
-loader that deals samples out to them, most often) train on a mixture of samples that nobody meant, and nothing fails.
+Tensor and context parallel ranks compute one forward pass together. Ranks with different tokens (usually because the
+data loader distributes samples over them) train on an unintended mixture of samples, and nothing fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _suspended = threading.local()
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """A context for forward passes of this thread that no check counts."""
+    """Context manager: checks ignore the forward passes of this thread."""
     _suspended.now = True
     try:
         yield
@@ -35,14 +35,14 @@ def suspended() -> Iterator[None]:
 
 
 def is_suspended() -> bool:
-    """True where no check counts: in `suspended`, and in a program that torch.compile traces."""
+    """True inside `suspended`, and while torch.compile traces: no check counts the call."""
     return torch.compiler.is_compiling() or getattr(_suspended, "now", False)
 
 
 def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any]:
-    """Gather `mine` of each rank of the product of `meshes`, in one order on all of them. A collective call.
+    """Gather `mine` from every rank of the product of `meshes`, in the same order on all ranks. A collective call.
 
-    It asks over one mesh after the other, and the second time for what the first has found: all come to one answer.
+    Each mesh in turn exchanges the lists that the mesh before it gathered, so all ranks obtain the same list.
     """
     found = [mine]
     for mesh in meshes:
@@ -51,7 +51,7 @@ def of_all_ranks(meshes: Sequence[DeviceMesh], what: str, mine: Any) -> list[Any
 
 
 def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Comparable descriptions of an argument, by name. Tensors in lists and dicts have names of their own."""
+    """Yield (name, comparable description) for an argument, with one name per tensor in nested lists and dicts."""
     if isinstance(value, Tensor):
         numbers = value.layout == torch.strided and not (value.is_nested or value.is_meta or value.is_quantized)
         if numbers and not (value.is_floating_point() or value.is_complex()):
@@ -69,19 +69,19 @@ def _described(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class BatchCheck:
-    """A forward pre-hook that compares integers and booleans among the arguments over the ranks of `meshes`: those in
-    tensors and lists, also in nested ones.
+    """Forward pre-hook that compares the integers and booleans among the arguments over the ranks of `meshes`, in
+    tensors and lists, nested ones included.
 
-    Embeddings and other numbers are left out, which ranks may compute with other last bits. Not under torch.compile and
-    not while a CUDA graph is captured, which nothing may interrupt.
+    Floating-point values (embeddings) are skipped, because ranks may compute them with different rounding. The check
+    does not run under torch.compile or during CUDA graph capture, which it must not interrupt.
 
     Raises:
-        RankMismatchError: on all ranks; names the arguments that differ and how to feed equal batches.
+        RankMismatchError: on all ranks; names the arguments that differ and explains how to feed equal batches.
     """
 
     def __init__(self, meshes: Sequence[DeviceMesh]) -> None:
         self.meshes = tuple(meshes)
-        self.calls = {True: 0, False: 0}  # in training mode and not, where ranks may sample their own tokens
+        self.calls = {True: 0, False: 0}  # counted by mode: in eval mode ranks may sample their own tokens
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_suspended():

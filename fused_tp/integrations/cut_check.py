@@ -1,18 +1,18 @@
-"""Comparison of a cut model with the whole one: both compute a few pseudo-random tokens, without gradients.
+"""Compare a sharded model with the whole one: both run on a few pseudo-random tokens, without gradients.
 
 | when | what happens |
 |---|---|
-| before the cut | parameters that hold one number (norms at 1, biases at 0) get noise, which shows wrong use |
-| | the whole model runs, and outputs of all its modules are recorded: in the mode that it is in, or in eval mode |
-| | where it draws random numbers (dropout, noise), which a rank with a part of the tokens draws otherwise |
-| | the ranks agree whether all have these; if not, nothing is compared, and a log line says why |
-| after the cut | the cut model runs on the same tokens, in the same mode; the ranks exchange the error of its output |
-| | in 16 bit, where that is above the bound of the dtype: it runs with rounding errors added, which may explain it |
-| | the parameters get their number back |
-| | if the error is above what rounding explains, all ranks raise, and name the first module |
+| before sharding | constant parameters (norms at 1, biases at 0) get noise, so that their wrong use shows |
+| | the whole model runs in its current mode, and the outputs of all its modules are recorded; if it draws random |
+| | numbers, which differ on a rank with a part of the tokens, it runs without dropout, or in eval mode instead |
+| | the ranks agree whether all have outputs; if not, nothing is compared and a log line gives the reason |
+| after sharding | the sharded model runs on the same tokens, in the same mode; ranks exchange its output error |
+| | 16-bit models above the bound of their dtype run again with rounding errors added, which may explain the error |
+| | the parameters get their constant back |
+| | if the error exceeds the bound and rounding does not explain it, all ranks raise and name the first module |
 
-Modes, random states, buffers and the whole model's attributes are as before. A forward pass of few tokens shows neither
-gradients nor caches, nor windows longer than itself.
+The comparison restores modes, random states, buffers and attributes of the whole model. It does not cover gradients,
+caches, or windows longer than its few tokens.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from fused_tp.integrations.outputs import tensors_in
 from fused_tp.integrations.undisturbed import Mode, undisturbed
 from fused_tp.runtime.errors import FusedTPError
 
-SECONDS = 2.0  # of the whole model; the cut one takes about as long
-_LARGE = 32_000_000  # parameters from which the batch is one row of fewer tokens, so that it costs little of the cut
+SECONDS = 2.0  # limit for the whole model; the sharded one takes about as long
+_LARGE = 32_000_000  # parameters; above that, the batch is one short row, which keeps the comparison cheap
 _NOISE = 0.1
 _IDS: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
 _NUMBERS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-# Of the error of a token's output, relative to its norm. Parts of models in fp64 compute in fp32.
+# Bounds of a token's output error, relative to its norm. Parts of fp64 models compute in fp32.
 BOUNDS = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 0.04}
-ROUNDING_FACTOR = 4.0  # times what rounding does to this very model, where the bound by dtype is smaller
-LARGEST_BOUND = 0.7  # a bound above which a wrong output, off by about its own size, would pass
-_OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # what torch makes of fp32
+ROUNDING_FACTOR = 4.0  # times the rounding error measured on this model, where the bound by dtype is smaller
+LARGEST_BOUND = 0.7  # above that, a wrong output, off by about its own size, would pass
+_OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # precision of fp32 matmuls
 
 
 class _TooLongError(Exception):
@@ -59,13 +59,13 @@ class _TooLongError(Exception):
 
 @dataclass
 class Compared:
-    """The cut model, and the outcome of `compared`.
+    """The sharded model, and the outcome of `compared`.
 
     Attributes:
-        cut: has its parameters by name; the model itself, or the pipeline that it was made into.
-        modules: of this rank, each with names as in the whole model.
-        run: takes keyword arguments of forward and gives its output, or None on ranks that do not have it.
-        right: it computes what the whole one does; False where they were not compared.
+        cut: owner of the parameters by name: the model itself, or the pipeline built from it.
+        modules: modules of this rank, each with names as in the whole model.
+        run: takes keyword arguments of forward and returns its output, or None on ranks that do not have it.
+        right: True if it computes the same as the whole model; False also if they were not compared.
     """
 
     cut: Any
@@ -75,7 +75,7 @@ class Compared:
 
 
 def check_verify(verify: object) -> None:
-    """Raises ValueError for what `compared` does not take."""
+    """Raise ValueError if `compared` does not accept `verify`."""
     if not (isinstance(verify, (bool, Mapping)) or verify == "auto"):
         raise ValueError(f"verify is {verify!r}; it must be 'auto', True, False or a dict of forward's arguments.")
 
@@ -90,16 +90,16 @@ def compared(
     cp: DeviceMesh | None,
     rows: int = 1,
 ) -> Iterator[Compared]:
-    """A context in which `model` is cut, and at whose end it is compared with the whole one.
+    """Context manager in which the caller shards `model`; on exit the result is compared with the whole model.
 
     Args:
         verify: see `parallelize`.
-        meshes: of one dim each, whose ranks share the model.
-        tp, cp: those of them that cut features and tokens.
-        rows: the pseudo-random batch has a multiple of it.
+        meshes: one-dim meshes whose ranks share the model.
+        tp, cp: the meshes among them that shard features and tokens.
+        rows: the number of rows of the pseudo-random batch is a multiple of it.
 
     Raises:
-        ValueError: on all ranks: the models differ; or they cannot be compared, and `verify` is no "auto".
+        ValueError: on all ranks: the models differ, or they cannot be compared and `verify` is not "auto".
     """
     outcome = Compared(model, [model], lambda arguments: model(**arguments))
     if verify is False or not meshes:
@@ -125,7 +125,7 @@ def compared(
         if refusals := [one[1] for one in ranks if one[1]]:
             _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}", meshes)
             return
-        # Of all ranks, which come to one answer even if their processors round differently.
+        # The maximum over ranks: all take the same decision even if their processors round differently.
         error, bound = max(one[0] for one in ranks), BOUNDS.get(whole.dtype, BOUNDS[torch.bfloat16])
         if bound < error < float("inf") and whole.dtype.itemsize < 4:
             rounding = max(of_all_ranks(meshes, "rounding errors of the cut model", run.error_of_rounding()))
@@ -173,7 +173,7 @@ def _leave_out(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -> Non
 
 
 def _obstacle(model: nn.Module) -> str:
-    """Why `model` cannot run by itself; empty: it may."""
+    """Return the reason why `model` cannot run by itself, or an empty string."""
     for name, t in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(t) or t.is_meta:
             return f"{name!r} has no values yet (meta device)"
@@ -188,12 +188,12 @@ class _Whole:
     """Outputs of the whole model.
 
     Attributes:
-        recording: of all modules; "" is the model.
-        arguments: keywords of its forward.
-        rows, tokens: of a pseudo-random batch, and of each of its rows; 0 of a given one.
-        dtype: in which it computes.
-        mode: in which both models run.
-        routed: tokens choose experts in so few bits that some choose others in the cut model.
+        recording: outputs of all modules; "" is the model.
+        arguments: keyword arguments of its forward.
+        rows, tokens: rows of a pseudo-random batch, and tokens of each row; `tokens` is 0 for a given batch.
+        dtype: dtype in which it computes.
+        mode: mode in which both models run.
+        routed: routers compute in so few bits that some tokens choose other experts in the sharded model.
     """
 
     recording: Recording
@@ -209,17 +209,17 @@ class _Whole:
         return f"{self.rows} rows of {self.tokens} pseudo-random tokens" if self.tokens else "the given batch"
 
     def error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-        """Error of the token whose output differs most; of the median token if tokens are `routed`."""
-        count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
+        """Largest error of a token's output; the median token's error if tokens are `routed`."""
+        count = len(expected) if len(found) == len(expected) else 1  # else optional outputs follow the first
         errors = [token_errors(*pair) for pair in zip(found[:count], expected, strict=False)]
         return max((float(one.median() if self.routed else one.max()) for one in errors if one.numel()), default=0.0)
 
 
 class _CutRun:
-    """The cut model on the whole one's batch; all its methods are collective calls but `first_difference`.
+    """Runs the sharded model on the whole one's batch. All methods but `first_difference` are collective calls.
 
     Attributes:
-        error: of its output; 0.0 on ranks that do not have it.
+        error: error of its output; 0.0 on ranks that do not have the output.
     """
 
     def __init__(self, whole: _Whole, outcome: Compared, tp: DeviceMesh | None, cp: DeviceMesh | None) -> None:
@@ -230,7 +230,7 @@ class _CutRun:
         self.error = 0.0
 
     def run(self) -> str:
-        """Run it. Returns why it refuses the batch; empty: it does not."""
+        """Run the sharded model. Return its reason for refusing the batch, or an empty string."""
         modules = self._outcome.modules
         try:
             with self._comparison.watching(modules):
@@ -248,14 +248,14 @@ class _CutRun:
         return ""
 
     def error_of_rounding(self) -> float:
-        """The same error between two runs, of which one has rounding errors added."""
+        """Error of a run with rounding errors added, relative to the run without."""
         with ExitStack() as stack:
             for module in self._outcome.modules:
                 stack.enter_context(rounding_errors(module, self._whole.dtype))
             return self._whole.error(self._outputs(), self._found)
 
     def first_difference(self, bound: float) -> tuple[str, str] | None:
-        """(Name, class) of the first module whose output differs by more than `bound`, if one's does."""
+        """(Name, class) of the first module whose output differs by more than `bound`; None if there is none."""
         name = first_difference(self._comparison.differences()[0], bound)[0]
         kinds = {at: type(module).__name__ for one in self._outcome.modules for at, module in one.named_modules()}
         return (name, kinds[name]) if name else None
@@ -266,7 +266,7 @@ class _CutRun:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True if a line of these modules has raised it, as a sentence for the caller: those of ops speak of tensors."""
+    """True if `error` was raised in this folder, whose messages address the caller; those of ops describe tensors."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -289,7 +289,7 @@ def token_errors(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple[_Whole | None, str]:
-    """Its outputs, or why there are none."""
+    """Run the whole model. Return its outputs, or None and the reason."""
     kind, given = type(model).__name__, isinstance(verify, Mapping)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
     dtype = dtype_of(model)
@@ -333,10 +333,10 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 @contextmanager
 def rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A context in which innermost modules return what another rounding may give, and hand it on in backward."""
+    """Context manager: innermost modules add a rounding error of `dtype` to their outputs and gradients."""
 
     def other(t: Tensor) -> Tensor:
-        # The same for tensors of one shape: ranks that hold the same values must go on doing so.
+        # The same error for all tensors of a shape, so that replicated values stay equal on all ranks.
         generator = torch.Generator().manual_seed(2)
         off = 1 + torch.finfo(dtype).eps * (torch.rand(t.shape, generator=generator, **_NUMBERS) - 0.5)
         return (t * off.to(t.device)).to(t.dtype)
@@ -359,7 +359,7 @@ def rounding_errors(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
-    """Keyword arguments that `model` may take, the likely ones first."""
+    """Yield keyword arguments that `model` may accept, the likely ones first."""
     names = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(0)
 
@@ -374,7 +374,7 @@ def _batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any
         config: Any = model.config
         text = config.get_text_config(decoder=True)
         named = [value for one in (config, text) for name, value in vars(one).items() if "token" in name]
-        # Of ends of texts a config may have a list.
+        # A config may list several end-of-text tokens.
         special = [i for value in named for i in (value if isinstance(value, (list, tuple)) else [value])]
         vocabulary = getattr(text, "vocab_size", 0)
         batch: dict[str, Any] = {}
@@ -411,7 +411,7 @@ def _batches(model: nn.Module, rows: int, tokens: int) -> Iterator[dict[str, Any
 
 def _on_device(arguments: Mapping[str, Any], models: Sequence[nn.Module]) -> dict[str, Any]:
     device = next(p.device for model in models for p in model.parameters())
-    # Copies, as models write into arguments.
+    # Copies, because models write into arguments.
     moved: dict[str, Any] = tree_map(lambda t: t.to(device, copy=True) if isinstance(t, Tensor) else t, dict(arguments))
     return moved
 
@@ -421,7 +421,7 @@ def _on_device(arguments: Mapping[str, Any], models: Sequence[nn.Module]) -> dic
 
 @contextmanager
 def _noise(model: nn.Module, outcome: Compared) -> Iterator[None]:
-    """A context in which parameters that hold one number have noise around it."""
+    """Context manager that adds noise to constant parameters, and restores their constant on exit."""
     generator = torch.Generator().manual_seed(1)
     held: dict[str, tuple[nn.Parameter, Tensor]] = {}
     with torch.no_grad():
@@ -438,14 +438,14 @@ def _noise(model: nn.Module, outcome: Compared) -> Iterator[None]:
         with torch.no_grad():
             for name, (parameter, number) in held.items():
                 for one in {id(one): one for one in (parameter, cut.get(name)) if one is not None}.values():
-                    one.fill_(number.item())  # the caller may hold the whole one
+                    one.fill_(number.item())  # also the whole parameter, which the caller may hold
 
 
 def _one_number(parameter: Tensor) -> Tensor | None:
-    """The number that all elements of a plain tensor are; None: they are not, or it has one alone."""
+    """The value that all elements of a plain tensor share; None if they differ or there is only one element."""
     plain = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ and parameter.layout == torch.strided
     if not plain or not parameter.is_floating_point() or parameter.numel() < 2 or parameter.is_inference():
         return None
     first = parameter.detach()[(0,) * parameter.ndim]
-    edge = parameter.detach()[(0,) * (parameter.ndim - 1)]  # most are told apart by few
+    edge = parameter.detach()[(0,) * (parameter.ndim - 1)]  # a few elements rule out most tensors
     return first.clone() if bool((edge == first).all()) and bool((parameter == first).all()) else None

@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO around models that `parallelize` has made, and its AutoTP with the collectives run with the matmuls.
+"""DeepSpeed's ZeRO around models that `parallelize` has made, and fused collectives for its AutoTP.
 
-ZeRO shards flat buffers of plain tensors, so the model has plain parameters. What DeepSpeed asks of ranks:
+ZeRO shards flat buffers of plain tensors, so the model needs plain parameters. Groups that DeepSpeed asks for:
 
 | DeepSpeed's name                                     | ranks     | for                                              |
 |------------------------------------------------------|-----------|--------------------------------------------------|
@@ -8,8 +8,9 @@ ZeRO shards flat buffers of plain tensors, so the model has plain parameters. Wh
 | data parallel: size, rank                            | dp        | size of batches, samplers                        |
 | data parallel: group; sequence data parallel         | dp x cp   | mean of gradients, shards of ZeRO                |
 
-A context parallel rank has its tokens' share of the gradient times their number of ranks (grad_sync=False), of which
-the mean over dp x cp is the gradient. So DeepSpeed is told of no sequence parallel ranks: it would take their sum.
+With grad_sync=False, each context parallel rank holds its tokens' share of the gradient, multiplied by the number of
+these ranks. The mean over dp x cp is then the gradient. DeepSpeed would sum over sequence parallel ranks, so the mpu
+reports none.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 
 
 class MeshMPU:
-    """What `deepspeed.initialize(mpu=...)` asks for groups of ranks, by the dims of a mesh.
+    """`mpu` for `deepspeed.initialize`: provides the groups of ranks from the dims of a mesh.
 
     Args:
-        mesh: as `make_mesh` makes it. Dims other than `tp_dim` and `cp_dim` are data parallel.
+        mesh: mesh from `make_mesh`. Dims other than `tp_dim` and `cp_dim` are data parallel.
         tp_dim, cp_dim: as in `parallelize`.
 
     Raises:
-        ValueError: a mesh with pipeline stages, or with experts on ranks of their own.
+        ValueError: the mesh has pipeline stages, or expert parallel ranks.
 
     Example:
         >>> mesh = fused_tp.make_mesh(dp_shard=4, cp=2, tp=8)
@@ -66,7 +67,7 @@ class MeshMPU:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        return self._sharding  # over which ZeRO 3 cuts parameters; ZeRO 1 and 2 ask for the sequence data parallel one
+        return self._sharding  # ZeRO 3 shards over this group; ZeRO 1 and 2 ask for the sequence data parallel one
 
     def get_data_parallel_rank(self) -> int:
         return dist.get_rank(self._dp)
@@ -88,25 +89,25 @@ class MeshMPU:
 
 
 def _group(mesh: DeviceMesh, dims: tuple[str, ...]) -> ProcessGroup:
-    """Of this rank and those that differ from it along `dims` only."""
+    """Group of this rank and all ranks that differ from it only along `dims`."""
     if not dims:
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return (mesh[dims[0]] if len(dims) == 1 else mesh[dims]._flatten("_".join(dims))).get_group()
 
 
 def use() -> None:
-    """Has the linear layers that AutoTP makes run their collectives together with their matmuls, from now on.
+    """Overlap the collectives of AutoTP's linear layers with their matmuls, from now on.
 
-    For `{"tensor_parallel": {"autotp_size": W}}` in DeepSpeed's config, which stays as it is; so do parameters,
-    checkpoints and what else is DeepSpeed's. All models of this process that AutoTP has cut or will cut have it. Its
-    LinearAllreduce becomes `matmul_all_reduce`, and its LinearLayer `column_parallel_matmul`, whose all-reduce in
-    backward runs with the weight gradient.
+    Use it with `{"tensor_parallel": {"autotp_size": W}}` in DeepSpeed's config. Config, parameters and checkpoints stay
+    as they are. It applies to every model of this process that AutoTP has sharded or will shard. LinearAllreduce runs
+    `matmul_all_reduce`, and LinearLayer `column_parallel_matmul`, whose all-reduce in backward overlaps the weight
+    gradient.
 
-    DeepSpeed's own forward runs where a weight is quantized, where a layer was left whole, and under DeepCompile, which
-    puts collectives in by itself. Calling it again changes nothing.
+    DeepSpeed's own forward still runs for quantized weights, for layers that are not sharded, and under DeepCompile,
+    which inserts collectives itself. Calling `use` again changes nothing.
 
     Raises:
-        ImportError: DeepSpeed is not installed, or has no such layers.
+        ImportError: DeepSpeed is not installed, or does not have these layers.
 
     Example:
         >>> fused_tp.integrations.deepspeed.use()

@@ -1,7 +1,7 @@
-"""torch's own tensor parallel styles, with the collective run together with the matmul.
+"""Replacements for torch's tensor parallel styles that overlap the collective with the matmul.
 
-Drop-in for `torch.distributed.tensor.parallel`: same names of keywords, same defaults, same parameters (DTensors), same
-outputs and gradients; a plan for `parallelize_module` may mix both kinds. What is different is how a linear layer runs:
+Drop-in for `torch.distributed.tensor.parallel`: same keywords, same defaults, same parameters (DTensors), same outputs
+and gradients; a plan for `parallelize_module` may mix both kinds. Linear layers run differently:
 
 | style               | input_layouts | output_layouts | torch                         | here                     |
 |---------------------|---------------|----------------|-------------------------------|--------------------------|
@@ -10,10 +10,10 @@ outputs and gradients; a plan for `parallelize_module` may mix both kinds. What 
 | FusedRowwise        | Shard(-1)     | Replicate      | matmul, then all-reduce       | matmul_all_reduce        |
 | FusedRowwise        | Shard(-1)     | Shard(seq)     | matmul, then reduce-scatter   | matmul_reduce_scatter    |
 
-Other layouts are brought to one of these by DTensor's redistribute. Where a column-wise layer reads a DTensor that is
-Replicate(), as behind PrepareModuleInput, it leaves the sum of the gradient to DTensor, as torch does: all that read it
-share one, and it is a reduce-scatter where the DTensor was gathered. A module keeps its identity and its hooks: its
-class becomes a subclass of what it was, with another forward.
+DTensor's redistribute converts other layouts to one of these. If the input of a column-wise layer is a Replicate()
+DTensor, as after PrepareModuleInput, the layer leaves the sum of the gradient to DTensor, as torch does: all readers of
+that DTensor share one sum, which is a reduce-scatter if the DTensor was gathered. A module keeps its identity and its
+hooks: its class becomes a subclass of its previous class, with another forward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fused_tp.nn.single_device_writes import write_as_one_process
 
 
 class _FusedStyle(ParallelStyle):
-    """What both styles of linear layers and embeddings share. `become`: the entry of `MODULES` that they apply."""
+    """Base of both styles of linear layers and embeddings. `become` selects the entry of `MODULES` to apply."""
 
     become: str
     input_layouts: tuple[Placement]
@@ -61,7 +61,7 @@ class _FusedStyle(ParallelStyle):
             )
         given: dict[str, Any] = {"input_layouts": input_layouts, "output_layouts": output_layouts}
         given["use_local_output"] = use_local_output
-        super().__init__(**given)  # of torch's style, which has the defaults
+        super().__init__(**given)  # of torch's style, which fills in the defaults
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
@@ -78,17 +78,17 @@ class _FusedStyle(ParallelStyle):
 
 
 class FusedColwiseParallel(_FusedStyle, ColwiseParallel):
-    """`ColwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
+    """`ColwiseParallel` for nn.Linear and nn.Embedding that overlaps the collective with the matmul.
 
     Args:
-        input_layouts: placement of the module's input where that is a plain tensor, default Replicate(). Shard(d) of a
-            dim before the last (the sequence) is gathered while the matmul runs.
+        input_layouts: placement of the module's input if it is a plain tensor, default Replicate(). Shard(d) of a dim
+            before the last (the sequence) is gathered while the matmul runs.
         output_layouts: placement of the output, default Shard(-1).
         use_local_output: return a torch.Tensor instead of a DTensor.
 
     Raises:
-        TypeError: another kind of module, or a layout that is no Placement.
-        ValueError: a subclass with a forward of its own, parameters that are DTensors already, a partial output layout.
+        TypeError: the module is of another kind, or a layout is not a Placement.
+        ValueError: a subclass overrides forward, parameters are already DTensors, or the output layout is partial.
 
     Example:
         >>> plan = {"up": FusedColwiseParallel(), "down": FusedRowwiseParallel()}
@@ -99,11 +99,11 @@ class FusedColwiseParallel(_FusedStyle, ColwiseParallel):
 
 
 class FusedRowwiseParallel(_FusedStyle, RowwiseParallel):
-    """`RowwiseParallel` for nn.Linear and nn.Embedding, with the collective run together with the matmul.
+    """`RowwiseParallel` for nn.Linear and nn.Embedding that overlaps the collective with the matmul.
 
     Args:
-        input_layouts: placement of the module's input where that is a plain tensor, default Shard(-1), the features
-            that a column-wise layer leaves. As in torch it must be given for an embedding whose ids are Replicate().
+        input_layouts: placement of the module's input if it is a plain tensor, default Shard(-1), the features that a
+            column-wise layer returns. As in torch, an embedding whose ids are Replicate() needs it explicitly.
         output_layouts: placement of the output, default Replicate(). Shard(d) of a dim before the last (the sequence)
             is reduce-scattered while the matmul runs.
         use_local_output: return a torch.Tensor instead of a DTensor.
@@ -119,17 +119,17 @@ class FusedRowwiseParallel(_FusedStyle, RowwiseParallel):
 class FusedSequenceParallel(SequenceParallel):
     """`SequenceParallel` for norms and dropout: the module runs on this rank's part of the sequence, as plain tensors.
 
-    torch runs each step of the norm as DTensor operations; here it runs at once on the local part, and the gradients of
-    its (replicated) parameters are summed over the ranks inside the backward: they are Replicate() DTensors. Those that
-    torch's style leaves are Partial(), of this rank's tokens, which an optimizer over DTensors sums in its step.
+    torch runs each step of the norm as DTensor operations; here the norm runs directly on the local part. Its backward
+    sums the gradients of the (replicated) parameters over the ranks, so they are Replicate() DTensors. torch's style
+    leaves Partial() gradients of this rank's tokens, which an optimizer over DTensors sums in its step.
 
     Args:
-        sequence_dim: of the input, default 1.
+        sequence_dim: sequence dim of the input, default 1.
         use_local_output: return a torch.Tensor instead of a DTensor, default False as in torch.
 
     Raises:
-        ValueError: a module with submodules.
-        TypeError: parameters that are DTensors already; an input that is no Tensor.
+        ValueError: the module has submodules.
+        TypeError: parameters are already DTensors, or the input is not a Tensor.
 
     Example:
         >>> parallelize_module(block, mesh["tp"], {"norm": FusedSequenceParallel(use_local_output=True)})
@@ -146,7 +146,7 @@ class FusedSequenceParallel(SequenceParallel):
             if isinstance(x, DTensor):
                 whole = x.shape
                 x = x.redistribute(placements=[sharding]).to_local()
-                # The parts may differ in length, which only x knew. The view is no tensor that another DTensor holds.
+                # Parts may differ in length, so record the shape of x; on a view, as no other DTensor holds it.
                 x = x.view_as(x)
                 cast(Any, x)._fused_tp_whole = whole
             return (x, *inputs[1:])
@@ -165,11 +165,11 @@ class FusedSequenceParallel(SequenceParallel):
         return module
 
 
-# ---- what the modules become ----------------------------------------------------------------------------------------
+# ---- classes of styled modules --------------------------------------------------------------------------------------
 
 
 class _Styled(nn.Module):
-    """Mixed into the class of a module that a style was applied to."""
+    """Mixin for the class of a module that a style was applied to."""
 
     _style: _FusedStyle
     _style_mesh: DeviceMesh
@@ -178,8 +178,8 @@ class _Styled(nn.Module):
         return _positive(x.placements[0] if isinstance(x, DTensor) else self._style.input_layouts[0], x.ndim)
 
     def _take(self, x: Tensor, wanted: Placement, grad: Placement | None = None) -> Tensor:
-        """This rank's part of the input in the layout `wanted`. A DTensor is told that its gradient has the layout
-        `grad`, default the same."""
+        """Return this rank's part of the input in the layout `wanted`. A DTensor's gradient has the layout `grad`,
+        default `wanted`."""
         if self._layout_of(x) != wanted:
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, self._style_mesh, self._style.input_layouts, run_check=False)
@@ -187,7 +187,7 @@ class _Styled(nn.Module):
         return x.to_local(grad_placements=[grad or wanted]) if isinstance(x, DTensor) else x
 
     def _give(self, y: Tensor, layout: Placement, shape: tuple[int, ...]) -> Tensor:
-        """y, this rank's part in `layout` of an output of global `shape`, as the style's user wants it."""
+        """Convert y, this rank's part in `layout` of an output of global `shape`, to the style's output layout."""
         wanted = _positive(self._style.output_layouts[0], y.ndim)
         if layout == wanted and self._style.use_local_output:
             return y
@@ -197,7 +197,7 @@ class _Styled(nn.Module):
         return out.to_local() if self._style.use_local_output else out
 
     def _give_sum(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
-        """The output of global `shape` that `sums` adds up over ranks, or scatters along one of its first `dims`."""
+        """Output of global `shape` that `sums` reduces over ranks, or reduce-scatters along one of its first `dims`."""
         dim = _cut_dim(_positive(self._style.output_layouts[0], len(shape)), dims)
         return self._give(sums(dim), Replicate() if dim is None else Shard(dim), shape)
 
@@ -213,7 +213,7 @@ class _ColumnLinear(_Styled):
         layout = self._layout_of(x)
         dim = _cut_dim(layout, x.ndim - 1)
         if dim is None and (isinstance(x, DTensor) or layout != Replicate()):
-            # DTensor sums the gradient: once for all layers that read x, and by a reduce-scatter where x was gathered.
+            # DTensor sums the gradient: once for all layers that read x, and by reduce-scatter if x was gathered.
             x = self._take(x, Replicate(), grad=Partial())
             check_width(x, linear.in_features, "in_features")
             y = F.linear(x, weight, bias)
@@ -257,7 +257,7 @@ class _RowEmbedding(_Styled):
         return self._give_sum(partial(sums, self._style_mesh), (*ids.shape, embedding.embedding_dim), ids.ndim + 1)
 
 
-# How a style cuts the parameters of a kind of module, and the forward that the module gets.
+# By style and kind of module: the placements of its parameters, and the class with its forward.
 MODULES: dict[tuple[str, type[nn.Module]], tuple[dict[str, Placement], type[_Styled]]] = {
     ("column", nn.Linear): ({"weight": Shard(0), "bias": Shard(0)}, _ColumnLinear),
     ("column", nn.Embedding): ({"weight": Shard(1)}, _ColumnEmbedding),
@@ -303,5 +303,5 @@ def _positive(layout: Placement, ndim: int) -> Placement:
 
 
 def _cut_dim(layout: Placement, dims: int) -> int | None:
-    """The dim, one of the first `dims`, that `layout` cuts and the op itself gathers or scatters."""
+    """The dim of `layout` that the op itself gathers or scatters: one of the first `dims`, else None."""
     return layout.dim if isinstance(layout, Shard) and layout.dim < dims else None

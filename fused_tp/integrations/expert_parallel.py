@@ -1,11 +1,11 @@
-"""Experts dealt out over ranks: which modules, and how rows come to their experts and back.
+"""Expert parallelism: the ranks that hold the experts of a module, and the exchange of rows with them.
 
 | ranks of `ep_dim`                    | forward                                       | gradients of experts     |
 |--------------------------------------|-----------------------------------------------|--------------------------|
-| tensor parallel ones, of same tokens | each runs its experts; outputs are summed     | complete                 |
-| others, whose tokens differ          | rows to their experts by all-to-all, and back | of all ranks' tokens     |
+| tensor parallel, same tokens         | each runs its experts; outputs are summed     | complete                 |
+| others, different tokens             | all-to-all of rows to their experts, and back | over all ranks' tokens   |
 
-Where other gradients are averaged over these ranks, those of experts are divided by their number.
+If other gradients are averaged over these ranks, those of experts are divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fused_tp.runtime.group import GroupLike
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """Which ranks have which part of the experts of a module.
+    """Placement of the experts of a module on ranks.
 
     Attributes:
-        parts: the ranks that hold parts of the same experts; one where experts are whole.
-        dealt: those over which experts are dealt out, or None. The same as `parts` where these have the same tokens.
-        grad_factor: of the gradients of parameters.
+        parts: ranks that each hold a part of the same experts; this rank alone if it holds experts whole.
+        dealt: ranks over which experts are distributed, or None. `parts` itself if these ranks have the same tokens.
+        grad_factor: factor of the gradients of parameters.
     """
 
     parts: GroupLike
@@ -40,11 +40,11 @@ class ExpertRanks:
 
     @property
     def exchange(self) -> bool:
-        """Whether the ranks of `dealt` have tokens of their own, which go to the experts."""
+        """True if the ranks of `dealt` have different tokens, which they exchange."""
         return self.dealt is not None and self.dealt is not self.parts
 
     def own(self, experts: int) -> range:
-        """This rank's experts of so many."""
+        """Indices of this rank's experts, out of `experts`."""
         if self.dealt is None:
             return range(experts)
         each = experts // self.dealt.size()
@@ -53,14 +53,14 @@ class ExpertRanks:
 
 @dataclass(frozen=True)
 class Dealing:
-    """What `parallelize` deals out.
+    """Distribution of experts that `parallelize` was asked for.
 
     Attributes:
-        names: of the modules of experts.
-        mesh: over whose ranks.
-        tp_mesh: that of tensor parallel ranks, which is `mesh` itself where experts are dealt out over them, or None.
-        parameter_mesh: of both dims, where there are both.
-        grad_factor: of the gradients of their parameters.
+        names: names of the modules of experts.
+        mesh: mesh of the ranks that experts are distributed over.
+        tp_mesh: tensor parallel mesh, or None. It is `mesh` itself if experts are distributed over its ranks.
+        parameter_mesh: mesh of both dims, if there are both.
+        grad_factor: factor of the gradients of the experts' parameters.
     """
 
     names: frozenset[str]
@@ -70,7 +70,7 @@ class Dealing:
     grad_factor: float
 
     def ranks(self, *, cut: bool) -> ExpertRanks:
-        """Of experts that tensor parallel ranks hold parts of (`cut`), or whole."""
+        """Placement of experts that tensor parallel ranks shard (`cut`), or hold whole."""
         if self.mesh is self.tp_mesh:
             return ExpertRanks(self.mesh, self.mesh)
         parts = self.tp_mesh if cut and self.tp_mesh is not None else self._one_rank
@@ -78,55 +78,55 @@ class Dealing:
 
     @cached_property
     def _one_rank(self) -> DeviceMesh:
-        """Of this rank alone; a mesh, which can be copied with the model."""
+        """Mesh of this rank alone. Unlike a process group, a mesh can be copied with the model."""
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return DeviceMesh.from_group(group, self.mesh.device_type, mesh_dim_names=("experts",))
 
 
 class Exchange:
-    """Rows sorted by expert, of all experts, to the ranks that have these, and what is made of them back.
+    """Exchange of rows, sorted by expert, with the ranks that hold the experts: sends rows and returns the outputs.
 
     Args:
-        counts: int64 [experts], how many rows each expert has of this rank.
-        ranks: which exchange.
+        counts: int64 [experts], number of this rank's rows per expert.
+        ranks: placement of the experts.
 
     Attributes:
-        chosen: of each row received, sorted by expert, its expert, counted from the first of this rank's.
+        chosen: expert of each received row, ascending, counted from this rank's first expert.
     """
 
     def __init__(self, counts: Tensor, ranks: ExpertRanks) -> None:
         mesh = ranks.dealt
         assert mesh is not None
         self._mesh, self._factor = mesh, ranks.grad_factor
-        with torch.no_grad():  # as float64, which ranks can gather: exact up to 2^53 rows
+        with torch.no_grad():  # all_gather takes float64, which is exact up to 2^53 rows
             every = all_gather(counts.double()[None], 0, group=mesh).long()
         own = ranks.own(len(counts))
         from_each = every[:, own.start : own.stop]
         self._send: list[int] = every[mesh.get_local_rank()].view(mesh.size(), -1).sum(1).tolist()
         self._receive: list[int] = from_each.sum(1).tolist()
-        # Rows come rank by rank, those of each sorted by expert.
+        # Rows arrive grouped by rank, and sorted by expert within each rank.
         numbers = torch.arange(len(own), device=counts.device).repeat(mesh.size())
         arrived = numbers.repeat_interleave(from_each.reshape(-1), output_size=sum(self._receive))
         self.chosen, self._order = arrived.sort(stable=True)
 
     def bring(self, rows: Tensor) -> Tensor:
-        """The rows that all ranks have for this rank's experts, sorted by expert."""
+        """Send `rows` to their experts. Return the rows of all ranks for this rank's experts, sorted by expert."""
         received = exchange_rows(rows, self._send, self._receive, group=self._mesh)
-        # The factor of all that is computed until `take_back`, and of nothing before.
+        # Undoes the factor of `take_back`: only gradients computed between the two calls are scaled.
         return scale_gradient(received.index_select(0, self._order), 1 / self._factor)
 
     def take_back(self, rows: Tensor) -> Tensor:
-        """What the experts have made of this rank's rows, in the order in which it had them."""
+        """Return the experts' outputs for this rank's rows, in the order of the rows passed to `bring`."""
         made = scale_gradient(rows, self._factor).index_select(0, self._order.argsort())
         return exchange_rows(made, self._receive, self._send, group=self._mesh)
 
 
 def check_dealt(name: str, experts: nn.Module, ranks: int, served: bool) -> None:
-    """Refuse experts that cannot be dealt out.
+    """Refuse experts that cannot be distributed.
 
     Raises:
-        ValueError: their number is no multiple of the ranks; code or modules of their own; parameters that are not one
-            for each expert.
+        ValueError: their number is not a multiple of `ranks`; they run by their own code or contain modules with
+            parameters; or parameters do not have one entry per expert.
     """
     of_each = {key: len(p) if p.ndim else 0 for key, p in experts.named_parameters(recurse=False)}
     inside = [key for key, child in experts.named_children() if next(child.parameters(), None) is not None]
@@ -153,5 +153,5 @@ def check_dealt(name: str, experts: nn.Module, ranks: int, served: bool) -> None
 
 
 def offsets_to_counts(offsets: Tensor) -> Tensor:
-    """int64 [experts], of where the rows of each expert end."""
+    """Convert the end offsets of each expert's rows to counts, int64 [experts]."""
     return offsets.long().diff(prepend=offsets.new_zeros(1).long())

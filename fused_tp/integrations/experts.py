@@ -1,29 +1,29 @@
 """Experts of transformers models over ranks: grouped matmuls with their communication.
 
-transformers looks up by name what runs the experts of a layer (`ExpertsInterface`). Rows, one for each token and expert
-that it is routed to, are sorted by expert. Of ranks that hold parts of the same experts (tensor parallel):
+transformers looks up the function that runs the experts of a layer by name (`ExpertsInterface`). There is one row per
+pair of a token and an expert that the token is routed to, sorted by expert. Tensor parallel ranks shard each expert:
 
 | step                    | forward                               | backward                                |
 |-------------------------|---------------------------------------|-----------------------------------------|
 | gate_up_proj, columns   | local                                 | sum over ranks of the gradient of x     |
-| gate                    | of this rank's gates and ups          | local                                   |
-| down_proj, rows         | added up by token and over ranks      | local                                   |
+| gate                    | local, on this rank's columns         | local                                   |
+| down_proj, rows         | sum per token and over ranks          | local                                   |
 | routing weights         | factors of the rows                   | sum over ranks                          |
 | bias of down_proj       | routing weights @ bias, after the sum | local                                   |
 
-With sequence parallelism the block around the experts, with its router, runs on this rank's part of each sequence,
-where `whole_blocks` knows that it can:
+With sequence parallelism the block around the experts, router included, runs on this rank's part of each sequence if
+`whole_blocks` knows that it can:
 
 | step                    | forward                               | backward                                |
 |-------------------------|---------------------------------------|-----------------------------------------|
-| routing                 | gathered                              | of weights: reduce-scatter              |
-| gate_up_proj, columns   | x is gathered                         | reduce-scatter of the gradient of x     |
-| gate                    | of this rank's gates and ups          | local                                   |
-| down_proj, rows         | added up by token; reduce-scatter     | gathered                                |
+| routing                 | all-gather                            | reduce-scatter of the weights' gradient |
+| gate_up_proj, columns   | all-gather of x                       | reduce-scatter of the gradient of x     |
+| gate                    | local, on this rank's columns         | local                                   |
+| down_proj, rows         | sum per token; reduce-scatter         | all-gather                              |
 | bias of down_proj       | own routing weights @ bias            | sum over ranks                          |
 
-Where experts are dealt out over ranks of other tokens, rows travel before the first of these steps and after the last;
-routing weights stay at home. See `expert_parallel`.
+If experts are distributed over ranks with different tokens, rows are exchanged before the first of these steps and
+after the last; routing weights stay on their rank. See `expert_parallel`.
 """
 
 from __future__ import annotations
@@ -52,25 +52,24 @@ _STATE_NOW = "_fused_tp_state_now"
 
 
 def takes_routing(experts: Any) -> bool:
-    """Whether transformers looks up what runs these experts, which is told of each token's experts and weights."""
+    """True if transformers looks up the function that runs these experts; it receives the routing of each token."""
     return hasattr(experts, "is_transposed") and hasattr(experts, "_apply_gate")
 
 
 def run_grouped(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
-    """Have experts that take routing run over `ranks`, of which each has its part, on the tokens that `state_now` says
-    a rank has."""
+    """Make experts that take routing run over `ranks`, which shard them. `state_now` describes the tokens of a rank."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
     setattr(experts, _RANKS, ranks)
     setattr(experts, _STATE_NOW, state_now)
-    experts.config = copy.copy(experts.config)  # which layers share that run as they did
+    experts.config = copy.copy(experts.config)  # a copy, since other layers that share the config run as before
     experts.config._experts_implementation = NAME
 
 
 def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The output [tokens, hidden] for `hidden_states` [tokens, hidden], routed by `top_k_index` and `top_k_weights`
-    [tokens, top_k]; these are the same on ranks that hold parts of the same experts, or this rank's part of them."""
+    """Return the output [tokens, hidden] for `hidden_states` [tokens, hidden], routed by `top_k_index` and
+    `top_k_weights` [tokens, top_k]. Ranks that shard the same experts all pass the same tokens, or each its part."""
     ranks: ExpertRanks = getattr(experts, _RANKS)
     cast = not torch.is_autocast_enabled(hidden_states.device.type)
     x = hidden_states.to(experts.down_proj.dtype) if cast else hidden_states
@@ -116,8 +115,8 @@ def _by_sum(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, we
 def _routing_of_all(
     top_k_index: Tensor, weights: Tensor, shape: tuple[int, int], group: GroupLike
 ) -> tuple[Tensor, Tensor]:
-    """The experts and weights of the tokens [batch, length] of all ranks, by one message: numbers of experts are exact
-    in float32. Backward sums the gradients of the weights over the ranks, each of which has that of its part."""
+    """Gather the experts and weights of all ranks' tokens [batch, length] in one message: expert indices are exact in
+    float32. Backward sums the gradients of the weights over the ranks and returns this rank's part."""
     dtype = torch.promote_types(weights.dtype, torch.float32)
     own = torch.cat([top_k_index.to(dtype), weights.to(dtype)], 1).unflatten(0, (shape[0], -1))
     index, scale = all_gather(own, 1, group=group, gather_size=shape[1]).flatten(0, 1).chunk(2, 1)
@@ -130,7 +129,7 @@ def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tenso
     all_rows = route(chosen, order // weights.shape[-1], len(experts.down_proj) * ranks.dealt.size())
     exchange = Exchange(offsets_to_counts(all_rows.offsets), ranks)
     rows = exchange.bring(all_rows.rows_of(x))
-    each = torch.arange(len(rows), device=rows.device)  # of these rows each is a token of its own
+    each = torch.arange(len(rows), device=rows.device)  # each of these rows counts as a token of its own
     routing = route(exchange.chosen, each, len(experts.down_proj))
     up = partial(column_parallel_grouped_matmul, group=ranks.parts)
     h = _gated(experts, up, rows, routing, exchange.chosen)
@@ -142,7 +141,7 @@ def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tenso
 
 
 def _gated(experts: Any, multiply: Callable[..., Tensor], x: Tensor, routing: Routing, chosen: Tensor) -> Tensor:
-    """What goes into down_proj, a row for each row of `routing`, whose experts are `chosen`; `multiply` is the op of
+    """Input of down_proj, one row per row of `routing`, with the rows' experts `chosen`. `multiply` is the op of
     gate_up_proj."""
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     up = getattr(experts, name)
@@ -160,21 +159,21 @@ def _down(experts: Any) -> Tensor:
 
 
 def route(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
-    """The rows of `tokens`, whose experts `chosen` are sorted."""
-    # Not by bincount, for which a GPU would have to be waited for.
+    """Routing of rows with the given `tokens` and sorted experts `chosen`."""
+    # Not bincount, which would synchronize with the GPU.
     ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device, dtype=chosen.dtype), right=True)
     return Routing(tokens, ends.int())
 
 
-# ---- experts that are given rows ------------------------------------------------------------------------------------
+# ---- experts with precomputed rows ----------------------------------------------------------------------------------
 #
-# Llama 4 gives each expert a row of every token, scaled by its score, all rows of one expert after those of another.
+# Llama 4 passes every token to each expert as a row scaled by its score, with the rows sorted by expert.
 
 
 def deal_rows(experts: nn.Module, ranks: ExpertRanks, *, sums_output: Any, shares_input: Any) -> None:
-    """Hook experts that are given rows [experts * tokens, hidden] to run this rank's experts by the model's own code.
+    """Hook experts with input rows [experts * tokens, hidden]: the model's own code runs this rank's experts only.
 
-    `shares_input` and `sums_output` are the hooks of ranks that hold parts of the same experts.
+    `shares_input` and `sums_output` are the hooks for ranks that shard the same experts.
     """
     setattr(experts, _RANKS, ranks)
     experts.register_forward_pre_hook(_bring_rows)
@@ -190,7 +189,7 @@ def _bring_rows(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not ranks.exchange:
         return (scatter(x, 0, group=ranks.dealt),)
     assert ranks.dealt is not None
-    count = next(experts.parameters()).shape[0]  # DTensors say how many there are in all
+    count = next(experts.parameters()).shape[0]  # a DTensor's shape counts the experts of all ranks
     experts._fused_tp_exchange = Exchange(
         torch.full((count,), len(x) // count, dtype=torch.int64, device=x.device), ranks
     )

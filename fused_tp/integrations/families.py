@@ -1,14 +1,14 @@
-"""What is known of families of transformers models: plans where transformers has none, or a wrong one.
+"""Facts about families of transformers models, and plans where transformers has none or a wrong one.
 
-A family needs an entry here only where its configuration class has no `base_model_tp_plan` that is right. To add one:
+A family needs an entry only if its configuration class has no correct `base_model_tp_plan`. To add one:
 
-1. `plan`: names in the base model, `*` for one part, to styles (see `fused_tp.integrations.plan.STYLES`). "" is the
-   base model itself. None takes an entry of transformers' plan out.
-2. `counts`: attributes of attention modules by which their forward shapes what the projections return, such as
-   `view(batch, seq, self.num_heads, self.head_dim)`. On a rank they count its own heads.
-3. `attention`: where its modules attend by code of their own, what takes its place over context parallel ranks.
-4. `python -m tests.integrations.sweep --out DIR my_model_type` compares every gradient; docs/reference/models.md says
-   how the table of model types is made of that.
+1. `plan`: map names in the base model, with `*` for one part, to styles (see `fused_tp.integrations.plan.STYLES`). ""
+   is the base model itself. None removes an entry of transformers' plan.
+2. `counts`: list the attributes of attention modules that their forward uses to reshape projections, as in
+   `view(batch, seq, self.num_heads, self.head_dim)`. On a rank they count only its own heads.
+3. `attention`: if its modules compute attention by their own code, the replacement over context parallel ranks.
+4. Run `python -m tests.integrations.sweep --out DIR my_model_type`, which compares every gradient.
+   docs/reference/models.md explains how the table of model types is made from the result.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from fused_tp.integrations.own_attention import OwnAttention
 
 @dataclass(frozen=True)
 class Family:
-    """Of one model type.
+    """Properties of one model type. Names of modules are names in the base model.
 
     Attributes:
-        plan: styles by names in the base model.
-        counts: attributes, by names of modules in the base model, of which a rank has its share.
-        per_head: arguments of modules that hold something for each head, of which a rank's module gets its heads': the
-            dims [heads] or [batch * heads] of tensors, by names of arguments, by names of modules in the base model.
-        unread: parameters in the base model that no forward reads by itself, though its source does, under an option
-            that is off.
-        embeds: modules without parameters that make something for each token of the whole sequence, of its positions.
-        before: modules in front of the layers that see the whole sequence where a rank has a part of it, because the
-            base model puts what they make together with something else that is made of all tokens.
-        splits: arguments of layers that hold all tokens after that, of which a rank takes its own.
-        parts: arguments of blocks that run on the whole sequence (`whole_blocks`) that hold a part of it, beside the
+        plan: styles by names of modules and parameters.
+        counts: attributes that are divided by the number of ranks, by names of modules.
+        per_head: the dim [heads] or [batch * heads] of arguments that hold one entry per head, by names of modules and
+            of arguments; a rank's module receives the entries of its heads.
+        unread: parameters that the forward's source reads, but only under an option that is off.
+        embeds: modules without parameters that return one entry per token of the whole sequence, from its positions.
+        before: modules in front of the layers that run on the whole sequence under sequence parallelism, because the
+            base model combines their output with another tensor of all tokens.
+        splits: arguments of layers that hold all tokens for this reason, and are then sharded, by names of modules.
+        parts: arguments of blocks on the whole sequence (`whole_blocks`) that hold a part of it, in addition to the
             first argument, which always does. All may hold the tokens of all rows in one dim.
-        joins: the last module of layers, after which the base model takes its input's shape for that of hidden states.
-            Where a rank has a part of the sequence the output of that module is gathered, and the rest sees all of it.
-        cuts_head: the output layer is cut by vocabulary, and the embedding with it where they are tied; False: it stays
-            whole. None: as transformers' plan has it.
-        flattens: it gives layers [batch * seq, hidden] instead of [batch, seq, hidden].
-        eager_sequences: it computes attention by itself and not by the function that its config names. Its eager one
-            is known to see the whole sequence where projections and transformers' masks do (sequence_parallel); or it
-            has none, but a state, in blocks that run on the whole sequence.
-        needs_tokens: its own code between layers does not run on no tokens at all.
-        attention: that it computes by itself, as far as other code can take its place (context parallel ranks).
-        names_attention: it computes attention by the function that its config names, though transformers does not say
-            so of it (`_supports_attention_backend`).
-        positions_of_mask: it counts the tokens that the attention mask shows, and gives padding the position -1.
-        length_of_mask: it reads the length of the sequence off the attention mask, or else off the embeddings.
-        shares_cache: in generation each context parallel rank can hold a part of the key/value cache. Not where
-            attention is given other keys than the cache has, or runs by code whose place none of ours takes.
-        expert_rows: its experts are given a row of each token for each of them, expert after expert.
+        joins: the last module of the layers, after which the base model gives hidden states the shape of its input.
+            Under sequence parallelism its output is gathered, and all later modules run on the whole sequence.
+        cuts_head: True if the output layer is sharded by vocabulary, with a tied embedding; False if it stays whole;
+            None to follow transformers' plan.
+        flattens: the base model passes layers [batch * seq, hidden] instead of [batch, seq, hidden].
+        eager_sequences: it computes attention by its own code, not by the function that its config names. Under
+            sequence parallelism its eager code is known to see the whole sequence, as projections and transformers'
+            masks do; or it has no attention but a state, in blocks that run on the whole sequence.
+        needs_tokens: its own code between layers fails on zero tokens.
+        attention: replacement for its own attention code over context parallel ranks, if there is one.
+        names_attention: it calls the attention function that its config names, although transformers does not declare
+            this (`_supports_attention_backend`).
+        positions_of_mask: it derives positions by counting the tokens that the attention mask shows; padding gets -1.
+        length_of_mask: it reads the sequence length from the attention mask, or from the embeddings without one.
+        shares_cache: in generation each context parallel rank can hold a part of the key/value cache. False if
+            attention receives other keys than the cache holds, or runs by code that we do not replace.
+        expert_rows: its experts receive one row per pair of expert and token, sorted by expert.
     """
 
     plan: Mapping[str, str | None] = field(default_factory=dict)
@@ -94,7 +93,7 @@ _GATED = ("down_proj", "gate_proj", "up_proj")
 _GATED_MLP = _each("layers.*.mlp", "colwise", "gate_proj", "up_proj") | _each("layers.*.mlp", "rowwise", "down_proj")
 _PACKED_MLP = _each("layers.*.mlp", "packed_colwise", "gate_up_proj") | _each("layers.*.mlp", "rowwise", "down_proj")
 _LLAMA = _attention("layers.*.self_attn") | _GATED_MLP
-_FC = _attention("layers.*.self_attn", "out_proj") | _pair("layers.*", "fc1", "fc2")  # after fairseq
+_FC = _attention("layers.*.self_attn", "out_proj") | _pair("layers.*", "fc1", "fc2")  # names from fairseq
 
 _GPT2_MLP = _pair("h.*.mlp", "c_fc", "c_proj")
 _GPT2 = _each("h.*.attn", "packed_colwise_3", "c_attn") | _each("h.*.attn", "rowwise", "c_proj") | _GPT2_MLP
@@ -102,7 +101,7 @@ _BLOOM_MLP = _pair("h.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
 
 
 def _gathered(parent: str, out: str, *leaves: str) -> dict[str, str | None]:
-    """Layers around what needs all features: a norm of them, or a state whose weights no style cuts."""
+    """Layers around code that needs all features: a norm over them, or a state whose weights no style shards."""
     return _each(parent, "colwise_gather_output", *leaves) | _each(parent, "rowwise_split_input", out)
 
 
@@ -150,12 +149,12 @@ def _gpt_bigcode(config: Any) -> Family:
 def _gemma4(config: Any) -> Family:
     if not config.get_text_config().hidden_size_per_layer_input:
         return Family(unread=("language_model.embed_tokens.weight",))
-    return Family({"language_model.embed_tokens": None}, cuts_head=False)  # it reads a row of what both share
+    return Family({"language_model.embed_tokens": None}, cuts_head=False)  # it reads a row of the tied weight
 
 
 def _mllama(text: str) -> Family:
     attentions = (f"{text}.layers.*.self_attn", f"{text}.layers.*.cross_attn")
-    plan = _LLAMA | _attention("layers.*.cross_attn") | {"layers.*": "replicate"}  # whose gates follow the blocks
+    plan = _LLAMA | _attention("layers.*.cross_attn") | {"layers.*": "replicate"}  # its gates scale block outputs
     plan |= _each("layers.*.cross_attn", "replicated_with_grad_allreduce", "q_norm", "k_norm")
     return Family(
         {f"{text}.{name}": style for name, style in plan.items()},
@@ -186,12 +185,12 @@ def _openai_gpt(config: Any) -> Family:
         cuts_head=True,
         eager_sequences=True,
         attention=OwnAttention("Attention", own_attention.openai_gpt, "_attn", "attn_dropout"),
-        shares_cache=False,  # it takes none
+        shares_cache=False,  # it has no cache
     )
 
 
 def _gemma3n(config: Any) -> Family:
-    # What a sparse layer keeps depends on the mean and the deviation of all features of the gate.
+    # A sparse layer selects by the mean and standard deviation over all features of the gate.
     sparse = [f"layers.{n}.mlp" for n, share in enumerate(config.activation_sparsity_pattern) if share > 0]
     return Family({name: style for mlp in sparse for name, style in _gathered(mlp, *_GATED).items()})
 
@@ -212,11 +211,11 @@ def _zamba2(config: Any) -> Family:
     )
 
 
-# Two thirds of a mixer: its convolution and scan run whole on every rank, and a kernel for all of it reads the weights
-# of its other layers.
+# Shards two thirds of a mixer. Its convolution and scan run whole on every rank, since a kernel for the entire mixer
+# reads the weights of its other layers.
 _MAMBA = Family({"layers.*.mixer.in_proj": "colwise_gather_output"}, cuts_head=True, eager_sequences=True)
 
-_STREAMS = _each("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}  # of hidden states
+_STREAMS = _each("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}  # streams of hidden states
 
 FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "biogpt": Family(_FC, cuts_head=True, names_attention=True),
@@ -227,7 +226,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     ),
     "bloom": _bloom,
     "codegen": Family(
-        # Rows of q, k and v lie in four blocks, each with all three of some heads.
+        # The rows of q, k and v form four blocks, each with q, k and v of some heads.
         _each("h.*.attn", "packed_colwise_12", "qkv_proj")
         | _each("h.*.attn", "packed_rowwise_4", "out_proj")
         | _pair("h.*.mlp", "fc_in", "fc_out"),
@@ -257,9 +256,9 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         cuts_head=True,
     ),
     "deepseek_v4": Family(_STREAMS, needs_tokens=True),
-    # Its attention pairs heads of the first half with heads of the second, which a rank's part would tear apart.
+    # Its attention pairs heads of the first half with heads of the second; sharding would separate them.
     "diffllama": Family(_GATED_MLP, shares_cache=False),
-    # Its attention makes a mask for each head of the values of all heads; its router reads tokens in pairs.
+    # Its attention computes a mask for each head from the values of all heads; its router reads tokens in pairs.
     "doge": Family(
         _each("layers.*.self_attn", None, "q_proj", "k_proj", "v_proj", "dt_proj", "o_proj")
         | _each("layers.*.mlp", None, "router_gate", "down_embed", "up_embed")
@@ -276,7 +275,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         splits={"layers.0": ("hidden_states",), "layers.*": ("per_layer_input",)},
         parts={"layers.*.experts": ("top_k_index", "top_k_weights")},
     ),
-    **dict.fromkeys(("glm", "glm4", "phi3"), Family(_PACKED_MLP)),  # gathered in transformers' plan
+    **dict.fromkeys(("glm", "glm4", "phi3"), Family(_PACKED_MLP)),  # transformers' plan gathers their outputs
     "gpt2": Family(_GPT2, {"h.*.attn": ("num_heads", "split_size")}, joins="ln_f", cuts_head=True),
     "gpt_bigcode": _gpt_bigcode,
     "gpt_neo": Family(
@@ -289,7 +288,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "gpt_neox_japanese": Family(
         _pair("layers.*.attention", "query_key_value", "dense")
         | _pair("layers.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
-        | {"layers.*.attention": "replicate"},  # with a bias that is added outside of it
+        | {"layers.*.attention": "replicate"},  # its bias is added outside of it
         {"layers.*.attention": ("num_attention_heads",)},
         cuts_head=True,
         eager_sequences=True,
@@ -301,7 +300,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             "layers.*.self_attn": "local_params",
             "layers.*.self_attn.sinks": "colwise",
             "layers.*.mlp.experts": "moe_tp_experts",
-            # [experts, in, out], where gate and up take turns.
+            # [experts, in, out], with gate and up interleaved.
             **_each("layers.*.mlp.experts", "rowwise", "gate_up_proj", "gate_up_proj_bias"),
             "layers.*.mlp.experts.down_proj": "colwise",
         }
@@ -319,7 +318,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "hy_v4": Family(_STREAMS),
     "inkling2_text": Family(
         {
-            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",  # its own tears gates from ups
+            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",  # transformers' plan separates gates from ups
             **_each("layers.*", "replicate", "attention_input", "mlp_input"),
             "final_input": "replicate",
         },
@@ -329,9 +328,9 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "inkling_text": Family(
         {
             "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-            "layers.*.mlp.shared_experts": "moe_tp_experts",  # of which each token goes to all
-            **_each("layers.*", "replicate", "mlp"),  # a dense one scales what it has summed
-            "embed_tokens": "replicate",  # with a norm in it
+            "layers.*.mlp.shared_experts": "moe_tp_experts",  # every token is routed to all of them
+            **_each("layers.*", "replicate", "mlp"),  # a dense MLP scales its sum
+            "embed_tokens": "replicate",  # contains a norm
         },
         cuts_head=True,
     ),
@@ -354,7 +353,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("layers.*.mlp", "rowwise", "fc2"),
         joins="norm",
         cuts_head=True,
-        shares_cache=False,  # which forgets, and its masks do not
+        shares_cache=False,  # its cache drops old tokens, its masks keep them
     ),
     "mpt": Family(
         _each("blocks.*.attn", "packed_colwise_3", "Wqkv")
@@ -411,7 +410,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         eager_sequences=True,
         attention=OwnAttention("XGLMAttention", own_attention.xglm, dropout="dropout"),
     ),
-    "xlstm": Family(  # layers of one name each, or fused
+    "xlstm": Family(  # separate or fused layers, by its config
         _gathered("blocks.*.mlstm_layer", "out_proj", "q", "k", "v", "ogate_preact", "qkv_opreact")
         | _each("blocks.*.ffn", "colwise", "proj_up_gate", "proj_up")
         | _each("blocks.*.ffn", "packed_colwise", "proj_up_gate_z")
@@ -439,11 +438,11 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
 
 
 def is_known(config: Any) -> bool:
-    """Whether models of that config have an entry."""
+    """True if there is an entry for the model type of `config`."""
     return getattr(config, "model_type", "") in FAMILIES
 
 
 def family_of(config: Any) -> Family:
-    """What is known of models of that config; an empty entry where nothing is."""
+    """Return the entry for the model type of `config`, or an empty one."""
     known = FAMILIES.get(getattr(config, "model_type", ""), Family())
     return known if isinstance(known, Family) else known(config)

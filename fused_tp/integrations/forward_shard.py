@@ -1,4 +1,4 @@
-"""Sharding state of the forward passes of a parallel model, and which of them runs."""
+"""Sharding state of the forward passes of a parallel model, and the stack of running ones."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fused_tp.ops.ulysses_attention import attention_of_heads_over
 
 @dataclass(frozen=True)
 class CpContext:
-    """The ranks that one forward pass attends over, and what of the whole sequence each of them holds.
+    """Context parallel ranks that one forward pass attends over, and the layout of the sequence on them.
 
     Attributes:
-        padded: the caller's mask had padding (on the right). Only causal attention may do without the mask then.
-        documents: where the packed documents of each row begin, and the end: (0, ..., seq_len); () for one document.
-        tp_rank: of this rank among those that share the heads.
-        ulysses: the ranks of `mesh` that share heads out among them, and those that then pass keys on; None for a ring
-            of all.
-        last_position: the greatest of the whole sequence, where the model asks for it.
+        padded: True if the caller's mask had padding (on the right). Then only causal attention works without the mask.
+        documents: starts of the packed documents of each row, and the end: (0, ..., seq_len); () for one document.
+        tp_rank: index of this rank among the tensor parallel ranks that share the heads.
+        ulysses: the ranks of `mesh` that exchange heads, and those that pass keys around a ring; None for one ring of
+            all ranks.
+        last_position: the greatest position of the whole sequence, if the model asks for it.
     """
 
     mesh: DeviceMesh
@@ -39,8 +39,8 @@ class CpContext:
 
     @property
     def layout(self) -> str:
-        """Causal attention costs all ranks the same: each holds an early and a late piece of one document, or its share
-        of the work of many."""
+        """Layout with equal cost of causal attention on all ranks: each holds an early and a late piece of one
+        document, or an equal share of the work of several documents."""
         return "balanced" if self.documents else "zigzag"
 
     @property
@@ -52,23 +52,23 @@ class CpContext:
         return {"group": self.mesh, "layout": self.layout, "cu_seqlens": self.cu_seqlens}
 
     def positions(self, device: torch.device) -> Tensor:
-        """Indices in the whole sequence of this rank's tokens."""
+        """Indices of this rank's tokens in the whole sequence."""
         return sequence_positions(self.seq_len, device=device, **self._where)
 
     def shard(self, t: Tensor, dim: int) -> Tensor:
-        """This rank's tokens of `t`."""
+        """Return the part of `t` along `dim` that belongs to this rank's tokens."""
         return shard_sequence(t, dim, **self._where)
 
     def unshard(self, t: Tensor, dim: int) -> Tensor:
-        """The whole of what `shard` cut."""
+        """Gather the tensor that `shard` divided."""
         return unshard_sequence(t, dim, seq_len=self.seq_len, **self._where)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, heads_sharded: bool, **keywords: Any) -> Tensor:
         """Attention of this rank's tokens over all tokens, with keywords of `ring_attention`.
 
-        q, v and the result: [batch, heads, seq, head_dim]. `heads_sharded`: the TP ranks hold different heads. Dropout,
-        which is drawn by head, then differs between them also where their random numbers are the same; and it must not
-        where all hold all heads.
+        q, v and the result: [batch, heads, seq, head_dim]. `heads_sharded`: the TP ranks hold different heads. Dropout
+        is drawn by head: it then differs between these ranks even with equal random states. If all ranks hold all
+        heads, it must not differ.
         """
         _count_attention()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -83,18 +83,18 @@ class CpContext:
 
 @dataclass(frozen=True)
 class ForwardShard:
-    """A forward pass on a part of the sequence.
+    """Shard of the sequence that one forward pass runs on.
 
     Attributes:
-        batch: rows.
-        seq_len: tokens of the whole sequence.
-        local_len: of these on this CP rank, over all its TP ranks.
-        cp: set where the sequence is sharded over the context parallel ranks.
-        targets: this rank's target tokens [batch, seq], already shifted; set where the loss is ours to compute.
-        target_count: how many targets count over all ranks, or the caller's num_items_in_batch.
+        batch: number of rows.
+        seq_len: number of tokens of the whole sequence.
+        local_len: number of these tokens on this CP rank, over all its TP ranks.
+        cp: set if the sequence is sharded over the context parallel ranks.
+        targets: this rank's target tokens [batch, seq], already shifted; set if this package computes the loss.
+        target_count: number of targets over all ranks, or the caller's num_items_in_batch.
         ignore_index: the target that does not count.
-        logits_to_keep: the positions of the whole sequence that the caller wants logits of; 0 for all.
-        targets_version: `version_of` the targets as they were counted.
+        logits_to_keep: positions of the whole sequence that the caller requests logits for; 0 for all.
+        targets_version: `version_of` the targets when they were counted.
     """
 
     batch: int
@@ -109,25 +109,25 @@ class ForwardShard:
 
     @property
     def targets_unchanged(self) -> bool:
-        """Whether the model's forward, which is given `targets` as its labels, has not written to them."""
+        """True if the model's forward, which receives `targets` as its labels, has not written to them."""
         return self.targets_version in (None, version_of(self.targets))
 
 
 def version_of(t: Tensor | None) -> int | None:
-    """How often `t` was written to; None where that is not counted."""
+    """Number of in-place writes to `t`; None if torch does not count them."""
     return None if t is None or torch.compiler.is_compiling() or t.is_inference() else t._version
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """What layers need to know of a forward pass.
+    """State of a forward pass that its layers read.
 
     Attributes:
         tp_sharded: the residual stream is sharded along the sequence over the TP ranks.
-        local_len: tokens on this CP rank, over all its TP ranks; None where the forward pass is not sharded.
-        cp: set where the sequence is sharded over the context parallel ranks.
-        logits_sharded: the output layer leaves its output sharded by vocabulary, next to a loss over the TP ranks.
-        batch: rows, with `local_len`.
+        local_len: number of tokens on this CP rank, over all its TP ranks; None if the forward pass is not sharded.
+        cp: set if the sequence is sharded over the context parallel ranks.
+        logits_sharded: the output layer leaves its output sharded by vocabulary, for a loss over the TP ranks.
+        batch: number of rows; set together with `local_len`.
     """
 
     tp_sharded: bool = False
@@ -141,37 +141,37 @@ UNSHARDED = LayerState()
 
 
 def unsharded() -> LayerState:
-    """The state of what no forward pass cuts."""
+    """State of modules that no forward pass shards."""
     return UNSHARDED
 
 
-_MOST_REMEMBERED = 4096  # changes of state; a graph lives through a few of them at most
+_MOST_REMEMBERED = 4096  # changes of state; the lifetime of a graph spans only a few
 
 
 class StateHistory:
-    """Which state a forward pass had, by the autograd nodes that it made.
+    """States of past forward passes, found by the autograd nodes that they created.
 
     Activation checkpointing runs layers again in backward, perhaps after another forward pass of another length, and
-    does not say which one it runs again. But it runs inside a node of that pass, and nodes are numbered in the order of
-    their making: a pass is found by where the numbers stood when it began.
+    does not report the pass that it repeats. But it runs inside a node of that pass, and nodes are numbered in order of
+    creation: the number of the node, compared with the first number of each pass, identifies the pass.
 
-    Each thread counts its own numbers, and those of one thread are remembered: a forward pass in another starts anew.
-    Backward may run in any thread. Of checkpoints inside checkpoints, whose inner nodes are made in backward, the pass
-    is known only where backward runs in the thread of the forward passes, as it does on CPU.
+    Each thread numbers its own nodes, and the history covers one thread: a forward pass in another thread clears it.
+    Backward may run in any thread. Nested checkpoints create their inner nodes in backward; their pass is known only if
+    backward runs in the thread of the forward passes, as on CPU.
     """
 
     def __init__(self) -> None:
-        self._thread: int | None = None  # of the forward passes
+        self._thread: int | None = None  # thread of the forward passes
         self._starts: list[int] = []
         self._states: list[LayerState] = []
 
     def note(self, state: LayerState) -> None:
-        """From here on nodes are made in `state`."""
+        """Record that nodes created from now on belong to `state`."""
         number, thread = torch.autograd._get_sequence_nr(), threading.get_ident()
-        # Idents are given again to later threads, which count from 0.
+        # Later threads reuse idents, and count from 0.
         if thread != self._thread or (self._starts and number < self._starts[-1]):
             if running_node() is not None:
-                return  # backward in another thread; the nodes that it makes are not looked up
+                return  # backward in another thread; its nodes are never looked up
             self._thread = thread
             self._starts.clear()
             self._states.clear()
@@ -183,14 +183,14 @@ class StateHistory:
             del self._starts[0], self._states[0]
 
     def at(self, number: int) -> LayerState:
-        """The state that the node of that number was made in."""
+        """State in which the node with this number was created."""
         return self._states[max(bisect_right(self._starts, number) - 1, 0)] if self._states else UNSHARDED
 
 
 def running_node() -> int | None:
-    """The number of the autograd node that calls us, in backward; None outside of backward."""
+    """Number of the autograd node that runs this code in backward; None outside of backward."""
     if torch.compiler.is_compiling():
-        return None  # nor does backward call what is being traced
+        return None  # backward does not call code that is being traced
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -200,11 +200,11 @@ class RunningForward:
     """A running forward pass of a parallel model.
 
     Attributes:
-        node: where it runs inside of a backward: see `running_node`.
+        node: the `running_node` in which the pass runs, inside of a backward.
         outer: the forward pass that it runs inside of.
-        cache: of which each CP rank holds a part, in a forward pass that is not cut.
-        attended: how often it has called attention over the CP ranks.
-        traced: it has done so in a traced program, which does not count.
+        cache: the cache that the CP ranks share, in a forward pass whose sequence is not sharded.
+        attended: number of calls of attention over the CP ranks.
+        traced: True if a traced program called attention, since such calls are not counted.
     """
 
     owner: object
@@ -216,34 +216,34 @@ class RunningForward:
     traced: bool = False
 
 
-# One per thread, and not a ContextVar, whose `set` torch.compile cannot trace. Attributes are read through the
-# functions below: torch.compile does not see the defaults of a subclass of threading.local.
+# Thread-local, not a ContextVar, because torch.compile cannot trace ContextVar.set. Attributes are read through the
+# functions below, because torch.compile ignores the defaults of a subclass of threading.local.
 _current = threading.local()
 
 
 def running_forward() -> RunningForward | None:
-    """The innermost forward pass of a parallel model that is running in this thread."""
+    """Innermost forward pass of a parallel model that is running in this thread."""
     frame: RunningForward | None = getattr(_current, "frame", None)
     return frame
 
 
 def runs_again() -> bool:
-    """Whether backward calls us for a forward pass that has ended, as activation checkpointing does."""
+    """True if backward runs this code for a forward pass that has ended, as activation checkpointing does."""
     node, frame = running_node(), running_forward()
     return node is not None and (frame is None or frame.node != node)
 
 
 def running_shard() -> ForwardShard | None:
-    """What the running forward pass has been cut into; None outside of one and in one that is not cut.
+    """Shard of the running forward pass; None outside of a forward pass and in one that is not sharded.
 
-    For the loss and masks, which do not run again in backward; attention, which does, is given its CpContext.
+    Only the loss and masks use it, as they do not run again in backward. Attention does, and receives its CpContext.
     """
     frame = running_forward()
     return None if frame is None else frame.shard
 
 
 def _count_attention() -> None:
-    """Attention over the CP ranks is called: not again, in backward."""
+    """Count a call of attention over the CP ranks, unless backward runs the layer again."""
     frame = running_forward()
     if frame is None:
         return
@@ -254,22 +254,22 @@ def _count_attention() -> None:
 
 
 def enter_forward(owner: object, shard: ForwardShard | None, cache: object | None = None) -> None:
-    """A forward pass of `owner` begins. It may run inside of one of another model."""
+    """Begin a forward pass of `owner`. It may run inside a forward pass of another model."""
     node, outer = running_node(), running_forward()
     frame = outer
     while frame is not None:
         if frame.owner is owner and frame.node == node:
-            # A model does not run inside of itself: this one was interrupted, and with it what ran inside of it. On
-            # KeyboardInterrupt torch runs no hooks that would have said so.
+            # A model does not run inside itself, so this pass and all passes inside it were interrupted. Torch skips
+            # the forward hooks, which would have ended them, on KeyboardInterrupt.
             outer = frame.outer
         frame = frame.outer
     _current.frame = RunningForward(owner, shard, node, outer, cache)
 
 
 def leave_forward(owner: object) -> RunningForward | None:
-    """The forward pass of `owner` ends: the one around it is the current one again.
+    """End the forward pass of `owner` and make the pass around it the current one.
 
-    Returns None where none of `owner` is running, since one that was refused has not begun.
+    Returns None if the current pass is not one of `owner`: a refused forward pass has not begun.
     """
     frame = running_forward()
     if frame is None or frame.owner is not owner:

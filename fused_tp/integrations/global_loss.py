@@ -1,8 +1,8 @@
-"""The loss over all tokens of all ranks, where each computes logits of a part of the tokens or of the vocabulary.
+"""Loss over the tokens of all ranks, each of which computes logits of a part of the tokens or of the vocabulary.
 
 Every rank holds the derivative of the global loss through its own tokens: the gradient is the SUM over the ranks, see
 `fused_tp.integrations.grad_sync`. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN instead; for them
-`scale_gradient` makes every rank's share as many times larger as there are ranks.
+`scale_gradient` multiplies every rank's share by the number of CP ranks.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from fused_tp.ops.collectives import all_reduce
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from fused_tp.runtime.checks import is_capturing
 
-# Keywords that would make it another loss, and the values that do not.
+# Keywords of loss functions that change the loss, with the values that leave it unchanged.
 OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
 
 
 def shift(labels: Tensor, ignore_index: int) -> Tensor:
-    """The target of each token, which is its successor; the last token has none. Before the sequence is cut: a rank's
-    last token is followed by a token of another rank."""
+    """Target of each token: its successor, or `ignore_index` for the last token. Call it before the sequence is
+    sharded, because a rank's last token is followed by a token of another rank."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
 @dataclass(frozen=True, eq=False)
 class ComputedLoss:
-    """A loss as it was when it was computed: a model may add to it in place.
+    """Snapshot of a computed loss, since a model may add to the loss in place.
 
     Attributes:
         version: `version_of` the loss.
-        value: the loss, or a copy where it is not counted how often it was written to.
-        node: that of autograd; None where the loss has no gradient or a program is traced.
+        value: the loss, or a copy if torch does not count in-place writes to it.
+        node: its autograd node; None if the loss has no gradient or a program is traced.
     """
 
     loss: Tensor
@@ -55,25 +55,25 @@ class ComputedLoss:
         return cls(loss, version_of(loss), loss.clone() if copied else loss, None if traced else loss.grad_fn)
 
     def is_given_as(self, t: Tensor) -> bool:
-        """Whether `t` has its value. Not read from a GPU where `t` is the loss itself."""
+        """True if `t` has the value of the loss. Reads nothing from a GPU if `t` is the loss itself."""
         return self.version in (None, version_of(self.loss)) and same(t, self.value)
 
 
 @dataclass(eq=False)
 class GlobalLoss:
-    """Stands in for a model's `loss_function(logits, labels, vocab_size, ...)`.
+    """Replacement for a model's `loss_function(logits, labels, vocab_size, ...)`.
 
-    Every rank returns the same value, sum over all ranks' tokens / count of all ranks' targets. (A mean of the ranks'
-    means would weigh tokens by how many targets their rank happens to have.) Where a forward pass was not cut, the
-    model's own function runs. Activation checkpointing must not run it again.
+    Every rank returns the same value: the sum over all ranks' tokens / the count of all ranks' targets. (A mean of the
+    ranks' means would weight tokens by the number of targets on their rank.) The model's own function runs if the
+    forward pass is not sharded. Activation checkpointing must not run the loss again.
 
     Args:
         own: the model's function.
-        vocab_mesh: the ranks that the logits' last dim is cut over, or None.
-        cp_mesh: the ranks that the sequence is cut over, or None.
-        cuts_tokens: a rank has hidden states of a part of the sequence.
+        vocab_mesh: the ranks that shard the last dim of the logits, or None.
+        cp_mesh: the ranks that shard the sequence, or None.
+        cuts_tokens: True if a rank has hidden states of only a part of the sequence.
         grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
-        computed: of the forward pass that runs.
+        computed: losses of the running forward pass.
     """
 
     own: Callable[..., Tensor]
@@ -118,17 +118,16 @@ class GlobalLoss:
         loss = self._sum_of_own_tokens(logits, shard, shard.targets, vocab_size) / shard.target_count
         if self.cp_mesh is not None:
             loss = all_reduce(loss, group=self.cp_mesh)
-            if (
-                not self.grad_sync
-            ):  # cloned: of a view, as a custom function returns it, nobody could change a loss in place
+            if not self.grad_sync:  # cloned, because a view that a custom function returns cannot be changed in place
                 loss = scale_gradient(loss, self.cp_mesh.size()).clone()
         self.computed.append(ComputedLoss.of(loss))
         return loss
 
     def check_returned(self, output: Any, head: HeadOutputs) -> None:
-        """Raises:
-        ValueError: `output`, of a forward pass that was given labels, does not hold the loss that was computed, or
-            another number with a gradient that comes from a part of the tokens or of the vocabulary.
+        """Check that `output`, of a forward pass with labels, holds the computed loss and no scalar of a shard.
+
+        Raises:
+            ValueError: the loss is missing, or a scalar has a gradient from a part of the tokens or of the vocabulary.
         """
         computed, self.computed = self.computed, []
         if not computed:
@@ -140,12 +139,12 @@ class GlobalLoss:
         if is_capturing():
             return
         if torch.compiler.is_compiling() and any(_holds(output, found.loss) for found in computed):
-            return  # else torch.compile gives the rest to Python, which reads the numbers
+            return  # otherwise a graph break follows, and Python reads the numbers
         numbers = [t for t in tensors_in(output) if t.numel() == 1]
         given = [t for t in numbers if any(found.is_given_as(t) for found in computed)]
         others = [t for t in numbers if t.requires_grad and not any(t is one for one in given)]
         if not self.cuts_tokens and head.known:
-            # What is made of whole tokens, such as a loss of routers, may be added.
+            # The model may add terms computed from all tokens, such as a router loss.
             losses = [found.node for found in computed]
             behind = [(t, nodes_of(t, behind=losses)) for t in others]
             given += [t for t, nodes in behind if not nodes.isdisjoint(losses)]
@@ -181,16 +180,16 @@ class GlobalLoss:
 
 
 def _holds(output: Any, t: Tensor) -> bool:
-    """Whether `t` itself is in a nest of tuples, lists and dicts, as far as torch.compile can trace the search."""
+    """True if `t` itself is in a nest of tuples, lists and dicts. Written so that torch.compile can trace it."""
     if isinstance(output, Mapping):
         output = [output[name] for name in output]
     if not isinstance(output, (tuple, list)):
         return output is t
-    return any([_holds(one, t) for one in output])  # noqa: C419  # it does not trace generators that recurse
+    return any([_holds(one, t) for one in output])  # noqa: C419  # torch.compile does not trace generators that recurse
 
 
 def same(one: Any, other: Tensor) -> bool:
-    """Whether `one` is `other`, or a tensor of its values in a dtype and on a device of its own."""
+    """True if `one` is `other`, or a tensor of equal values in any dtype and on any device."""
     if one is other or not isinstance(one, Tensor):
         return one is other
     if one.shape != other.shape:
@@ -210,5 +209,5 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """x itself; its gradient is multiplied by `factor`."""
+    """Return x unchanged; backward multiplies its gradient by `factor`."""
     return x if factor == 1 else _ScaleGradient.apply(x, factor)

@@ -1,14 +1,13 @@
-"""Sums of gradients over the context parallel ranks, each of which has the derivative through its own tokens.
+"""Sum gradients over the context parallel ranks, each of which holds the derivative through its own tokens.
 
-Each gradient is summed where autograd hands it over: hooks that were there before the first forward see this rank's
-share, all that comes later sees the sum. Rejected: buckets that move while backward goes on, as DDP has them. What
-reads a gradient in the middle of backward (a hook, an optimizer that runs in backward, DDP itself) would see this
-rank's part, and a bucket that starts when it is full starts at different points of the ranks' ring attention where
-they do not run the same layers.
+A hook sums each gradient as soon as autograd produces it: hooks registered before the first forward see this rank's
+share, and all later readers see the sum. Rejected: buckets that are reduced during backward, as in DDP. Readers of a
+gradient in the middle of backward (a hook, an optimizer that runs in backward, DDP itself) would see this rank's share.
+Also, ranks that do not run the same layers would start a full bucket at different points of their ring attention.
 
-A parameter that only some ranks have used (an expert that none of a rank's tokens was routed to) has its sum at the end
-of backward: a rank that does not use it does not get to its hook. When backward ends, the ranks compare which
-parameters they have summed, in which order: sums of two parameters of one shape look alike.
+A parameter that only some ranks use (an expert that none of a rank's tokens was routed to) is summed at the end of
+backward, because ranks that do not use it never run its hook. When backward ends, the ranks compare the parameters that
+they summed, in order: a sum of two different parameters of one shape would not fail.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from fused_tp.transport.base import checksum
 from fused_tp.transport.store import exchange
 
 _HOOKED = "_fused_tp_gradient_summed"
-GRADIENT_SYNCS = "_fused_tp_gradient_syncs"  # of a model, what sums its gradients
+GRADIENT_SYNCS = "_fused_tp_gradient_syncs"  # attribute of a model: the objects that sum its gradients
 
 
 class GradientSync:
     """Makes backward sum the gradients of a model's parameters over `mesh`.
 
-    The hook sits before AccumulateGrad, so it sums what one backward adds and never what was there before: gradients
-    may be accumulated over several backwards. All ranks of `mesh` must find gradients of the same parameters, but for
-    those that `note_use` has found out about: these have their gradients when backward has ended, and until then zeros.
+    The hook runs before AccumulateGrad, so it sums only the gradients of one backward, never earlier ones: gradients
+    may be accumulated over several backwards. All ranks of `mesh` must compute gradients of the same parameters, except
+    for those that `note_use` has found: their gradients are zeros until backward ends.
 
     Args:
-        mean: of the ranks' gradients instead of their sum.
+        mean: take the mean of the ranks' gradients instead of their sum.
 
     Example:
         >>> sync = GradientSync(mesh["cp"])
@@ -61,26 +60,26 @@ class GradientSync:
 
     def __init__(self, mesh: DeviceMesh, *, mean: bool = False) -> None:
         self.mesh, self.mean = mesh, mean
-        self._partly_used: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
+        self._partly_used: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
         self._held: dict[int, Tensor] = {}  # gradients of these, until backward ends
-        self._summed: list[str] = []  # the others that this backward has come to
+        self._summed: list[str] = []  # names of the other parameters that this backward has reached
         self._only_asked = False  # backward hands gradients to torch.autograd.grad, and adds them to no parameter
-        self._watched: dict[int, nn.Parameter] = {}  # by id, in one order on all ranks
-        # Whether gradients stay with this rank for now, which ones have, and whether the next backward sums them.
+        self._watched: dict[int, nn.Parameter] = {}  # by id, in the same order on all ranks
+        # True if gradients stay on this rank for now; the ones that stayed; True if the next backward sums them.
         self.deferring, self._deferred, self._owes = False, set[int](), False
         self.is_off = False
-        # What runs when backward ends, which alone holds it: one that has raised leaves nothing behind.
+        # Weak reference to the callback at the end of backward, which autograd holds: a backward that raises drops it.
         self._queued: Callable[[], Callable[[], None] | None] = _nothing
 
     def __reduce__(self) -> Any:
         return partial(GradientSync, mean=self.mean), (self.mesh,)
 
     def watch(self, model: nn.Module) -> None:
-        """Hook every trainable parameter of `model` that has not been.
+        """Hook every trainable parameter of `model` that has no hook yet.
 
         Raises:
-            ValueError: FSDP2 manages a part of the model; it takes gradients away before any hook sees them. Or
-                gradients go to `main_grad`, or on to what a parameter was computed from.
+            ValueError: FSDP2 manages a part of the model and removes gradients before any hook sees them; gradients go
+                to `main_grad`; or a parameter was computed from other tensors.
         """
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         of_its_own = [name for name, p in named if getattr(p, "main_grad", None) is not None]
@@ -109,13 +108,13 @@ class GradientSync:
         for name, parameter in missing:
             hooks = parameter._backward_hooks
             if hooks is not None:
-                # module.to() may have put another tensor in its place, which does not call its hooks.
+                # module.to() may have replaced the tensor; the new one lists the hooks but does not run them.
                 for key in [
                     k for k, hook in hooks.items() if getattr(hook, "func", None) in (self._sum, self._take_shares)
                 ]:
                     del hooks[key]
                 parameter._backward_hooks = hooks
-            # By id: module.to() swaps no tensor that has weak references.
+            # Bound by id, not by weak reference: module.to() does not swap tensors that have weak references.
             hook = self._take_shares if is_dealt(parameter, self.mesh) else self._sum
             parameter.register_hook(partial(hook, name, id(parameter)))
             if hook == self._sum:
@@ -123,13 +122,13 @@ class GradientSync:
             setattr(parameter, _HOOKED, id(parameter))
 
     def _take_shares(self, name: str, key: int, grad: Tensor) -> Tensor:
-        """Of experts that are dealt out over the ranks: what all tokens add is divided by their number when it comes
-        here, as if each rank had its share of it. (So has each of what a caller adds to the loss.)"""
+        """Rescale the gradient of distributed experts. It covers all ranks' tokens, but arrives divided by the number
+        of ranks, as a share would. (Terms that a caller adds to the loss are such shares, too.)"""
         return grad if self.mean else grad * self.mesh.size()
 
     def _has_hook(self, parameter: nn.Parameter) -> bool:
-        """Copies and pickles carry a parameter's attributes and not its hooks, and may have the id that it had; what
-        module.to() has put in its place lists its hooks and does not call them."""
+        """True if `parameter` runs our hook. Copies and pickles keep attributes but no hooks, and may reuse the id; a
+        tensor that module.to() has put in the parameter's place lists its hooks but does not run them."""
         hooks = (parameter._backward_hooks or {}).values()
         ours = any(getattr(hook, "func", None) in (self._sum, self._take_shares) for hook in hooks)
         return ours and getattr(parameter, _HOOKED, None) == id(parameter)
@@ -141,8 +140,8 @@ class GradientSync:
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Inside, gradients stay with each rank, as its share times the number of ranks: of these and of sums that were
-        there before the mean over ranks is the sum. The next backward outside takes it, or `settle`."""
+        """Context manager in which each rank keeps its share of the gradients, times the number of ranks. Added to
+        earlier sums, the mean over ranks is the total. The next backward outside, or `settle`, takes this mean."""
         outer, self.deferring, self._owes = self.deferring, True, True
         try:
             yield
@@ -151,12 +150,12 @@ class GradientSync:
 
     @property
     def defers(self) -> bool:
-        """Whether backward now leaves gradients to `settle`, which asks the ranks itself which they have."""
+        """True if backward leaves gradients to `settle`, which itself finds out which ranks have them."""
         return self._owes
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Sums what has been deferred. A collective call."""
+        """Reduce the deferred gradients over the ranks. A collective call."""
         if not self._owes:
             return
         used = [key in self._deferred for key in self._watched]
@@ -166,14 +165,15 @@ class GradientSync:
     def note_use(self, model: nn.Module, outputs: Sequence[Tensor], *, routed: bool) -> None:
         """Find out which parameters only some ranks used for `outputs`. A collective call.
 
-        Once found, they are summed at the end of every backward, in one order: what uses them changes with the batch.
+        From then on they are summed at the end of every backward, in one order, because their use changes with the
+        batch.
 
         Args:
-            routed: the model has experts.
+            routed: True if the model has experts.
 
         Raises:
-            ValueError: there are such parameters, and what looks at their gradients in the middle of backward; or a
-                reentrant checkpoint in a model with experts, which hides what is used.
+            ValueError: there are such parameters, and hooks or DDP read their gradients in the middle of backward; or a
+                reentrant checkpoint in a model with experts hides the used parameters.
         """
         parameters = [p for p in model.parameters() if p.requires_grad and not is_dealt(p, self.mesh)]
         nodes = [node for t in outputs for node in nodes_of(t)]
@@ -206,7 +206,7 @@ class GradientSync:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, each rank keeps its share of what backward finds, of parameters that it does not hold alone."""
+        """Context manager in which each rank keeps its share of the gradients, except those of distributed experts."""
         self.is_off = True
         try:
             yield
@@ -230,7 +230,7 @@ class GradientSync:
             self._summed.append(name)
             return self._over_ranks(grad)
         self._only_asked |= is_captured(get_gradient_edge(self._partly_used[key]).node)
-        # A reentrant checkpoint's backward, which runs in the midst of this one, comes here too.
+        # The nested backward of a reentrant checkpoint also runs this hook, so add.
         self._held[key] = self._held[key] + grad if key in self._held else grad
         return torch.zeros_like(grad)
 
@@ -257,8 +257,10 @@ class GradientSync:
             self._sum_held(held, asked)
 
     def _compare(self, summed: list[str]) -> None:
-        """Raises:
-        RankMismatchError: on all ranks, which have summed gradients of different parameters into each other.
+        """Compare the summed parameters over the ranks.
+
+        Raises:
+            RankMismatchError: on all ranks, if gradients of different parameters were added to each other.
         """
         if is_capturing():
             return
@@ -299,7 +301,7 @@ def _nothing() -> None:
 
 
 def is_dealt(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """True if `parameter` holds other experts on each rank of `mesh`."""
+    """True if `parameter` holds different experts on each rank of `mesh`."""
     if not isinstance(parameter, DTensor):
         return False
     placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
@@ -308,11 +310,11 @@ def is_dealt(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 @torch.no_grad()
 def take_mean(mesh: DeviceMesh, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
-    """The mean over the ranks of `mesh` of gradients that some of them have, in place. A collective call.
+    """Replace gradients that some ranks of `mesh` have by their mean over all its ranks. A collective call.
 
     Args:
-        parameters: the same on all ranks, in one order.
-        used: whether this rank has something to add for each of them.
+        parameters: the same on all ranks, in the same order.
+        used: for each parameter, True if this rank contributes to its gradient.
     """
     here = torch.tensor(used, dtype=torch.float32, device=mesh.device_type)
     counts = all_reduce(here, group=mesh).tolist() if parameters else []
@@ -329,15 +331,15 @@ def syncs_of(model: nn.Module) -> list[GradientSync]:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """A context in which backward communicates no gradients; the first backward after it sums all that have come up.
+    """Context manager in which backward communicates no gradients; the first backward after it sums all of them.
 
-    For the steps of an accumulation but the last. It holds for the context parallel ranks (and for expert parallel ones
-    of a dim of their own) of a model that `parallelize` has made with grad_sync=True, and for FSDP2. Inside, and until
-    the sum, `grad` is no gradient: clip and step after it. `model.no_sync()` is the same, which accelerate and
-    transformers' Trainer look for.
+    Use it for all steps of a gradient accumulation but the last. It covers the context parallel ranks (and expert
+    parallel ranks with their own dim) of a model that `parallelize` has made with grad_sync=True, and FSDP2. Until the
+    sum, `grad` holds no valid gradient: clip and step after it. `model.no_sync()`, which accelerate and transformers'
+    Trainer call, does the same.
 
     Raises:
-        TypeError: `model` is no model that `parallelize` has made, nor one under FSDP2.
+        TypeError: `model` was made neither by `parallelize` nor by FSDP2's fully_shard.
 
     Example:
         >>> for i, batch in enumerate(batches):
@@ -360,9 +362,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def sync_gradients(model: nn.Module) -> None:
-    """Sums over ranks the gradients that backward has left inside `no_sync`, where no later backward does.
+    """Sum the gradients of backwards inside `no_sync` over the ranks, if no later backward does.
 
-    All ranks must call it. FSDP2 has no such call: its last backward must be outside of `no_sync`.
+    All ranks must call it. FSDP2 has no equivalent: its last backward must be outside of `no_sync`.
 
     Example:
         >>> with fused_tp.no_sync(model):

@@ -1,9 +1,9 @@
-"""Check that tensor parallel ranks have equal gradients of replicated parameters, at the first backward passes and
+"""Check that tensor parallel ranks have equal gradients of replicated parameters, in the first backward passes and
 periodically after.
 
-Such a gradient is the same on all ranks, or backward sums it. A parameter that meets only a rank's own features, in a
-way that no plan told of, leaves every rank with one term of it; unequal dropout, with a mixture of several. Nothing
-fails, and training goes on with wrong gradients.
+Such a gradient is equal on all ranks, or backward sums it over the ranks. If a parameter meets only a rank's own
+features and the plan does not say so, every rank holds one term of the gradient. If dropout differs between ranks, each
+holds a mixture of several gradients. Nothing fails, and training continues with wrong gradients.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from fused_tp.runtime.errors import listed
 from fused_tp.runtime.group import resolve_group
 from fused_tp.transport.store import exchange
 
-_WIDTH = 1021  # of a sketch; a prime, so that no row of a weight falls on the same places as the next
-# A difference of this share of a gradient is more than rounding, and of this share of all gradients more than what
-# rounding leaves of one that should be 0.
+_WIDTH = 1021  # width of a sketch; prime, so that consecutive rows of a weight fold onto different positions
+# Rounding alone stays below this share of the gradient itself, or of all gradients together for a gradient that should
+# be 0. A difference above both shares is an error.
 _OF_ITS_OWN, _OF_ALL = 0.05, 1e-3
 
 
 class GradientCheck:
-    """A forward hook that has backward compare, when it ends, gradients of whole parameters over the ranks of `mesh`.
+    """Forward hook that makes the end of backward compare gradients of whole parameters over the ranks of `mesh`.
 
-    Not under torch.compile; not for parameters that FSDP2 manages, which has taken the gradients away by then.
+    It does not run under torch.compile, and skips parameters that FSDP2 manages, whose gradients FSDP2 has removed by
+    then.
 
     Raises:
-        ValueError: in backward, on all ranks; names the parameters and what to do.
+        ValueError: in backward, on all ranks; names the parameters and the remedy.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -52,7 +53,7 @@ class GradientCheck:
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         self.calls += bool(outputs)
         if outputs and is_due(self.calls):
-            self._queued = False  # also after a backward that raised
+            self._queued = False  # a backward that raised leaves it True
             for t in outputs:
                 t.register_hook(partial(self._queue, model))
 
@@ -67,7 +68,7 @@ class GradientCheck:
         found = {name: sketch(gradient) for name, gradient in self._whole(model)}
         mine = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
         ranks = exchange(resolve_group(self.mesh), "gradients of whole parameters", mine)
-        # By what all ranks have: each comes to the same answer. A rank without a gradient has zeros.
+        # Computed from the values of all ranks, so all ranks decide alike. A missing gradient counts as zeros.
         of_all = max(sum(norm**2 for norm, _ in theirs.values() if isfinite(norm)) for theirs in ranks) ** 0.5
         worst: dict[str, float] = {}
         for name in dict.fromkeys(name for theirs in ranks for name in theirs):
@@ -102,8 +103,8 @@ class GradientCheck:
 
 
 def sketch(gradient: Tensor) -> Tensor:
-    """[norm, projection] of a gradient: its product with numbers of random sign and size 1 in the mean, by which two
-    gradients differ about as much as by their norm."""
+    """[norm, projection] of a gradient. The projection is its product with standard normal numbers: two gradients
+    differ in it by about the norm of their difference."""
     flat = gradient.flatten().float()
     whole = flat.numel() // _WIDTH * _WIDTH
     folded = flat[:whole].view(-1, _WIDTH).sum(0)

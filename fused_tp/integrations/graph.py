@@ -1,4 +1,4 @@
-"""Autograd's graph of a forward pass: what a backward from a tensor comes to, and by which way."""
+"""Autograd graph of a forward pass: the nodes that a backward from a tensor reaches, and the paths to them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which hides what is in it
+REENTRANT = "CheckpointFunctionBackward"  # the node of a reentrant checkpoint, which hides the nodes inside
 
 
 def nodes_of(t: Tensor, *, behind: Collection[Any] = ()) -> set[Any]:
-    """All nodes that a backward from `t` may come to, other than by way of the nodes `behind`; these among them."""
+    """Nodes that a backward from `t` reaches without passing through `behind`, and the reached nodes of `behind`."""
     first = get_gradient_edge(t).node
     found, nodes = {first}, [first]
     while nodes:
@@ -26,7 +26,7 @@ def nodes_of(t: Tensor, *, behind: Collection[Any] = ()) -> set[Any]:
 
 
 def leaves(nodes: Iterable[Any]) -> list[Tensor]:
-    """The tensors whose gradients a backward by way of `nodes` accumulates."""
+    """Tensors whose gradients a backward through `nodes` accumulates."""
     return [node.variable for node in nodes if _is_leaf(node)]
 
 
@@ -35,29 +35,29 @@ def _is_leaf(node: Any) -> bool:
 
 
 class HeadOutputs:
-    """Outputs of the output layer in the running forward pass, as nodes of the autograd graph.
+    """Outputs of the output layer (head) in the running forward pass, as nodes of the autograd graph.
 
-    Layers before it may hold a part of the tokens, and it a part of the vocabulary: what a model computes of these by
-    itself would be another number on every rank.
+    Layers before the head may hold a part of the tokens, and the head a part of the vocabulary. A scalar that the model
+    computes from such a part differs between the ranks.
 
     Attributes:
-        known: False where the graph does not tell: of a traced program, or of a head inside of a reentrant checkpoint.
-        nodes: those of its outputs, and of what else is whole.
+        known: False if the graph is not available: in a traced program, or for a head inside a reentrant checkpoint.
+        nodes: nodes of the head's outputs, and of other tensors that are equal on all ranks.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """A forward pass begins."""
+        """Reset the record at the start of a forward pass."""
         self.known = not torch.compiler.is_compiling()
         self.nodes: list[Any] = []
-        # Nodes are numbered in the order of their making: those before the head's output are of hidden states.
+        # Nodes are numbered in order of creation: nodes before the head's output belong to hidden states.
         self._first = torch.autograd._get_sequence_nr() if self.known else 0
         self._last: int | None = None
 
     def note(self, output: Tensor) -> None:
-        """The head has given `output`."""
+        """Record an output of the head."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             self.known = False
             return
@@ -67,13 +67,13 @@ class HeadOutputs:
             self._last = torch.autograd._get_sequence_nr()
 
     def note_whole(self, tensors: Iterable[Tensor]) -> None:
-        """`tensors`, other than what made them, are the same on every rank, as the head's outputs are."""
+        """Record that `tensors`, unlike their inputs, are equal on all ranks, like the head's outputs."""
         if self.known:
             self.nodes.extend(t.grad_fn for t in tensors if t.grad_fn is not None)
 
     def gave(self, t: Tensor) -> bool:
-        """Whether `t` comes from nothing of the forward pass that is older than the head's outputs, but by way of them.
-        True where that is not known."""
+        """True if `t` depends on nodes of this forward pass that precede the head's outputs only through these outputs,
+        or if that is not known."""
         if not (self.known and t.requires_grad):
             return True
         others = nodes_of(t, behind=self.nodes).difference(self.nodes)

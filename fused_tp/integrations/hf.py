@@ -1,7 +1,7 @@
-"""transformers models: what of them can be cut, the names of their arguments, their padding and documents, their loss.
+"""Sharding of transformers models: limits, names of arguments, padding, packed documents, and the loss.
 
-A model's attention is switched by its config, not patched: see `hf_attention`. That of a few families, which compute it
-by code of their own, is patched over context parallel ranks: see `own_attention`.
+A model's attention is selected by its config, not patched: see `hf_attention`. Only the attention of a few families,
+which compute it by their own code, is patched over context parallel ranks: see `own_attention`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-# What a model returns next to its logits on demand, of each token or of a mean over tokens.
+# Optional outputs of a model, one entry per token or a mean over tokens.
 EXTRA_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-# Through which a model calls the attention that its config names.
+# The registry through which a model calls the attention that its config names.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-# How a model asks transformers for a mask where attention could do without one: it will change the mask.
+# A model that changes its mask requests one from transformers with this argument, even if attention needs none.
 OWN_MASK = "allow_is_causal_skip=False"
-# Of these the code for some attentions runs in no forward pass that is cut over context parallel ranks.
+# These name attentions only in code that no forward pass over context parallel ranks runs.
 NAMES_HARMLESSLY = ("Gemma4TextModel", "Gemma4UnifiedTextModel")
 PADDED_DOCUMENTS = (
     "attention_mask has padding in rows of packed documents; make the padding a document of its own and leave the mask "
@@ -54,14 +54,14 @@ PADDED_DOCUMENTS = (
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether `model` is a transformers model; imports nothing that is not imported already."""
+    """True if `model` is a transformers model. Does not import transformers."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 @contextmanager
 def without_input_hooks(model: nn.Module) -> Iterator[None]:
-    """Within it embeddings have no hooks of gradient_checkpointing_enable, which those have that are there after it."""
+    """Remove the embedding hooks of gradient_checkpointing_enable; on exit, hook the embeddings that exist then."""
     users: Any = model
     if not getattr(model, "_require_grads_hooks", None):
         yield
@@ -74,10 +74,10 @@ def without_input_hooks(model: nn.Module) -> Iterator[None]:
 
 
 def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
-    """Refuse a model whose attention, mask or loss could not be served; before anything is changed.
+    """Refuse a model whose attention, mask or loss is not supported, before anything is changed.
 
     Raises:
-        ValueError: with a sentence for each of these.
+        ValueError: the message names the unsupported part and a remedy.
     """
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -92,7 +92,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
             forward_mentions(m, OWN_MASK, unknown=False) for m in model.modules() if is_transformers_model(m)
         ):
             raise ValueError(f"{kind} adds a mask of its own to attention, which context parallel ranks do not serve.")
-        # A class of another name than ...ForCausalLM has no loss type, and transformers computes that loss for it.
+        # transformers uses ForCausalLMLoss for classes without a loss type, whose names do not end in ForCausalLM.
         own_name = model.loss_type is None and model.get_output_embeddings() is not None
         if not (is_base or own_name or model.loss_type == "ForCausalLM"):
             raise ValueError(
@@ -123,7 +123,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
 
 
 def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked: str) -> None:
-    """Refuse attention that could not be replaced and, over context parallel ranks, layers with a state not known."""
+    """Refuse attention that cannot be replaced and, over context parallel ranks, unknown layers with a state."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kind, over_cp = type(model).__name__, parallelism.cp_mesh is not None
@@ -140,8 +140,9 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
         return  # no attention at all
     implementation = model.config._attn_implementation
     is_eager, by_itself = implementation == "eager", own or (not over_cp and family.eager_sequences)
-    # transformers says False of all models with a state, whatever their attention does.
-    kinds = (one for one in type(model).__mro__ if one.__module__ != "transformers.modeling_utils")  # which has all
+    # transformers sets `_supports_attention_backend` to False for all models with a state, whatever their attention.
+    # modeling_utils, where the base class is defined, always has INTERFACE.
+    kinds = (one for one in type(model).__mro__ if one.__module__ != "transformers.modeling_utils")
     files = (sys.modules.get(one.__module__) for one in kinds)
     replaceable = model._supports_attention_backend or states
     named = not over_cp or family.names_attention  # a file may look up the attention of some of its modules only
@@ -167,7 +168,7 @@ def _check_token_mixing(model: PreTrainedModel, parallelism: Parallelism, asked:
 
 
 def _check_attention_named(model: PreTrainedModel, implementation: str) -> None:
-    """Refuse code that does something else for the attention that the config names, which will be ours."""
+    """Refuse modules with special code for the attention that the config names, since ours will replace it."""
     own = {id(module) for module in _own_attention(model)}
     for name, module in model.named_modules():
         if id(module) in own or type(module).__name__ in NAMES_HARMLESSLY:
@@ -181,9 +182,9 @@ def _check_attention_named(model: PreTrainedModel, implementation: str) -> None:
 
 
 def _check_no_layers_dropped(model: PreTrainedModel, asked: str) -> None:
-    """Refuse layers that training leaves out at random. Ranks of equal seeds would leave out different ones, once their
-    parts of the sequence are not equally long and dropout has drawn different amounts of numbers. What one rank sends
-    from one layer would then reach another layer of another rank, and not always fail."""
+    """Refuse layers that training drops at random. Even ranks with equal seeds would drop different layers, once parts
+    of different length have made dropout draw different amounts of random numbers. A message would then reach another
+    layer on its peer, and not always fail."""
     chances = {name: getattr(module, "layerdrop", 0.0) for name, module in model.named_modules()}
     dropping = next((name for name, chance in chances.items() if isinstance(chance, int | float) and chance > 0), None)
     if dropping is not None:
@@ -195,36 +196,36 @@ def _check_no_layers_dropped(model: PreTrainedModel, asked: str) -> None:
 
 
 def _own_attention(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that attend by code of their own, where other code can do so over context parallel ranks."""
+    """Modules with their own attention code, if we have a replacement for context parallel ranks."""
     own = family_of(model.config).attention
-    causal = getattr(model.config, "is_causal", True)  # which transformers' masks ask, and ours has none
+    causal = getattr(model.config, "is_causal", True)  # transformers' masks read it; our attention has no mask
     return [] if own is None or not causal else own.modules_of(model)
 
 
 def _other_layers(model: PreTrainedModel) -> list[str]:
-    """The kinds of layers that mix tokens by other means than attention."""
+    """Kinds of layers that mix tokens by other means than attention."""
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
     others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
-    # transformers' mark of models with a state, not of all.
+    # transformers' flag for models with a state; some such models lack it.
     return others or ["a state"] * bool(getattr(model, "_is_stateful", False))
 
 
 def _is_base(model: PreTrainedModel) -> bool:
-    """Whether `model` returns hidden states, and no logits or loss. (`model.base_model is model` says so also where
-    `base_model_prefix` names a part that a class does not have: Llama4ForCausalLM.)"""
+    """True if `model` returns hidden states, and no logits or loss. (`model.base_model is model` is not enough: it is
+    also True if the class lacks the part that `base_model_prefix` names, as Llama4ForCausalLM does.)"""
     forwards = (vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))
     takes_labels = any("labels" in inspect.signature(forward).parameters for forward in forwards)
-    # What answers questions has a loss and calls its labels otherwise.
+    # Question answering models have a loss, but other names for their labels.
     return not takes_labels and model.loss_type is None and model.get_output_embeddings() is None
 
 
 class TransformersSequence(SequenceSharding):
-    """What transformers models call their arguments, and what of them cannot be cut."""
+    """Sequence sharding of transformers models: names of arguments, and checks for unsupported ones."""
 
     tokens = ("input_ids", "inputs_embeds")
     positions = "position_ids"
     labels = "labels"
-    caches = ("past_key_values", "cache_params", "state")  # of attention, of state spaces, of RWKV
+    caches = ("past_key_values", "cache_params", "state")  # for attention, state spaces, RWKV
 
     def __init__(self, model: PreTrainedModel, parallelism: Parallelism) -> None:
         super().__init__(model, parallelism)
@@ -233,21 +234,21 @@ class TransformersSequence(SequenceSharding):
         self.family = family_of(model.config)
         self.other_layers = _other_layers(model)
         self.own_attention = _own_attention(model) if parallelism.cp_mesh is not None else []
-        # RoBERTa's family counts positions from behind that of the padding.
+        # Models like RoBERTa start to count positions after the position of padding.
         counts = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._counts_positions: Any = next(counts, None)
-        self._serves_logits = False  # of routers
-        self._router_logits: Any = None  # of the last forward pass, those of all tokens
-        self._scored: scored_tokens.Targets | None = None  # of a forward pass that returns their log-probabilities
-        self._attentions: list[tuple[Any, str]] = []  # what each config of the model names, once it is parallel
+        self._serves_logits = False  # True if router logits can be returned
+        self._router_logits: Any = None  # router logits of all tokens in the last forward pass
+        self._scored: scored_tokens.Targets | None = None  # set in a forward pass that returns their log-probabilities
+        self._attentions: list[tuple[Any, str]] = []  # (config, its attention) after `adapt`
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Have layers with a state take it from the ranks that hold the tokens before."""
+        """Make layers with a state receive it from the ranks that hold the preceding tokens."""
         if self.parallelism.cp_mesh is not None:
             pass_states_on(find_state_layers(model))
 
     def adapt(self, model: PreTrainedModel) -> None:
-        """Point the model's attention, masks and loss to ours. Its layers have been replaced."""
+        """Switch the model to our attention, masks and loss. Call it after its layers were replaced."""
         parallelism = self.parallelism
         self.head = cut_head(model.get_output_embeddings())
         if parallelism.tp_mesh is not None:
@@ -256,7 +257,7 @@ class TransformersSequence(SequenceSharding):
         save_whole(model)
         if parallelism.shards_sequence:
             _own_config(model)
-            self.config = model.config  # which callers change: use_cache, ...
+            self.config = model.config  # callers change its attributes: use_cache, ...
             if self.family.attention is not None:
                 replace_own_attention(self.own_attention, self.family.attention)
             if parallelism.cp_mesh is not None:
@@ -285,8 +286,8 @@ class TransformersSequence(SequenceSharding):
                 inner[0].register_forward_hook(partial(self._note_logits, whole))
 
     def _note_logits(self, whole: bool, base: nn.Module, args: Any, output: Any) -> None:
-        """Make the router logits that `base` has recorded, if it was asked to, those of all tokens, in their order.
-        `whole`: they are, as routers run on the whole sequence."""
+        """Replace the router logits in the output of `base`, if present, with those of all tokens, in order.
+        `whole`: they already cover all tokens, since routers run on the whole sequence."""
         state, logits = self.state_now(), getattr(output, "router_logits", None)
         if not state.tp_sharded or logits is None:
             return
@@ -316,7 +317,7 @@ class TransformersSequence(SequenceSharding):
         return sum(
             type(module).__name__.endswith("Attention")
             and type(module).__name__ != state
-            and type(getattr(module, "config", None)) is text  # others are of images and sounds, which are not cut
+            and type(getattr(module, "config", None)) is text  # others are for images and audio, which are not sharded
             for module in model.modules()
         )
 
@@ -350,7 +351,7 @@ class TransformersSequence(SequenceSharding):
                 arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
             return Rows()
         mask = arguments.get("attention_mask")
-        # First: padding on the left comes with positions that look like those of documents.
+        # Check padding first: with padding on the left, positions look like those of packed documents.
         _, tokens = self.find_tokens(arguments)
         ignored = arguments.get("ignore_index", -100)
         padded = mask is not None and check_no_padding_matters(mask, tuple(tokens.shape[:2]), targets, ignored)
@@ -361,7 +362,7 @@ class TransformersSequence(SequenceSharding):
         return Rows(padded, documents)
 
     def _check_attention(self) -> None:
-        """Refuse attention that was chosen after `adapt`: it would see this rank's tokens only."""
+        """Refuse an attention that was set after `adapt`: it would see this rank's tokens only."""
         for config, ours in self._attentions:
             if config._attn_implementation != ours:
                 raise ValueError(
@@ -370,7 +371,7 @@ class TransformersSequence(SequenceSharding):
                 )
 
     def _check_padding(self, arguments: dict[str, Any]) -> None:
-        """Take out a mask without padding, of which layers with a state would be given a part, and refuse others."""
+        """Remove a mask without padding and refuse others, because layers with a state would receive a shard of it."""
         mask = arguments.get("attention_mask")
         if not self.other_layers or not isinstance(mask, Tensor) or mask.ndim != 2:
             return
@@ -394,7 +395,7 @@ class TransformersSequence(SequenceSharding):
         return ()
 
     def _turn_cache_off(self, arguments: dict[str, Any]) -> bool:
-        """The config's default would collect keys and values without being asked. Returns whether it would have."""
+        """Turn the cache off, which the config may enable by default. Return True if it would have been on."""
         asked = arguments.get("use_cache")
         arguments["use_cache"] = False
         return bool(getattr(self.config.get_text_config(), "use_cache", False) if asked is None else asked)
@@ -407,7 +408,7 @@ class TransformersSequence(SequenceSharding):
         if mask is not None and not bool(mask.all()):
             raise ValueError(PADDED_DOCUMENTS)
         if positions is None or not bool((positions.diff(dim=-1) != 1).any()):
-            # transformers keeps documents apart by these where there is neither a mask nor a cache.
+            # transformers separates documents by their positions if there is neither a mask nor a cache.
             counted = [torch.arange(stop - start, device="cpu") for start, stop in itertools.pairwise(documents)]
             source = next(arguments[name] for name in self.tokens if arguments.get(name) is not None)
             arguments["position_ids"] = torch.cat(counted).to(source.device).unsqueeze(0)
@@ -417,10 +418,10 @@ class TransformersSequence(SequenceSharding):
         needs_tokens = self.family.eager_sequences or self.family.needs_tokens
         if mesh is not None and self.parallelism.sequence_parallel and needs_tokens:
             cp_ranks = 1 if self.parallelism.cp_mesh is None else self.parallelism.cp_mesh.size()
-            # The tokens of some context parallel ranks, and of the others.
+            # The two lengths that parts of context parallel ranks may have.
             for tokens in (seq_len // cp_ranks, -(-seq_len // cp_ranks)):
                 start, stop = shard_range(tokens, mesh.size(), mesh.size() - 1)
-                if start == stop:  # a view [-1, 0, hidden] is what their own code makes of no tokens
+                if start == stop:  # on no tokens their own code fails in a view [-1, 0, hidden]
                     return True
         return super().is_too_short(seq_len)
 
@@ -446,11 +447,11 @@ class TransformersSequence(SequenceSharding):
         elif not self._may_share_cache(model, arguments):
             return None
         self._check_attention()
-        assert self.parallelism.cp_mesh is not None  # the caller has made sure
+        assert self.parallelism.cp_mesh is not None  # checked by the caller
         return cached_pass(arguments, new, self.parallelism.cp_mesh, self.config)
 
     def _check_shared(self, model: nn.Module, arguments: dict[str, Any]) -> None:
-        """Refuse what attention over a cache that is shared already could not do."""
+        """Refuse calls that attention over an already shared cache does not support."""
         if model.training:
             raise ValueError(
                 "The context parallel ranks share the cache that was given, which is not for training: call "
@@ -467,8 +468,8 @@ class TransformersSequence(SequenceSharding):
         return bool(getattr(self.config, "output_attentions", False) if asked is None else asked)
 
     def _may_share_cache(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
-        """Whether attention over a cache in parts would be the model's. It has no gradient, and takes causal masks and
-        windows only; what a tensor of another name may mean for the masks is not known."""
+        """True if attention over a sharded cache computes the model's attention. It has no gradient and supports only
+        causal masks and windows. Tensors of unknown names may change the masks, so they exclude it."""
         text = self.config.get_text_config(decoder=True)
         kinds = set(getattr(text, "layer_types", None) or ())
         known = {*self.tokens, *self.known, self.positions, self.labels, "attention_mask", "cache_position"}
@@ -477,10 +478,10 @@ class TransformersSequence(SequenceSharding):
             or model.training
             or self.config.is_encoder_decoder
             or kinds - {"full_attention", "sliding_attention"}
-            or self.other_layers  # whose state is no part of such a cache
+            or self.other_layers  # such a cache does not hold their state
             or getattr(text, "num_kv_shared_layers", None)
             or not all(family_of(one).shares_cache for one in (text, self.config))
-            or getattr(text, "kv_lora_rank", None)  # the cache holds latents, of which keys and values are made
+            or getattr(text, "kv_lora_rank", None)  # the cache holds latents, from which keys and values are computed
             or arguments.get("is_causal") is not None
             or self._gives_attentions(arguments)
             or any(isinstance(value, Tensor) and name not in known for name, value in arguments.items())
@@ -492,7 +493,7 @@ class TransformersSequence(SequenceSharding):
         scored = {} if self._scored is None else {"shift_labels": scored_tokens.own_targets(self._scored, shard)}
         if shard.cp is None:
             return scored
-        # Given a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
+        # With a mask (which `_mask` drops), transformers does not take the gaps in a rank's positions for ends of
         # packed documents.
         ones = torch.ones((shard.batch, shard.local_len), dtype=torch.bool, device=shard.cp.mesh.device_type)
         return {"attention_mask": ones, **scored}
@@ -505,7 +506,7 @@ class TransformersSequence(SequenceSharding):
             return scored_tokens.whole_scores(output, shard, whole, self._scored)
         key: str | int = "last_hidden_state" if self.is_base else "logits"
         parts = dict(enumerate(output) if isinstance(output, tuple) else dict(output).items())
-        if isinstance(output, tuple):  # numbers, which are losses, come first
+        if isinstance(output, tuple):  # losses, which are scalars, come first
             key = next((n for n, value in enumerate(output) if isinstance(value, Tensor) and value.ndim), 0)
         for name, value in parts.items():
             if name == key:
@@ -516,9 +517,9 @@ class TransformersSequence(SequenceSharding):
                     "how to make the whole one of it is not known. Turn it off (a pooler by add_pooling_layer=False), "
                     "or use neither cp_dim nor sequence_parallel."
                 )
-            elif value is not self._router_logits:  # which are whole
+            elif value is not self._router_logits:  # these cover all tokens already
                 parts[name] = map_tensors(lambda t: self.whole_of_tokens(t, shard), value)
-        self._router_logits = None  # which hold a graph
+        self._router_logits = None  # frees their autograd graph
         if isinstance(output, tuple):
             return tuple(parts.values())
         for name, value in parts.items():
@@ -526,7 +527,7 @@ class TransformersSequence(SequenceSharding):
         return output
 
     def _main_output(self, t: Tensor, shard: ForwardShard) -> Tensor:
-        """Hidden states of a base model, logits of another."""
+        """Gather the main output: hidden states of a base model, logits of another model."""
         if not self.is_base:
             t = self.whole_of_tokens(t, shard)
         else:
@@ -538,7 +539,7 @@ class TransformersSequence(SequenceSharding):
 
 
 def _recorded_routers(model: nn.Module, base: Any) -> list[str]:
-    """Names of the modules whose outputs transformers records as router logits; none where it cannot be told."""
+    """Names of the modules whose outputs transformers records as router logits; empty if they are unknown."""
     recorded = base.can_record_outputs.get("router_logits", ())
     kinds: list[Any] = [
         getattr(one, "target_class", one) for one in (recorded if isinstance(recorded, list | tuple) else [recorded])
@@ -549,7 +550,7 @@ def _recorded_routers(model: nn.Module, base: Any) -> list[str]:
 
 
 def _depends_on_length(module: nn.Module) -> bool:
-    """Whether a rotary embedding has frequencies that depend on the greatest position that it is given."""
+    """True if `module` is a rotary embedding whose frequencies depend on the greatest position it receives."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in kinds)
@@ -558,7 +559,7 @@ def _depends_on_length(module: nn.Module) -> bool:
 def _add_last_position(
     sequence: SequenceSharding, rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Behind the positions of a rank's tokens that of the last of all: ranks then have the same frequencies."""
+    """Append the greatest position of the whole sequence, so that all ranks compute the same frequencies."""
     cp = sequence.state_now().cp
     last = None if cp is None else cp.last_position
     if last is None:
@@ -574,20 +575,20 @@ def _add_last_position(
 
 
 def _drop_last_position(sequence: SequenceSharding, rotary: nn.Module, args: Any, output: Any) -> Any:
-    """What is left for a rank's tokens, of [..., seq, width]."""
+    """Drop the entry of the appended position from outputs [..., seq, width]."""
     cp = sequence.state_now().cp
     return output if cp is None or cp.last_position is None else map_tensors(lambda t: t[..., :-1, :], output)
 
 
 def _count_all_tokens(sequence: SequenceSharding, positions: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """XGLM's arguments for its table of positions, which grows with how many tokens there are: with all ranks'."""
+    """Raise the past length that XGLM receives, so that its table of positions covers the tokens of all ranks."""
     cp, (own, *_) = sequence.state_now().cp, args
     return args if cp is None else (own, cp.seq_len - own.shape[1])
 
 
 def _own_config(model: PreTrainedModel) -> None:
-    """Give `model` a config of its own: transformers hands one object to all models that are made from it, and the
-    others keep the attention they have."""
+    """Copy the config of `model`: transformers shares one object between all models built from it, and the others must
+    keep their attention."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -597,16 +598,16 @@ def _own_config(model: PreTrainedModel) -> None:
 
 
 def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor | None, ignore_index: int) -> bool:
-    """Accept a mask that causal attention over a ring can do without: no padding, or padding on the right (True).
+    """Accept a mask that causal attention over a ring does not need: no padding, or padding on the right (True).
 
-    No token that counts sees padding on the right of it. What the model gives at padding itself then differs from what
-    it gives with the mask, so targets there must not count.
+    Causal attention does not see padding on the right of a token. The model's output at the padding itself differs from
+    its output with the mask, so targets there must be `ignore_index`.
 
     Args:
-        tokens: (batch, seq) of what the mask is for.
+        tokens: (batch, seq) of the masked tokens.
 
     Raises:
-        ValueError: any other mask.
+        ValueError: any other mask, or targets at padding.
     """
     given = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
     if not isinstance(mask, Tensor) or tuple(mask.shape) not in (tokens, (1, *tokens[1:])):
@@ -633,24 +634,24 @@ def check_no_padding_matters(mask: Any, tokens: tuple[int, ...], targets: Tensor
 
 # ---- packed documents -----------------------------------------------------------------------------------------------
 #
-# transformers takes positions [1 or batch, seq] that do not count up by one for documents that do not see each other,
-# where there is neither a mask nor a cache; data collators that pack ("padding-free") make such positions. They may
-# also hand over `cu_seq_lens_q` and its companions, which transformers' flash attention reads. Here documents never see
-# each other, also in the few models (gpt-oss) whose masks for sdpa and eager, other than their flash attention, do not
-# look at positions.
+# Without a mask and a cache, transformers treats positions [1 or batch, seq] that do not count up by one as packed
+# documents that do not see each other. Packing ("padding-free") data collators produce such positions, and may pass
+# `cu_seq_lens_q` and its companions, which transformers' flash attention reads. Here documents never see each other.
+# That includes the few models (gpt-oss) where only flash attention separates documents, since their masks for sdpa and
+# eager ignore positions.
 
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-NUMBERS = "seq_idx"  # [batch, seq], for kernels of state spaces: of which document each token is
+NUMBERS = "seq_idx"  # [batch, seq], document index of each token, for kernels of state spaces
 
 
 def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> tuple[int, ...]:
-    """The bounds (0, ..., seq_len) of the documents in each row, () where there is one; BOUNDS leave `arguments`.
+    """Return the bounds (0, ..., seq_len) of the documents in each row, () for one; remove BOUNDS from `arguments`.
 
-    `makes_cache`: transformers would collect keys and values, whether somebody asked for them or not.
+    `makes_cache`: transformers would collect keys and values, requested or by default.
 
     Raises:
-        ValueError: rows of different documents, two descriptions that do not agree, or positions alone in a call for
-            which transformers does not take them for documents.
+        ValueError: rows hold different documents, two descriptions disagree, `seq_idx` alone describes documents, or
+            positions alone do in a call in which transformers would not read them as documents.
     """
     bounds = _from_bounds({name: arguments.pop(name, None) for name in BOUNDS}, seq_len)
     numbers = arguments.pop(NUMBERS, None)
@@ -672,9 +673,9 @@ def take_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool
 
 
 def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: bool) -> None:
-    """The same for a forward pass without a ring, where transformers itself keeps documents apart, or not.
+    """Check documents of a forward pass without a ring, in which transformers itself may separate documents.
 
-    Turning its cache off would make documents of what it lets see each other.
+    Without the cache, which is turned off here, transformers would separate documents that see each other with it.
     """
     positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
     if not makes_cache or positions is None or positions.shape[-1] != seq_len or arguments.get(BOUNDS[0]) is not None:
@@ -685,7 +686,7 @@ def check_documents(arguments: dict[str, Any], seq_len: int, *, makes_cache: boo
 
 def _check_known_apart(mask: Tensor | None, makes_cache: bool) -> None:
     if makes_cache or mask is not None:
-        # Flash attention keeps documents apart here, too; masks of sdpa and eager let them see each other.
+        # Here flash attention still separates documents, while masks of sdpa and eager let them see each other.
         raise ValueError(
             "position_ids start again inside of rows, as those of packed documents do. Whether these documents see "
             "each other depends on transformers' attention where there is an attention_mask or use_cache is on, which "
@@ -705,10 +706,10 @@ def _from_bounds(given: dict[str, Any], seq_len: int) -> tuple[int, ...]:
 
 
 def _from_positions(positions: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """(0, ...): where the documents begin that `positions` [seq], [rows, seq] or [.., rows, seq] count; () for one."""
+    """Starts (0, ...) of the documents that `positions` [seq], [rows, seq] or [.., rows, seq] count; () for one."""
     breaks = positions.diff(dim=-1) != 1
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == breaks.shape[:-1] + positions.shape[-1:]:
-        breaks = breaks & mask[:, 1:].bool()  # padding is counted in many ways
+        breaks = breaks & mask[:, 1:].bool()  # positions of padding follow no rule
     if not bool(breaks.any()):
         return ()
     if positions.ndim > 2:

@@ -1,7 +1,7 @@
-"""transformers' attention and mask functions, over the context parallel ranks where a forward pass is cut over them.
+"""Attention and mask functions for transformers that run over the context parallel ranks of a forward pass.
 
-transformers looks both up by name (`AttentionInterface`, `AttentionMaskInterface`). A mask would be seq x seq, so there
-is none: what it would have said is said in `Window`, which models hand on to attention in its place, unread.
+transformers looks up both by name (`AttentionInterface`, `AttentionMaskInterface`). A mask would be seq x seq, so none
+is built: models pass a `Window` to attention in its place, without reading it.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     from fused_tp.integrations.hf_cache import CachedPass
 
 PREFIX = "fused_tp_"
-SEQUENCE = "_fused_tp_sequence"  # of modules: the SequenceSharding of the model that they are in
-EAGER = "eager_attention_forward"  # what a file of models calls the attention that it runs by itself
-# Keyword arguments of attention functions that change the result and that the ring does not compute; and those that are
-# tensors and change nothing, or that have been read where the forward pass began. Others (indices of selected tokens, a
-# bias) could mean anything.
+SEQUENCE = "_fused_tp_sequence"  # attribute of modules: the SequenceSharding of their model
+EAGER = "eager_attention_forward"  # name of the eager attention in transformers' modeling files
+# UNSERVED: keyword arguments of attention functions that change the result and are not supported over a ring. SERVED:
+# tensors that change nothing, are supported, or were read at the start of the forward pass. Other tensors (indices of
+# selected tokens, a bias) could mean anything, and are refused.
 UNSERVED = ("sinks", "position_bias", "head_mask", "cache")
 SERVED = {
     *("s_aux", "alibi_slopes", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),
-    *("labels", *SequenceSharding.known),  # that some models hand down with all other keywords
+    *("labels", *SequenceSharding.known),  # some models pass these on with all other keywords
 }
 
 
 @dataclass(frozen=True)
 class Window:
-    """In the place of a mask: how many keys (before, after) itself a token sees."""
+    """Replacement for a mask: the number of keys (before, after) itself that a token sees."""
 
     sides: tuple[int, int]
 
 
 def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> str:
-    """The name of what computes attention for `model`, known to transformers from here on.
+    """Register the attention function for `model` with transformers, and return its name.
 
-    It is ring attention in forward passes that are cut over context parallel ranks, and the implementation that the
-    model has now in all others. It finds `sequence` by the module that calls it. Rejected: a keyword argument, which
-    not all models hand down to their attention.
+    It runs ring attention in forward passes that are sharded over context parallel ranks, and the model's current
+    implementation in all others. It finds `sequence` through the calling module. Rejected: a keyword argument, since
+    not all models pass keywords on to their attention.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -60,7 +60,7 @@ def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> st
     for module in model.modules():
         setattr(module, SEQUENCE, sequence)
     implementation: str = model.config._attn_implementation
-    if implementation.startswith(PREFIX):  # the config of a parallel model, used for another
+    if implementation.startswith(PREFIX):  # the config of a parallel model, reused for another model
         return implementation
     name = PREFIX + implementation
     own = _eager if implementation == "eager" else ALL_ATTENTION_FUNCTIONS[implementation]
@@ -72,15 +72,15 @@ def register_attention(model: PreTrainedModel, sequence: SequenceSharding) -> st
 
 
 def register_mask(config: Any) -> None:
-    """Have masks for that config's attention be those of all tokens in forward passes of which a rank has a part.
+    """Make the mask function of the config's attention return masks of all tokens when a rank holds a part of them.
 
-    Under their own name: `_mask` asks the forward pass that runs, and is the mask of all others. Rejected: a name of
-    ours in the config, as for attention over context parallel ranks. Code of models asks the config which attention it
-    has, and sparse latent attention applies its selection for "eager" and "sdpa" alone.
+    `_mask` is registered under the existing name: it checks the running forward pass, and falls back to the previous
+    function. Rejected: a new name in the config, as for attention over context parallel ranks. Some models read the
+    name of the attention in the config, and sparse latent attention selects tokens only for "eager" and "sdpa".
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    if str(config._attn_implementation).startswith(PREFIX):  # that of a parallel model, used for another
+    if str(config._attn_implementation).startswith(PREFIX):  # from a parallel model, reused for another
         config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
     own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
     if own is not None and getattr(own, "func", None) is not _mask:
@@ -88,12 +88,12 @@ def register_mask(config: Any) -> None:
 
 
 def has_eager(module: nn.Module) -> bool:
-    """Whether `_eager` could find the attention of models in the file that `module` comes from."""
+    """True if `_eager` finds an attention function in a file that defines the class of `module` or a base."""
     return any(hasattr(sys.modules.get(kind.__module__), EAGER) for kind in type(module).__mro__)
 
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention that models run by themselves, which has no entry in AttentionInterface."""
+    """Run the eager attention of the model's own file, which has no entry in AttentionInterface."""
     for kind in type(module).__mro__:
         own = getattr(sys.modules.get(kind.__module__), EAGER, None)
         if own is not None:
@@ -115,7 +115,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """transformers' attention function: [batch, heads, seq, head_dim] -> ([batch, seq, heads, head_dim], None)."""
-    sequence: SequenceSharding | None = getattr(module, SEQUENCE, None)  # none in another model of the same config
+    sequence: SequenceSharding | None = getattr(module, SEQUENCE, None)  # None in another model with the same config
     over = None if sequence is None else _attends_over(sequence)
     if over is None:
         return own(module, query, key, value, attention_mask, **kwargs)
@@ -172,10 +172,10 @@ def _attention_over(
 
 
 def replace_own_attention(modules: Sequence[nn.Module], own: OwnAttention) -> None:
-    """Have `modules`, which attend by code of their own, attend over ranks where the others' attention does."""
+    """Make `modules` with their own attention code attend over ranks in the same forward passes as other modules."""
     for module in modules:
         if hasattr(module, "config"):
-            # Its own code, which runs where nothing is cut, asks for the name that the model was loaded with.
+            # The module's own code, which runs if nothing is sharded, reads the name that the model was loaded with.
             module.config = copy.copy(module.config)
         setattr(module, own.method, partial(_by_ours, own, module, getattr(module, own.method)))
 
@@ -198,7 +198,7 @@ def _by_ours(own: OwnAttention, module: nn.Module, theirs: Callable[..., Any], *
 
 
 def _attends_over(sequence: SequenceSharding) -> CpContext | CachedPass | None:
-    """What the attention of a forward pass is shared over; None where each rank computes all of it."""
+    """Return the object that shares attention over ranks now; None if each rank computes all of it."""
     cp = sequence.state_now().cp
     frame = running_forward()
     if cp is not None or frame is None or frame.owner is not sequence:
@@ -207,10 +207,10 @@ def _attends_over(sequence: SequenceSharding) -> CpContext | CachedPass | None:
 
 
 def _scaled_by_position(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
-    """`query` [batch, heads, seq, head_dim] with the scale of its tokens' places in the whole sequence.
+    """Scale `query` [batch, heads, seq, head_dim] by its tokens' places in the whole sequence.
 
     Llama 4's layers without rotary embeddings scale queries by log1p(floor((place + 1) / floor_scale)) * attn_scale + 1
-    (Llama4TextAttention of transformers), and count the place from the first token that they are given.
+    (Llama4TextAttention of transformers), and count places from the first token that they receive.
     """
     if not getattr(attention, "attn_temperature_tuning", False) or getattr(attention, "use_rope", True):
         return query
@@ -224,8 +224,8 @@ def _scaled_by_position(attention: Any, query: Tensor, cp: CpContext) -> Tensor:
 
 
 def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tuple[int, int] | None:
-    """The window that the mask stands for. Not all models tell their attention function, too; of those whose attention
-    makes its own masks only that function knows, and they count the token itself."""
+    """Window of the mask, or else of `sliding_window`, which counts the token itself. Not all models pass
+    `sliding_window` to their attention function; models whose attention makes its own masks pass only that."""
     if mask is not None:
         return mask.sides
     if sliding_window is None:
@@ -234,17 +234,17 @@ def _window(mask: Window | None, sliding_window: int | None, causal: bool) -> tu
 
 
 def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """transformers' mask function, called with keywords: a Window or nothing for a ring, else `own` for the whole
-    sequence."""
+    """Mask function for transformers, called with keywords: returns a Window or None for a ring, else the mask of `own`
+    for the whole sequence."""
     frame = running_forward()
     shard, cache = (None, None) if frame is None else (frame.shard, cast("CachedPass | None", frame.cache))
-    # Where attention is ours: over tokens, or over a cache, of which each rank has a part.
+    # Set if we compute attention: over sharded tokens, or over a sharded cache.
     ours = cache if cache is not None else None if shard is None else shard.cp
     if frame is not None and ours is not None and getattr(frame.owner, "own_attention", None):
-        # Nothing reads it, though MPT converts it.
+        # Nothing reads this tensor, but MPT converts it.
         return torch.zeros((1, 1, 1, 1), dtype=torch.float32, device="cpu")
     if ours is not None:
-        # Of a plain mask, causal or bidirectional, transformers says that attention may do without it.
+        # transformers allows attention to skip a plain mask, causal or bidirectional.
         if kwargs.get("use_vmap") or not (
             kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip")
         ):
@@ -252,7 +252,7 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 "The model adds a mask of its own to attention, which context parallel ranks do not serve."
             )
         size = kwargs.get("local_size")
-        # transformers' mask of a window of 0 shows nothing: the config means no window, and no layer uses the mask.
+        # transformers' mask of a window of 0 hides all keys: the config means no window, and no layer uses the mask.
         return None if not size or size >= ours.seq_len else _as_window(kwargs["mask_function"], size)
     if shard is None:
         return own(*args, **kwargs)
@@ -263,19 +263,19 @@ def _mask(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 f"The model makes an attention_mask of its own {tuple(mask.shape)}, of a sequence of {shard.seq_len} "
                 "tokens; a sequence parallel rank serves only one without padding. Pass sequence_parallel=False."
             )
-        kwargs["attention_mask"] = None  # made of the embeddings, where none was given
-    # transformers reads the length off the embeddings, of which a sequence parallel rank has a part.
+        kwargs["attention_mask"] = None  # the model derives one from the embeddings if the caller passes none
+    # transformers reads the length from the embeddings, which are sharded on a sequence parallel rank.
     kwargs["q_length"] = kwargs["kv_length"] = shard.seq_len
     return own(*args, **kwargs)
 
 
 def _as_window(sees: Callable[..., Tensor], size: int) -> Window:
-    """The window of a mask function, sees(batch, head, query, key), of that size."""
+    """Convert a mask function sees(batch, head, query, key) with a window or chunk of `size` to a Window."""
 
     def token_sees(query: int, key: int) -> bool:
         return bool(sees(*torch.tensor([0, 0, query, key], dtype=torch.int64, device="cpu").unbind()))
 
-    if not token_sees(size, 1):  # sees nothing of the `size` tokens before it: a new chunk begins here
+    if not token_sees(size, 1):  # does not see the `size` tokens before it: a new chunk begins here
         raise ValueError(
             f"The model attends within chunks of {size} tokens, shorter than the sequence, which context parallel "
             "ranks do not serve. Use sequences that fit into a chunk, or no cp_dim."

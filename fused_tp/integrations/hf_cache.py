@@ -1,7 +1,7 @@
-"""transformers' key/value cache, of which each context parallel rank holds a part: what `generate()` fills.
+"""Key/value cache of transformers (as filled by `generate()`), sharded over the context parallel ranks.
 
-An empty `DynamicCache` gets other layers in place, so its owner keeps using it. What these layers could not
-hold stays as it is: then every rank holds all of it.
+The layers of an empty `DynamicCache` are replaced in place, so its owner keeps using it. Caches that these layers
+cannot represent stay unchanged: every rank then holds the whole cache.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BLOCK = DEFAULT_BLOCK
 
 
 class ContextLayer:
-    """One attention layer's keys and values. `update` keeps this rank's part of new ones, of which all ranks have all.
+    """Keys and values of one attention layer. All ranks pass all new ones to `update`, which stores this rank's part.
 
-    A sliding window is a matter of masks here: nothing is thrown away.
+    A sliding window is applied by masks only: the layer drops no tokens.
     """
 
     is_sliding = False
@@ -34,19 +34,19 @@ class ContextLayer:
     supports_early_init = False
 
     def __init__(self, mesh: DeviceMesh, window: int | None) -> None:
-        super().__init__()  # of transformers' class
-        self.window = window  # of the layer in whose place this is, which would forget what is before it
+        super().__init__()  # __init__ of transformers' class
+        self.window = window  # of the replaced layer, which would drop all tokens before it
         self.is_initialized = False
         self.cache = ContextKVCache(mesh, block=BLOCK)
-        self._newest: tuple[torch.Size, ...] = ()  # shapes of keys and values that nothing has attended to
-        self.columns = 0  # of the batch: the longest sequence and what it is padded with
+        self._newest: tuple[torch.Size, ...] = ()  # shapes of new keys and values, until attention has used them
+        self.columns = 0  # columns of the batch: the longest sequence with its padding
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Returns the new ones only: attention finds the others here."""
+        """Store new keys and values. Return only these: attention finds earlier ones in this layer."""
         frame = running_forward()
         running = None if frame is None else frame.cache
         if not isinstance(running, CachedPass) or self not in running.layers:
@@ -68,7 +68,7 @@ class ContextLayer:
         return key_states, value_states
 
     def check_keys(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
-        """Refuse attention to other keys and values than those in the cache: they were made of what is there."""
+        """Refuse keys and values of other shapes than `update` returned: the module computed them from cached ones."""
         if (key.shape, value.shape) != self._newest:
             raise ValueError(
                 f"{type(module).__name__} gives attention keys {tuple(key.shape)} and values {tuple(value.shape)}, and "
@@ -78,7 +78,7 @@ class ContextLayer:
         self._newest = ()
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        # Before transformers 5 it is given the positions of the new tokens.
+        # Before transformers 5 the argument holds the positions of the new tokens.
         new = query_length if isinstance(query_length, int) else len(query_length)
         return self.columns + new, 0
 
@@ -95,8 +95,8 @@ class ContextLayer:
         self.columns, self._newest = 0, ()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens, as rejected drafts are; before transformers 5, a positive number is
-        how many to keep."""
+        """Drop the last -tokens_to_remove tokens, such as rejected drafts. A positive number, as before transformers 5,
+        is the number of tokens to keep."""
         if tokens_to_remove == 0 or self.columns == 0:
             return
         if tokens_to_remove > 0:
@@ -127,14 +127,14 @@ def _layer_class() -> Any:
 
 @dataclass(frozen=True)
 class CachedPass:
-    """A forward pass that every rank computes, but for attention, which they share.
+    """Forward pass that every rank computes in full, except for attention, which the ranks share.
 
     Attributes:
-        layers: of the cache.
-        seq_len: columns of the batch when it is done.
-        new_lengths: how many of the new tokens are no padding, for each sequence; None for all.
-        tokens: a checksum of the new tokens, which the ranks compare: where they are sampled, ranks of unequal random
-            states would continue one cache with different tokens. 0 where reading them would wait for the device.
+        layers: layers of the cache.
+        seq_len: columns of the batch after the pass.
+        new_lengths: number of new tokens that are not padding, per sequence; None for all.
+        tokens: checksum of the new tokens, which the ranks compare: with unequal random states, ranks would sample
+            different tokens for the same cache. 0 if reading them would synchronize with the device.
     """
 
     layers: tuple[ContextLayer, ...]
@@ -143,8 +143,8 @@ class CachedPass:
     tokens: int = 0
 
     def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
-        """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim]; the keywords of context_parallel_decode."""
-        layer = self.layers[module.layer_id if hasattr(module, "layer_id") else module.layer_idx]  # GPT-Neo's name
+        """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim], with keywords of context_parallel_decode."""
+        layer = self.layers[module.layer_id if hasattr(module, "layer_id") else module.layer_idx]  # for GPT-Neo
         layer.check_keys(module, k, v)
         if layer.window is not None and keywords.get("window") is None and self.seq_len > layer.window:
             raise ValueError(
@@ -157,12 +157,12 @@ class CachedPass:
 
 
 def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
-    """What the cache in `arguments` makes of a forward pass of `new` tokens; None where every rank holds all of it.
+    """Describe a forward pass of `new` tokens over the cache in `arguments`; None if every rank holds the whole cache.
 
-    The caller has made sure that a cache that is empty now may be shared.
+    Shares an empty cache if possible. The caller has checked that the model allows it.
 
     Raises:
-        ValueError: the mask hides other tokens of the sequences than it did before.
+        ValueError: the mask hides other tokens of the sequences than in earlier passes.
     """
     from transformers import DynamicCache
 
@@ -187,7 +187,7 @@ def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: A
 
 
 def is_shared(cache: Any) -> bool:
-    """Whether the ranks share `cache` already."""
+    """True if the ranks already share `cache`."""
     return any(isinstance(layer, ContextLayer) for layer in getattr(cache, "layers", ()))
 
 
@@ -204,8 +204,8 @@ def _can_be_shared(cache: Any) -> bool:
 
 
 def _pads_left(mask: Any) -> bool:
-    """Whether `mask` [batch, columns] shows the last so many tokens of each sequence."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2:  # transformers takes one for each kind of layers, too
+    """True if `mask` [batch, columns] has padding only on the left of each sequence."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:  # transformers also accepts one mask per kind of layer
         return False
     keep = mask.bool()
     return bool(keep[:, -1:].all()) and not bool((keep[:, :-1] & ~keep[:, 1:]).any())

@@ -1,4 +1,4 @@
-"""transformers' methods that change a model, called after it was made tensor parallel."""
+"""Methods of transformers that change a model, adapted for calls after tensor parallelism was applied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_tp.nn.sharding import shown_as_dtensors
 def adapt_later_calls(model: nn.Module) -> None:
     """Let `init_weights()` of `model`, and of the models in it, see whole parameters; refuse to resize embeddings."""
     for module in model.modules():
-        own: Any = module  # partials, unlike methods of the instance, can be pickled; a copy of the model has its own
+        own: Any = module  # partials can be pickled, unlike methods of the instance; a copied model gets its own
         if hasattr(module, "_init_weights"):
             own._init_weights = partial(_init_weights, module)
         if hasattr(module, "resize_token_embeddings"):
@@ -22,7 +22,7 @@ def adapt_later_calls(model: nn.Module) -> None:
 
 
 def _init_weights(model: Any, module: nn.Module) -> None:
-    # What it copies into parameters it has computed as a whole, on every rank.
+    # Every rank computes the whole values that the method copies into parameters, as if they were replicated.
     with shown_as_dtensors(module), implicit_replication():
         type(model)._init_weights(model, module)
 
