@@ -156,7 +156,7 @@ class TorchSymmMemSchedule(KernelSchedule):
         """Name of the op that sums this many bytes, and True if it does so in place."""
         small = nbytes <= ONE_SHOT_BYTES
         if self.symm_mem.multicast:
-            # Each rank reads the whole sum from the switch, which may add more than two terms in an order per rank.
+            # Each rank reads the whole sum from the switch, whose order of three or more terms may vary by rank.
             if small and self.world_size == 2 and "multimem_one_shot_all_reduce" in self.symm_mem.ops:
                 return "multimem_one_shot_all_reduce", False
             if (not small or dtype != torch.float32) and "multimem_all_reduce_" in self.symm_mem.ops:
