@@ -28,7 +28,7 @@ Columns: TypeAlias = Callable[[int, int], Tensor]  # columns [start, stop) of th
 
 
 class Pipelined(Plain):
-    """Compute and torch.distributed movements interleaved, chunk by chunk."""
+    """The ops of one group, with compute and torch.distributed transfers interleaved chunk by chunk."""
 
     name = "pipelined"
 

@@ -19,7 +19,7 @@ from fused_tp.transport.workspace import GroupKernels
 
 
 class Plain(RowSchedule):
-    """Every op over one group as compute followed by a torch.distributed collective.
+    """The ops of one group as compute followed by a torch.distributed collective.
 
     `meanwhile` runs while the collective is under way: a gradient that needs nothing from the peers is free.
     """

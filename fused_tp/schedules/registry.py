@@ -58,8 +58,8 @@ class ScheduleSpec:
 
     Attributes:
         name: name of the schedule in `FUSED_TP_SCHEDULE` and the dispatch table.
-        supports: if it has its own implementation of an op in a dtype, for any group.
-        available: if a group can use it on a device. All ranks must make the first call together.
+        supports: availability of its own implementation of an op in a dtype, for any group.
+        available: availability to a group on a device. All ranks must make the first call together.
         make: makes the schedule for a group it is available to; the number is that of chunks, None for its own choice.
         transport: the transport of its bytes, for `explain`; None is the group's torch.distributed backend.
         devices: device types it runs on; empty: any that torch.distributed serves.

@@ -22,7 +22,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 class Pending(Protocol[T_co]):
-    """A movement that has been started. `wait` finishes it, within the deadline, and may be called once."""
+    """A transfer that has been started. `wait` finishes it, within the deadline, and may be called once."""
 
     def wait(self) -> T_co: ...
 

@@ -47,7 +47,7 @@ OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_r
 _LEAST_BYTES = 1 << 16
 _ROUNDED_TO = 16 << 20
 
-# Streams that fetch shards. More have no effect: a GPU has a few copy engines, which share its links.
+# Streams that fetch shards. More bring no gain: a GPU has a few copy engines, which share its links.
 # Four ranks of one GPU, with all kinds of workspaces, must leave a queue of the GPU to each of their streams.
 _MOST_FETCHES, _MOST_FETCHES_OF_ONE_GPU = 4, 2
 
@@ -311,7 +311,7 @@ class CopyEngine(GroupKernels[_Slot]):
             made = core(library, index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams)
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
         if old is not None and outgrown is None:
-            old.core.stop()  # its streams are used for other work from now on, which its watchdog would misjudge
+            old.core.stop()  # its streams now run other work, which its watchdog would take for its own
         return self._keep("", _Slot(made, buffer, gather_bytes, scatter_bytes, streams), outgrown)
 
 

@@ -130,7 +130,7 @@ class Messages:
     """Works that are waited for together, within `seconds` from their first wait.
 
     Args:
-        works: each with the group rank at its other end. Receives first, as they report closed connections reliably.
+        works: each with the group rank at its other end. Receives first: they report closed connections more reliably.
         seconds: longest wait, after which gloo closes the connections of the group.
 
     Example:

@@ -107,7 +107,7 @@ class TorchSymmMem(Workspaces):
 
         Raises:
             RuntimeError: memory would have to grow while a CUDA graph is being captured.
-            Also what `raise_if_failed` raises.
+            Also the errors of `raise_if_failed`.
         """
         self.raise_if_failed()
         have = 0 if self._sums is None else self._sums.numel()

@@ -274,7 +274,7 @@ class Workspaces(GroupKernels[_Slot]):
 
     def reserve(self, kind: str, nbytes: int, op: str) -> None:
         """Allocate memory for an op that may follow, as `use` would. A collective call."""
-        self.raise_if_failed()  # otherwise it would wait for peers that have left
+        self.raise_if_failed()  # otherwise the allocation would wait for peers that have left
         self._slot(kind, nbytes, op)
 
     def raise_failure(self) -> None:
