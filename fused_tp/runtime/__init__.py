@@ -1,1 +1,1 @@
-"""The base layer: groups, settings, errors, partitions, tracing, dispatch. Imports nothing above it."""
+"""Base layer: groups, settings, errors, partitions, tracing, dispatch. Imports no other layer."""

@@ -1,4 +1,4 @@
-"""Whether something can be used, and if not, why not."""
+"""Availability of a feature, with the reason where it cannot be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Availability:
-    """Truthy where something can be used; `reason`: why it cannot, as the part of a sentence without a full stop."""
+    """Truthy if a feature can be used; `reason`: why it cannot be used, as a clause without a full stop."""
 
     ok: bool
     reason: str = ""
@@ -24,22 +24,22 @@ AVAILABLE = Availability(True)
 
 
 def unavailable(reason: str) -> Availability:
-    """The answer no, because of `reason`."""
+    """An `Availability` that is false, with `reason`."""
     return Availability(False, reason)
 
 
-# -- Triton, whose kernels are imported where one is first needed: it takes 0.2 s, and not everybody has it -----------
+# -- Triton: importing it takes 0.2 s and it may not be installed, so kernels are imported where first needed ---------
 
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton can be imported; it is not, here."""
+    """True if Triton can be imported. Does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
 @cache
 def interpreted() -> bool:
-    """Whether kernels run on the CPU, interpreted (`TRITON_INTERPRET=1`): Triton decides that when it is imported."""
+    """True if kernels run interpreted on the CPU (`TRITON_INTERPRET=1`), which Triton decides when it is imported."""
     if "triton" in sys.modules:
         return bool(sys.modules["triton"].knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

@@ -10,11 +10,11 @@ FIRST_CALLS = 3
 
 
 def is_due(call: int) -> bool:
-    """True if ranks compare what they have at this call, counted from 1. False while a CUDA graph is captured."""
+    """True if ranks compare their data at call number `call` (from 1). False while a CUDA graph is captured."""
     every = settings.batch_check_every()
     return every > 0 and (call <= FIRST_CALLS or call % every == 0) and not is_capturing()
 
 
 def is_capturing() -> bool:
-    """True while a CUDA graph is captured: no value can be read then."""
+    """True while a CUDA graph is captured, when no value can be read."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

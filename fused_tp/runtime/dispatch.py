@@ -1,9 +1,9 @@
-"""The dispatch table: which schedule for which op, dtype, shape, group size, transport and architecture.
+"""Dispatch table: maps op, dtype, shape, group size, transport and architecture to a schedule.
 
 The shipped table is `dispatch.json` next to this file; `FUSED_TP_TABLE` names another one, as `fused-tp bench --tune`
-writes. All ranks must read the same table, and the choice depends only on what all ranks know: a dim that is cut over
-the ranks may differ by one between them, and takes no part. A process reads a table once, at the first call that needs
-it: were a file that is rewritten read again, ranks would do that at different calls and choose apart.
+writes. All ranks must read the same table, and the choice depends only on values that all ranks know: a sharded dim may
+differ by one between ranks and is ignored. A process reads a table once, at the first call that needs it. If a
+rewritten file were read again, ranks would read it at different calls and choose different schedules.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fused_tp.runtime import settings
 
 SHIPPED = Path(__file__).with_name("dispatch.json")
 _LIMITS = frozenset({"max_m", "max_bytes", "dtypes", "world_sizes"})
-CHUNKED = frozenset({"copy_engine", "nccl_pipeline"})  # schedules that a rule may give a number of chunks
+CHUNKED = frozenset({"copy_engine", "nccl_pipeline"})  # schedules for which a rule may set the number of chunks
 
 
 class DispatchKey(NamedTuple):
-    """What a schedule is chosen by, besides the group.
+    """The properties of a call that select its schedule, besides the group.
 
     Attributes:
         op: name of the op.
-        dtype: of what moves.
-        device: of the tensors; which one of its type matters to the schedule that is made, and not to the choice.
+        dtype: dtype of the tensor that is communicated.
+        device: device of the tensors. The choice depends on its type only; the schedule is made for this device.
         m: rows (tokens) over all ranks.
-        k: reduction dim; None where it is cut over the ranks (row-parallel ops).
-        n: columns; None where they are cut over the ranks (column-parallel ops).
+        k: reduction dim; None where it is sharded (row-parallel ops).
+        n: columns; None where they are sharded (column-parallel ops).
     """
 
     op: str
@@ -48,7 +48,7 @@ class DispatchKey(NamedTuple):
 
     @staticmethod
     def of(op: str, x: Tensor, shape: Sequence[int], k: int | None, n: int | None) -> DispatchKey:
-        """Of an op whose `x` has `shape` [..., features] over all ranks."""
+        """The key of an op whose `x` has `shape` [..., features] over all ranks."""
         return DispatchKey(op, x.dtype, x.device, prod(shape[:-1]), k, n)
 
 
@@ -57,11 +57,11 @@ class Choice:
     """A schedule's name and the rule of the table that chose it.
 
     Attributes:
-        chunks: into how many parts the schedule cuts what moves; None leaves it to the schedule.
+        chunks: number of chunks the schedule splits the transfer into; None leaves the number to the schedule.
     """
 
     schedule: str
-    rule: str  # with its source
+    rule: str  # in words, with its source
     chunks: int | None = None
 
 
@@ -72,13 +72,13 @@ def _arch_of_cuda(index: int | None) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """`cpu`, or `sm_90` and the like. What a group goes by is `schedules.registry.group_arch`."""
+    """`cpu`, or `sm_90` and the like. The architecture of a whole group is `schedules.registry.group_arch`."""
     return _arch_of_cuda(device.index) if device.type == "cuda" else device.type
 
 
 def choose(key: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...] = ()) -> Choice:
     """The table's schedule for one call, on `transport` ("shm", "nvlink" or the torch.distributed backend) and `arch`
-    (of `arch_of`). Rules that name a schedule of `without`, which cannot serve this call, are passed over."""
+    (from `arch_of`). Skips rules that name a schedule in `without`, which cannot serve this call."""
     return _choose(settings.table_path(), key, world_size, transport, arch, without)
 
 
@@ -87,7 +87,7 @@ def _choose(
     path: str | None, asked: DispatchKey, world_size: int, transport: str, arch: str, without: tuple[str, ...]
 ) -> Choice:
     op, dtype, _, m, k, n = asked
-    columns = n if k is None else k  # of the tensor that is the same on all ranks
+    columns = n if k is None else k  # of the gathered input or the summed output, which is the same on all ranks
     moved = m * (columns or 0) * dtype.itemsize
     keys: list[str] = []
     level: Any = load_table(path)
@@ -116,7 +116,7 @@ def _choose(
 
 
 def table_checksum() -> str:
-    """Of the text of the table that calls go by, to be compared between ranks."""
+    """Checksum of the text of the table in use, which ranks compare."""
     try:
         return f"{zlib.crc32(Path(settings.table_path() or SHIPPED).read_bytes()):08x}"
     except OSError as error:
@@ -124,16 +124,16 @@ def table_checksum() -> str:
 
 
 def load_table(path: str | None = None) -> dict[str, Any]:
-    """What a table has of the ops; None is the shipped one.
+    """The rules of a table for ops; None is the shipped table.
 
     Raises:
-        ValueError: the file is missing or not a dispatch table; says where.
+        ValueError: the file is missing or not a dispatch table; the message names the entry.
     """
     return _load(path)[0]
 
 
 def attention_rules(path: str | None = None) -> list[dict[str, Any]]:
-    """What a table has of attention: which kernel was measured as faster on the CPU. Raises as `load_table`."""
+    """The rules of a table for attention: the kernel measured as faster on the CPU. Raises as `load_table`."""
     return _load(path)[1]
 
 
@@ -160,7 +160,7 @@ def _entries(level: Any, where: str) -> dict[str, Any]:
     return level
 
 
-# By key of a rule: whether a value fits, and what it is.
+# For each key of a rule: the test of a value, and the description of a valid one.
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "schedule": (lambda value: isinstance(value, str), "the name of a schedule"),
     "kernel": (lambda value: isinstance(value, str), "the name of a kernel"),
@@ -198,7 +198,7 @@ def _check_rules(where: str, rules: Any, needs: Sequence[str], may: Sequence[str
 
 
 def attention_kernel(dtype: torch.dtype, head_dim: int, backward: bool) -> str | None:
-    """The kernel that the first such rule names for one direction of attention; None without one."""
+    """The kernel named by the first matching attention rule for one direction; None if no rule matches."""
     name = str(dtype).removeprefix("torch.")
     for rule in attention_rules(settings.table_path()):
         named = name in rule["dtypes"] and backward == rule["backward"]

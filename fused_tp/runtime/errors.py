@@ -1,6 +1,6 @@
-"""Errors that the ranks of a group can give each other.
+"""Errors that the ranks of a group send each other.
 
-Bad arguments are not here: they raise `ValueError` or `TypeError` before anything is sent.
+Bad arguments are not among them: they raise `ValueError` or `TypeError` before anything is sent.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _FIELDS = ("op", "call", "group", "rank", "size", "missing", "reason", "cause")
 
 
 class FusedTPError(RuntimeError):
-    """Anything that went wrong between ranks; itself: a call on a group that is unusable since an earlier failure.
+    """Any failure between ranks. The class itself is raised by calls on a group that an earlier failure made unusable.
 
-    An error that is given only a sentence says just that. Any other names its fields in the sentence, in braces, so
-    that it can be restated for another group (`in_ranks_of`) and sent to peers (`as_dict`).
+    An error with only a sentence prints that sentence unchanged. Any other sentence names the fields in braces, so that
+    the error can be restated for another group (`in_ranks_of`) and sent to peers (`as_dict`).
 
     Attributes:
         op: the op that failed; empty where unknown.
-        call: its number in the group; 0 where unknown.
+        call: number of the call in the group; 0 where unknown.
         group: name of the group.
-        rank: which rank raises; -1 where unknown.
-        size: how many ranks the group has.
-        missing: ranks that had not arrived, or are lost, and what was last heard of each.
-        reason: what a backend says, or another exception.
-        cause: the error that this one follows from: a peer's, or an earlier one of this rank.
+        rank: the rank that raises; -1 where unknown.
+        size: number of ranks in the group.
+        missing: ranks that had not arrived, or are lost, each with its last known state.
+        reason: message of the backend, or of another exception.
+        cause: the error that caused this one: a peer's, or an earlier one of this rank.
 
     Example:
         >>> str(PeerLostError("{op} on rank {rank} lost {missing}.", op="all_gather", rank=0, missing={1: ""}))
@@ -56,7 +56,7 @@ class FusedTPError(RuntimeError):
 
     @property
     def sentence(self) -> str:
-        """What `__str__` fills in."""
+        """The sentence with its fields in braces, before `__str__` fills them in."""
         return str(self.args[0]) if self.args else ""
 
     def __str__(self) -> str:
@@ -73,14 +73,14 @@ class FusedTPError(RuntimeError):
         return {name: getattr(self, name) for name in _FIELDS}
 
     def copy(self: _ErrorT, more: str = "", **fields: Any) -> _ErrorT:
-        """The same error without a traceback, which would keep all tensors of its frames; with `more` to say."""
+        """A copy without the traceback, which would keep all tensors of its frames alive; `more` extends the text."""
         made = copy.copy(self)
         made.args = (self.sentence + more,)
         vars(made).update(fields)
         return made
 
     def in_ranks_of(self: _ErrorT, group: str, size: int, ranks: Sequence[int]) -> _ErrorT:
-        """This error of a part of `group`, restated for the whole; `ranks[r]` is the rank there of its rank r."""
+        """The error of a subgroup, restated for its parent `group`; `ranks[r]` is the parent's number of rank r."""
         return self.copy(
             group=group,
             size=size,
@@ -90,13 +90,13 @@ class FusedTPError(RuntimeError):
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Class and fields, for JSON."""
+        """Class and fields of the error, for JSON."""
         cause = self.cause and self.cause.as_dict()
         return {"class": type(self).__name__, "sentence": self.sentence, **self._fields(), "cause": cause}
 
     @staticmethod
     def from_dict(told: Mapping[str, Any]) -> FusedTPError:
-        """The error that `as_dict` has told, of this or another process."""
+        """Restore an error from `as_dict` of this or another process."""
         fields = dict(told)
         kind = _CLASSES.get(fields.pop("class"), FusedTPError)
         fields["missing"] = {int(rank): heard for rank, heard in fields["missing"].items()}
@@ -109,7 +109,7 @@ class CollectiveTimeoutError(FusedTPError):
 
 
 class PeerLostError(FusedTPError):
-    """A peer's process died or closed its connection. The group is unusable afterwards: make one of the others."""
+    """A peer's process died or closed its connection. The group is unusable afterwards; make one of the other ranks."""
 
 
 class RankMismatchError(FusedTPError):
@@ -123,7 +123,7 @@ _CLASSES = {kind.__name__: kind for kind in (CollectiveTimeoutError, PeerLostErr
 
 
 def raised_midway(error: BaseException) -> str:
-    """What happened to an op that peers had had a part of when this rank raised: the rest of a sentence."""
+    """Describe an op in which this rank raised after its peers had taken part: the rest of a sentence."""
     said = str(error).splitlines()
     reason = type(error).__name__ + (f" ({said[0][:300]})" if said else "")
     return (

@@ -1,7 +1,7 @@
-"""The ranks an op runs over: one description for ProcessGroup, 1-D DeviceMesh and "the whole world".
+"""Ranks an op runs over: one description for ProcessGroup, 1-D DeviceMesh and "the whole world".
 
-Custom ops carry a group as its name (a string goes through `torch.compile`, a ProcessGroup does not); `group_by_name`
-is the way back. Both directions are a dict lookup, since every op call pays for them.
+Custom ops carry a group as its name (a string passes through `torch.compile`, a ProcessGroup does not); `group_by_name`
+maps the name back. Both directions are one dict lookup, because every op call pays for them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SINGLE_NAME = ""  # torch.distributed never gives a group the empty name
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks that share an op. What modules keep for a group is in a `GroupSlot` of each.
+    """The ranks that share an op. Each module keeps its data of a group in its own `GroupSlot`.
 
-    `process_group` is None where torch.distributed is not initialised (a world of one); `ranks` are the global ranks,
-    by group rank; `owned` are groups that were made for this one, and are destroyed once it has been; `process` is that
-    which described it.
+    `process_group` is None if torch.distributed is not initialised (a world of one); `ranks` are the global ranks, by
+    group rank; `owned` are groups made for this one, and destroyed after it; `process` is the pid of the process that
+    made the description.
     """
 
     process_group: ProcessGroup | None
@@ -46,7 +46,7 @@ class Group:
     process: int = field(default_factory=os.getpid, repr=False)
 
     def check_process(self) -> None:
-        """Raises FusedTPError in a forked child, which has all that its parent has, and would take its rank's place."""
+        """Raise FusedTPError in a forked child, which inherits its parent's state and would act as that rank."""
         if self.size > 1 and self.process != os.getpid():
             raise FusedTPError(
                 "This process is a fork of rank {rank} of group {group!r}; only the rank itself can call the group's "
@@ -58,11 +58,11 @@ class Group:
 
 
 class GroupSlot(dict[Group, T]):
-    """What one module keeps for each group: made by `make` at the first `slot[group]`, or set by the module where there
-    is no `make`; dropped once the group is destroyed.
+    """One module's data for each group: made by `make` at the first `slot[group]`, or set by the module if there is no
+    `make`; dropped once the group is destroyed.
 
-    A dict and no object around one: decode-sized calls look up several slots, and a Python frame costs them more than
-    a lookup does (`ops.op` has the numbers).
+    It subclasses dict instead of wrapping one: decode-sized calls look up several slots, and a Python frame costs more
+    than a lookup (`ops.op` has the numbers).
     """
 
     def __init__(self, make: Callable[[Group], T] | None = None) -> None:
@@ -82,7 +82,7 @@ _slots: list[GroupSlot[Any]] = []
 
 SINGLE = Group(process_group=None, name=SINGLE_NAME, rank=0, size=1, ranks=(0,))
 
-# By process group and, for names that are alive, by name: destroy_process_group() and a second init reuse names.
+# Keyed by process group and, for live groups, by name: destroy_process_group() and a second init reuse names.
 _groups: dict[ProcessGroup | str | None, Group] = {}
 
 
@@ -106,10 +106,10 @@ def _describe(process_group: ProcessGroup) -> Group:
 
 
 class _Ranks(dict[int, int]):
-    """A group's ranks as torch keeps them, of which a weak reference tells when torch drops them.
+    """A group's ranks as torch stores them, in a dict that allows weak references: its end is that of the group.
 
-    It does so within destroy_process_group, whoever calls that, and has no hook. A function of ours in its place would
-    miss those who have imported torch's; a look now and then, a rank that calls no op again.
+    torch drops it within destroy_process_group, whoever calls that, and has no hook. Replacing that function would miss
+    code that has imported torch's; a check at every op would miss a rank that calls no op again.
     """
 
 
@@ -117,7 +117,7 @@ _on_destroy: list[Callable[[Group], None]] = []
 
 
 def on_destroy(leave: Callable[[Group], None]) -> Callable[[Group], None]:
-    """Have `leave(group)` called once torch has destroyed a group, before what is kept for it is dropped."""
+    """Register `leave`: called with a group once torch has destroyed it, before the slots drop the group's data."""
     _on_destroy.append(leave)
     return leave
 
@@ -136,11 +136,12 @@ def _leave(group: Group) -> None:
             dist.destroy_process_group(owned)
 
 
-_inherited: set[ProcessGroup] = set()  # what this process has as a fork of a rank
+_inherited: set[ProcessGroup] = set()  # process groups that a forked child inherited from its rank
 
 
 def _forked() -> None:
-    """In the child every call describes its group anew, and is refused there: calls of a rank compare no pids."""
+    """Drop all descriptions in a forked child, so that every call there describes its group anew, and `check_process`
+    refuses it. Calls in the rank itself then compare no pids."""
     _inherited.update(_pg_map)
     _groups.clear()
 
@@ -168,7 +169,7 @@ def _process_group(group: object) -> ProcessGroup | None:
 
 
 def _check_alone() -> None:
-    """Raises ValueError in one of several processes that a launcher started: each would take itself for the world."""
+    """Raise ValueError if a launcher started several processes, each of which would take itself for the world."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1:
         raise ValueError(
@@ -194,11 +195,11 @@ def resolve_group(group: GroupLike) -> Group:
 
 
 class GroupName(str):
-    """The name of a group where an op expects a group: ops that call ops have no more. From callers it is an error."""
+    """A group's name in place of a group, for ops that call ops and know only the name. Callers may not pass one."""
 
 
 def known_group(group: GroupLike | GroupName) -> Group | None:
-    """`resolve_group` of a group that is alive and was resolved before, in few steps; None for any other."""
+    """`resolve_group` in few steps for a live group that was resolved before; None for any other."""
     if isinstance(group, GroupName):
         known = _groups.get(group)
         return known if known is not None and known.process_group in _pg_map else None
@@ -207,13 +208,13 @@ def known_group(group: GroupLike | GroupName) -> Group | None:
 
 
 def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool = False) -> bool:
-    """Check that a rank has one number in the groups of each of `dims` of `mesh`, wherever it lies along the others;
-    with `flattened`, also that these numbers, the last dim fastest, are that in the group of the whole mesh.
+    """Check that a rank's number in the groups of each of `dims` of `mesh` does not depend on its other coordinates;
+    with `flattened`, also that these numbers, the last dim fastest, give its number in the group of the whole mesh.
 
     torch numbers the ranks of every group in ascending order, whatever the order of the mesh.
 
     Returns:
-        Whether it was checked: not inside of a dispatch mode, which may take no tensors from outside, as a mesh's are.
+        True if it was checked; False inside a dispatch mode, which may not accept outside tensors such as a mesh's.
 
     Raises:
         ValueError: ranks that belong together have different numbers.
@@ -240,7 +241,7 @@ def check_mesh_order(mesh: DeviceMesh, dims: tuple[int, ...], *, flattened: bool
 
 
 class GroupIdentity(NamedTuple):
-    """What ops need to know of a group."""
+    """Name, size and own rank of a group: all that ops need."""
 
     name: str
     size: int
@@ -251,7 +252,7 @@ ALONE = GroupIdentity(SINGLE_NAME, 1, 0)
 
 
 def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
-    """Of `group`, by calls that `torch.compile` can trace (not so `resolve_group`'s cache)."""
+    """Identity of `group`, by calls that `torch.compile` can trace (it cannot trace the cache of `resolve_group`)."""
     if isinstance(group, GroupName):
         known = group_by_name(group)
         return GroupIdentity(known.name, known.size, known.rank)
@@ -259,7 +260,7 @@ def group_identity(group: GroupLike | GroupName) -> GroupIdentity:
     if process_group is None:
         return ALONE
     name: str = process_group.group_name
-    if not is_dynamo_compiling() and process_group not in _pg_map:  # its name may be another group's by now
+    if not is_dynamo_compiling() and process_group not in _pg_map:  # another group may have its name by now
         raise RuntimeError(_GONE.format(name))
     return GroupIdentity(name, process_group.size(), process_group.rank())
 
@@ -268,7 +269,7 @@ _GONE = "There is no process group named {!r} any more; was it destroyed?"
 
 
 def group_by_name(name: str) -> Group:
-    """The group that a custom op's name argument stands for.
+    """The group that a custom op's name argument names.
 
     Raises:
         RuntimeError: there is no such group (any more).

@@ -1,7 +1,7 @@
 """Settings, read from the environment at every call so that a program can change them while it runs.
 
-Each is stated once and is its own reader: `timeout_seconds()`. Two are read once: the CPU core reads `FUSED_TP_ISA`
-itself, and `runtime.dispatch` keeps the tables that it has read.
+Each setting is declared once and is its own reader: `timeout_seconds()`. Two are read once: the CPU core itself reads
+`FUSED_TP_ISA`, and `runtime.dispatch` caches the tables it has read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-_LONGEST_SECONDS = 3e9  # a century; three times that still fits 64 bits of nanoseconds
+_LONGEST_SECONDS = 3e9  # a century; three times that in nanoseconds still fits 64 bits
 
-# The dict behind `os.environ`, where there is one. After a matmul has swept the caches every Python frame costs
-# microseconds, and `os.environ.get` runs through several: what every op call asks is looked up here.
+# The dict behind `os.environ`, if there is one. Settings that every op call reads are looked up here: after a matmul
+# has swept the caches every Python frame costs microseconds, and `os.environ.get` runs through several.
 RAW: Any = getattr(os.environ, "_data", os.environ)
 _DECODE: Callable[[Any], str] = getattr(os.environ, "decodevalue", str)
 
@@ -27,20 +27,20 @@ SETTINGS: list[Setting[Any]] = []  # all of them, for `fused-tp doctor` and the 
 
 @dataclass(eq=False)
 class Setting(Generic[T]):
-    """An environment variable. Called, it returns its value now.
+    """An environment variable. Calling it returns its current value.
 
     Attributes:
-        name: of the variable.
-        default: what holds where it is not set, in words.
-        meaning: what it does.
-        unset: its value then.
-        parse: its value of a text; raises ValueError or KeyError for what cannot be.
-        wanted: what can be, as the end of "set it to".
-        installing: it is read while fused_tp is installed, and not later.
-        equal: it must be the same on all ranks of a group, which compare theirs in its first call.
+        name: name of the variable.
+        default: the value while the variable is not set, in words.
+        meaning: effect of the variable.
+        unset: the value while the variable is not set.
+        parse: converts the text; raises ValueError or KeyError for an invalid one.
+        wanted: the valid values, as the end of "set it to".
+        installing: True if only the installation of fused_tp reads it.
+        equal: True if it must be the same on all ranks of a group, which compare it in the group's first call.
 
     Raises:
-        ValueError: the variable holds what cannot be; says what can.
+        ValueError: the variable holds an invalid value; the message lists the valid ones.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Setting(Generic[T]):
     equal: bool = False
 
     def __post_init__(self) -> None:
-        self.key: Any = getattr(os.environ, "encodekey", str)(self.name)  # in RAW
-        self._known: tuple[object, T] = None, self.unset  # what RAW had, and the value: parsed once
+        self.key: Any = getattr(os.environ, "encodekey", str)(self.name)  # the key in RAW
+        self._known: tuple[object, T] = None, self.unset  # last text in RAW and its value, so that it is parsed once
         SETTINGS.append(self)
 
     def __call__(self) -> T:
@@ -71,8 +71,8 @@ class Setting(Generic[T]):
 
 
 def equal_settings() -> dict[str, str]:
-    """The values of those that must be the same on all ranks; the text of one that cannot be, which its reader
-    refuses."""
+    """Values of the settings that must be the same on all ranks. An invalid one is included as its text, since its
+    reader refuses it."""
     found = {}
     for one in SETTINGS:
         if one.equal:
@@ -152,7 +152,7 @@ narrow_gradients = Setting(
 table_path = _text(
     "FUSED_TP_TABLE", "the shipped one", "a dispatch table, as fused-tp bench --tune writes; a process reads it once"
 )
-ONLINE = ""  # of `autotune`, where it is not set
+ONLINE = ""  # value of `autotune` while it is not set
 autotune: Setting[str | None] = Setting(
     "FUSED_TP_AUTOTUNE",
     "only between GPUs with NVLink, and not of all schedules",
@@ -214,24 +214,24 @@ cuda_archs = Setting(
     installing=True,
 )
 
-# Whatever decides between schedules, as `RAW` names it.
+# Keys in `RAW` of all settings that select a schedule.
 ROUTING = forced_schedule.key, shared_memory_allowed.key, table_path.key
 
 
 def routing() -> tuple[object, object, object]:
-    """The texts of these, unread: equal ones mean equal choices. Every op call asks."""
+    """Unparsed texts of the `ROUTING` settings: equal texts mean equal choices. Read at every op call."""
     schedule, shm, table = ROUTING
     return RAW.get(schedule), RAW.get(shm), RAW.get(table)
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Scope in which these variables are set, and behind which they are as before."""
+    """Scope in which these variables are set; restores their previous values at its end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
-    finally:  # these alone: mock.patch.dict empties the environment for a moment, which other threads read
+    finally:  # only these: mock.patch.dict empties the environment for a moment, in which other threads may read it
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

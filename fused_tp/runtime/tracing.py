@@ -1,7 +1,7 @@
-"""What the ops show to a profiler, and how long this process has waited for its peers.
+"""Profiler ranges of the ops, and the time this process has waited for its peers.
 
-Ranges go to `torch.profiler` while one records, and to NVTX, which Nsight Systems and Nsight Compute read, while such a
-tool has injected itself into the process. `FUSED_TP_NVTX=1` makes NVTX ranges for any other tool, `=0` never makes any.
+Ranges are recorded by `torch.profiler` while it is active, and as NVTX ranges, which Nsight Systems and Nsight Compute
+read, while such a tool is injected into the process. `FUSED_TP_NVTX=1` makes NVTX ranges for any tool, `=0` never does.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fused_tp.runtime import settings
 _LOG = logging.getLogger("fused_tp")
 
 NVTX = settings.nvtx.key
-# Set before the process starts, by the tool that starts it.
+# Set by the tool that starts the process.
 TOOL = any(os.environ.get(name) for name in ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID"))
-# NVTX comes with torch's CUDA builds. A build without CUDA launches nothing that a timeline of it would show.
+# NVTX is part of torch's CUDA builds. A build without CUDA launches nothing that an NVTX timeline could show.
 _HAS_NVTX = hasattr(torch._C, "_nvtx")
 
 _SHORT = {
@@ -43,20 +43,20 @@ _sources: weakref.WeakKeyDictionary[Any, Callable[[Any], float]] = weakref.WeakK
 
 
 class _Nothing:
-    """A range that is not recorded. Entered and left in C (a Python method each way would double what it costs)."""
+    """A range that is not recorded. Enters and exits in C, because Python methods would double its cost."""
 
-    __enter__ = __exit__ = "".format  # takes whatever comes and returns something false
+    __enter__ = __exit__ = "".format  # accepts any arguments and returns a false value
 
 
 _NOTHING = cast(AbstractContextManager[object], _Nothing())
 
 
 def span(name: str, *parts: object) -> AbstractContextManager[object]:
-    """A range that profilers show, named `name` and `parts`; costs some tens of nanoseconds where nothing records.
+    """A profiler range named after `name` and `parts`; costs some tens of nanoseconds where nothing records.
 
-    `parts` are put in words only where something records: a tensor by its shape, a list with tensors by the shapes of
-    the matrices among them and the dtype, None not at all, anything else by `str`: of ("op", (x, weight), "plain") the
-    name is "op [8, 64]x[32, 64] bf16 plain".
+    `parts` are formatted only while something records: a tensor by its shape, a list with tensors by the shapes of its
+    matrices and the dtype, None not at all, anything else by `str`. For ("op", (x, weight), "plain") the name is
+    "op [8, 64]x[32, 64] bf16 plain".
     """
     if not _profiler._is_profiler_enabled and not (settings.RAW.get(NVTX) or TOOL):
         return _NOTHING
@@ -65,8 +65,8 @@ def span(name: str, *parts: object) -> AbstractContextManager[object]:
 
 @contextmanager
 def op_span(group: str, name: str, *parts: object) -> Iterator[None]:
-    """`span` of an op over the ranks of `group`, which for a profiler ends with a range "waited 0.000120 s, group 3":
-    the time of waits in native code, which makes no ranges itself."""
+    """`span` of an op over the ranks of `group`. In a profile it ends with a range "waited 0.000120 s, group 3" for the
+    time of waits in native code, which records no ranges itself."""
     before = _native_seconds()
     with span(name, *parts):
         yield
@@ -77,7 +77,7 @@ def op_span(group: str, name: str, *parts: object) -> Iterator[None]:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Counts the time inside as one in which this process stood still for a peer; a range "waiting for `what`"."""
+    """Count the time inside as waiting for a peer, and show it as a range "waiting for `what`"."""
     global _waited
     begun = time.perf_counter()
     try:
@@ -88,12 +88,12 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def recording() -> bool:
-    """Whether anybody would see a range now: to prepare what only its name needs."""
+    """True if a range would be recorded now, so that callers can skip work that only its name needs."""
     return bool(_profiler._is_profiler_enabled or ((settings.RAW.get(NVTX) or TOOL) and _nvtx()))
 
 
 def _nvtx() -> bool:
-    """Whether NVTX ranges are wanted and can be had."""
+    """True if NVTX ranges are wanted and available."""
     asked = settings.nvtx()
     wanted = TOOL if asked is None else asked
     if wanted and not _HAS_NVTX:
@@ -108,13 +108,13 @@ def _say_there_is_no_nvtx() -> None:
 
 def _range(name: str, parts: tuple[object, ...]) -> AbstractContextManager[object]:
     profiled = bool(_profiler._is_profiler_enabled)
-    # torch's emit_nvtx makes NVTX ranges of the ranges that its profiler gets: not twice.
+    # Under emit_nvtx, torch itself turns the profiler's ranges into NVTX ranges; do not add a second one.
     twice = profiled and torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
     return _Range(label(name, *parts), profiled, not twice and _nvtx())
 
 
 class _Range:
-    """One range, in torch's profiler and in NVTX. Begins and ends on one thread."""
+    """One range, in torch's profiler and in NVTX. Begins and ends on the same thread."""
 
     def __init__(self, text: str, profiled: bool, nvtx: bool) -> None:
         self._text = text
@@ -137,7 +137,7 @@ class _Range:
 
 
 def label(name: str, *parts: object) -> str:
-    """What `span(name, *parts)` calls its range."""
+    """Name of the range of `span(name, *parts)`."""
     return " ".join([name, *(_text(part) for part in parts if part is not None)]).rstrip()
 
 
@@ -146,7 +146,7 @@ def _text(part: object) -> str:
         return str(list(part.shape))
     if isinstance(part, (list, tuple)):
         tensors = list(_tensors(part))
-        shown = [t for t in tensors if t.ndim > 1] or tensors  # biases and norm weights say nothing new
+        shown = [t for t in tensors if t.ndim > 1] or tensors  # biases and norm weights add no information
         if not shown:
             return str(part)
         dtype = shown[0].dtype
@@ -163,12 +163,12 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 
 def add_wait_source(source: Any, seconds: Callable[[Any], float]) -> None:
-    """Count also what `seconds(source)` says, as long as `source` lives (a native group keeps its own count)."""
+    """Add `seconds(source)` to the count while `source` is alive (a native group keeps its own count)."""
     _sources[source] = seconds
 
 
 def waited_seconds() -> float:
-    """Seconds that this process has waited for peers since it started. Take the difference around what you measure."""
+    """Seconds this process has waited for peers since it started. Take the difference around the code you measure."""
     return _waited + _native_seconds()
 
 

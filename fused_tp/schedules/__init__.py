@@ -1,1 +1,1 @@
-"""How an op runs: which bytes move when, and what is computed meanwhile. Knows nothing of autograd."""
+"""Schedules: the order of data movement and computation in an op. They do not use autograd."""

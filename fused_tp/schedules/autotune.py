@@ -1,20 +1,21 @@
-"""Choices that are measured where they are used: `FUSED_TP_AUTOTUNE`, and between GPUs with NVLink also without it.
+"""Schedules chosen by measurement at run time: with `FUSED_TP_AUTOTUNE`, and between GPUs with NVLink by default.
 
-The first call of an op with sizes that were not seen before runs on every schedule that its group can have, with the
-call's own tensors, and on all ranks together:
+The first call of an op with new sizes runs on every schedule available to its group, with the call's own tensors, on
+all ranks together:
 
-    1. check      a result must be that of the plain schedule but for roundings; the same bits again, and on every rank
-                  where all get the same, if the plain one's are. A schedule that fails is not chosen for that op and
-                  dtype again, by this group or, as the file says, by another on this machine
-    2. measure    the schedules in turn, in rounds; of a round counts the slowest rank
-    3. choose     the one that beats the plain schedule by a clear margin in three quarters of the rounds, and else that
+    1. check      a result must equal that of the plain schedule up to rounding. If the plain schedule repeats its bits,
+                  so must this one; if its bits agree on all ranks in an op whose result all ranks get, so must these.
+                  A schedule that fails is not chosen again for that op and dtype, by this group or, through the file,
+                  by another on this machine
+    2. measure    the schedules in turn, in rounds; the slowest rank's time counts in each round
+    3. choose     the one that beats the plain schedule by a clear margin in three quarters of the rounds, else plain
 
-Where the variable is not set, the shipped table decides, but for GPUs that write into each other's memory: for them it
-has published figures only. There plain collectives and torch's own ops (`symm_mem`) are measured, and of our own
-schedules those that `fused-tp tune` has found to be right on this machine.
+If the variable is not set, the shipped table decides, except for GPUs that write into each other's memory, for which
+the table has published figures only. For these, plain collectives and torch's own ops (`symm_mem`) are measured, and
+those of our own schedules that `fused-tp tune` has verified on this machine.
 
-Ranks exchange what they have found and then choose alike. Rank 0 keeps choices in a file, by device, versions and
-ranks; a program that starts later on the same machine takes them from there.
+Ranks exchange their results and make the same choice. Rank 0 saves choices in a file, keyed by device, versions and
+ranks; later programs on the same machine load them.
 """
 
 from __future__ import annotations
@@ -47,29 +48,29 @@ from fused_tp.transport.symm_mem import is_capturing
 from fused_tp.transport.two_level import own_host
 
 ROUNDS = 9
-ROUND_SECONDS = 2e-3  # of one schedule, at least: a call of microseconds is made several times
+ROUND_SECONDS = 2e-3  # minimum for one schedule: a call of microseconds is made several times
 MOST_CALLS = 50  # in a round
-MARGIN = 0.95  # of plain's time, to be undercut by the third quartile of the rounds
-HOPELESS = 3.0  # times as long as the fastest, in a first look
-EVERYWHERE = frozenset(  # ops of which all ranks get the same
+MARGIN = 0.95  # of plain's time: the third quartile of the rounds must be below it
+HOPELESS = 3.0  # dropped if this many times as long as the fastest in the first look
+EVERYWHERE = frozenset(  # ops whose result is the same on all ranks
     {"all_gather", "all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}
 )
 
 _PLAIN = "plain"
-_TRUSTED = (_PLAIN, "symm_mem")  # measured where FUSED_TP_AUTOTUNE is not set
+_TRUSTED = (_PLAIN, "symm_mem")  # measured if FUSED_TP_AUTOTUNE is not set
 _ABOUT = (
     "Schedules that fused_tp has measured on this machine (FUSED_TP_AUTOTUNE): choices by op, dtype and sizes, and "
     "those whose results were wrong, or found right by fused-tp tune. Delete the file to measure again."
 )
 _LOG = logging.getLogger("fused_tp")
-_PARTS = ("choices", "wrong", "right")  # of what is kept
+_PARTS = ("choices", "wrong", "right")  # sections of the file
 _KEPT: GroupSlot[dict[str, Any]] = GroupSlot()
 
 Run = Callable[[Schedule], Any]
 
 
 def measures(name: str, key: DispatchKey, group: Group) -> bool:
-    """True if the first call of op `name` like this one is measured. All ranks ask together."""
+    """True if the first call like this one of op `name` is measured. All ranks call together."""
     if group.size == 1 or settings.forced_schedule() is not None:
         return False
     asked = settings.autotune()
@@ -81,17 +82,17 @@ def measures(name: str, key: DispatchKey, group: Group) -> bool:
 
 
 def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Schedule | None:
-    """The schedule that was, or now is, found to be the fastest for a call of op `name`; None where nothing can be
-    measured: during the capture of a CUDA graph, or where nobody has asked for it and memory is short.
+    """Return the fastest schedule for a call of op `name`, measuring it if needed. None if nothing can be measured:
+    during the capture of a CUDA graph, or if `FUSED_TP_AUTOTUNE` is not set and memory is short.
 
     Args:
-        run: makes the call on a schedule; the same call on all ranks, and as often as one likes.
+        run: makes the call on a schedule; the same call on all ranks, repeatable any number of times.
 
     Raises:
-        FusedTPError: a schedule has failed in a way that leaves the group unusable; names it.
+        FusedTPError: a schedule failed and left the group unusable; the message names the schedule.
     """
     kept = _kept(group, key.device)
-    # What was fast may be turned off today, or have been found wrong at other sizes.
+    # A schedule that was fast may be turned off today, or have been found wrong at other sizes.
     choice = _found(name, key, group, kept)
     if choice is None:
         if is_capturing(key.device):
@@ -109,18 +110,18 @@ def tuned_schedule(name: str, key: DispatchKey, group: Group, run: Run) -> Sched
 
 
 def kept_choice(name: str, key: DispatchKey, group: Group) -> dict[str, Any] | None:
-    """What this group has chosen for such a call; None where it has measured none."""
+    """The choice of this group for such a call; None if it has measured none."""
     kept = _KEPT.get(group)
     return None if kept is None else _found(name, key, group, kept)
 
 
 def told_choices(group: Group) -> dict[str, str]:
-    """All choices of this group in words, by the call in words."""
+    """Descriptions of all choices of this group, by the description of the call."""
     return {words: told(choice) for words, choice in _KEPT.get(group, {"choices": {}})["choices"].items()}
 
 
 def kept_files() -> list[tuple[Path, dict[str, Any]]]:
-    """The files of choices where this process would keep its own, with what they hold."""
+    """Files of choices in the folder that this process would use, with their contents."""
     found = ((path, _read(path)) for path in sorted(_folder().glob("autotune-*.json")))
     return [(path, content) for path, content in found if content is not None]
 
@@ -128,17 +129,17 @@ def kept_files() -> list[tuple[Path, dict[str, Any]]]:
 def usable(
     op: str, dtype: torch.dtype, device: torch.device, group: Group, among: Collection[str] | None = None
 ) -> list[str]:
-    """The schedules that this group can have for an op, the plain one first. All ranks ask together.
+    """Names of the schedules available to this group for an op, the plain one first. All ranks call together.
 
     Args:
-        among: names of those that are asked for; None: all.
+        among: names to choose from; None: all.
     """
     rest = (spec for spec in SCHEDULES.values() if spec.name != _PLAIN and (among is None or spec.name in among))
     return [_PLAIN, *(s.name for s in rest if s.supports(op, dtype) and s.available(group, device))]
 
 
 def _candidates(name: str, key: DispatchKey, group: Group, kept: Mapping[str, Any]) -> list[str]:
-    """The schedules that may serve a call and were not found wrong; the plain one is always among them."""
+    """The schedules that may serve a call and were not found wrong; always includes the plain one."""
     among = None
     if settings.autotune() == settings.ONLINE:
         right = kept.get("right", {})
@@ -148,7 +149,7 @@ def _candidates(name: str, key: DispatchKey, group: Group, kept: Mapping[str, An
 
 
 def _found(name: str, key: DispatchKey, group: Group, kept: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The choice that is kept for a call, if its schedule is still a candidate."""
+    """The saved choice for a call, if its schedule is still a candidate."""
     choices = [choice for words in _places(name, key) if (choice := kept["choices"].get(words)) is not None]
     if not choices:
         return None
@@ -161,12 +162,12 @@ def _what(schedule: str, name: str, dtype: torch.dtype) -> str:
 
 
 def known_problem(group: Group, device: torch.device, schedule: str, name: str, dtype: torch.dtype) -> str:
-    """What was found wrong of an op on a schedule, empty where nothing was. All ranks ask together."""
+    """The problem found with an op on a schedule, empty if none was found. All ranks call together."""
     return str(_kept(group, device)["wrong"].get(_what(schedule, name, dtype), ""))
 
 
 def set_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str, torch.dtype], str]) -> None:
-    """Keeps problems by schedule, op and dtype, empty where it is right. All ranks call together."""
+    """Save problems by schedule, op and dtype; empty ones clear an earlier problem. All ranks call together."""
     kept = _kept(group, device)
     kept["wrong"].update({_what(*what): problem for what, problem in found.items()})
     kept["right"].update({_what(*what): "" for what in found})
@@ -175,7 +176,7 @@ def set_wrong(group: Group, device: torch.device, found: Mapping[tuple[str, str,
 
 
 def set_right(group: Group, device: torch.device, found: Iterable[tuple[str, str, torch.dtype]]) -> None:
-    """Keeps schedules, ops and dtypes that `verify` has found right. All ranks call together."""
+    """Save schedules, ops and dtypes that `verify` has found right. All ranks call together."""
     kept = _kept(group, device)
     kept["right"].update(dict.fromkeys((_what(*what) for what in found), "checked by fused-tp tune"))
     if group.rank == 0:
@@ -183,12 +184,12 @@ def set_right(group: Group, device: torch.device, found: Iterable[tuple[str, str
 
 
 def _measured(name: str, key: DispatchKey, group: Group, run: Run, kept: dict[str, Any]) -> dict[str, Any] | None:
-    """The choice for a call; schedules whose results are wrong are put into `kept`. None where memory is short."""
+    """Measure the choice for a call; record schedules with wrong results in `kept`. None if memory is short."""
     names = _candidates(name, key, group, kept)
     schedules = {one: schedule_named(one, group, key.device) for one in names}
     reference = _leaves(run(schedules[_PLAIN]))
     if settings.autotune() == settings.ONLINE:
-        # A rank that ran out of memory within one of torch's ops would leave its peers waiting without a deadline.
+        # A rank that runs out of memory inside one of torch's ops would leave its peers waiting without a deadline.
         moved = key.m * (key.n or key.k or 0) * key.dtype.itemsize
         short = sum(t.nbytes for t in reference) * 3 + 4 * moved > _free_bytes(key.device)
         if any(exchange(group, f"autotuning of {name}: memory", short)):
@@ -219,7 +220,7 @@ def _measured(name: str, key: DispatchKey, group: Group, run: Run, kept: dict[st
 
 
 def _look(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], device: torch.device) -> dict[str, Any]:
-    """What one rank sees of a schedule's results, and how long a second call takes."""
+    """Results of a schedule as one rank sees them, and the duration of a second call."""
     try:
         first = _leaves(run(schedule))
         seconds = _seconds(schedule, run, 1, device)
@@ -238,7 +239,7 @@ def _look(name: str, schedule: Schedule, run: Run, reference: Sequence[Tensor], 
 
 
 def _problem(looks: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], everywhere: bool) -> str:
-    """What is wrong with a schedule, from the ranks' looks at it and at the plain one; empty: nothing."""
+    """The problem with a schedule, from all ranks' looks at it and at the plain one; empty if there is none."""
     for rank, look in enumerate(looks):
         if look["problem"]:
             return f"on rank {rank} {look['problem']}"
@@ -250,9 +251,9 @@ def _problem(looks: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, An
 
 
 def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
-    """How results differ by more than roundings do; empty: they do not.
+    """Describe a difference between results larger than rounding; empty if there is none.
 
-    Element by element: a tile that is wrong may be a thousandth of a result.
+    Compares element by element, because a wrong tile may be a thousandth of a result.
     """
     if [t.shape for t in found] != [t.shape for t in wanted]:
         return f"the result has shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in wanted]}"
@@ -263,7 +264,7 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
             if not torch.equal(mine, reference):
                 return "the result differs"
             continue
-        # Terms are rounded before they are summed, float32 may be multiplied as tf32.
+        # Terms are rounded before they are summed; float32 may be multiplied as tf32.
         eps = torch.finfo(reference.dtype).eps
         tolerance = 8 * (eps if reference.dtype == torch.float64 else max(eps, 2.0**-11))
         wide = torch.float64 if reference.dtype == torch.float64 else torch.float32
@@ -279,7 +280,7 @@ def difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
 
 
 def _fastest(times: Mapping[str, Sequence[float]]) -> str:
-    """The schedule with the least median among those that clearly beat the plain one; that one where none does.
+    """The schedule with the smallest median among those that clearly beat the plain one; plain if none does.
 
     >>> _fastest({"plain": [1.0, 1.0, 1.0, 1.0], "pipelined": [0.9, 0.9, 0.9, 1.2], "one_sided": [0.97] * 4})
     'pipelined'
@@ -302,7 +303,7 @@ def _seconds(schedule: Schedule, run: Run, calls: int, device: torch.device) -> 
 
 
 def _free_bytes(device: torch.device) -> float:
-    """What can still be allocated; on a CPU that is not asked."""
+    """Bytes that can still be allocated; infinite on a CPU, where this is not queried."""
     if device.type != "cuda":
         return float("inf")
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -319,7 +320,7 @@ def _leaves(results: Any) -> list[Tensor]:
 
 
 def checksum(t: Tensor) -> int:
-    """Of a tensor's bits."""
+    """Checksum of a tensor's bits."""
     return zlib.crc32(t.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
 
 
@@ -330,9 +331,9 @@ def _words(name: str, key: DispatchKey) -> str:
 
 
 def _places(name: str, key: DispatchKey) -> list[str]:
-    """Where choices for a call are kept: the last is for those that are made now.
+    """Keys of the saved choices for a call; a new choice is saved under the last one.
 
-    What was chosen among few schedules is no choice for FUSED_TP_AUTOTUNE=1; the other way round it is.
+    A choice among few schedules does not serve FUSED_TP_AUTOTUNE=1, but one made with FUSED_TP_AUTOTUNE=1 serves both.
     """
     words = _words(name, key)
     return (
@@ -341,7 +342,7 @@ def _places(name: str, key: DispatchKey) -> list[str]:
 
 
 def _rounded_up(rows: int) -> int:
-    """To a power of two, or one and a half: batches whose lengths vary would be measured for ever.
+    """Round up to a power of two, or 1.5 times one: varying batch lengths would otherwise be measured for ever.
 
     >>> [_rounded_up(rows) for rows in (0, 1, 3, 5, 6, 7, 100, 1025)]
     [0, 1, 3, 6, 6, 8, 128, 1536]
@@ -351,7 +352,7 @@ def _rounded_up(rows: int) -> int:
 
 
 def told(choice: Mapping[str, Any]) -> str:
-    """A choice in words, with the times by which it was made."""
+    """A choice in words, with the measured times."""
     times = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in choice["seconds"].items())
     return f"{choice['schedule']} ({times})"
 
@@ -367,7 +368,7 @@ def _folder() -> Path:
 
 
 def _machine(group: Group, device: torch.device) -> dict[str, Any]:
-    """What choices hold for. A collective call."""
+    """The hardware and versions that choices are valid for. A collective call."""
     hosts = exchange(group, "autotuning: hosts", own_host())
     ranks = [hosts.count(one) for one in dict.fromkeys(hosts)]
     if device.type == "cuda":
@@ -386,7 +387,7 @@ def _kept(group: Group, device: torch.device) -> dict[str, Any]:
 
 
 def _load(group: Group, device: torch.device) -> dict[str, Any]:
-    """What rank 0 has kept of earlier runs, on all ranks."""
+    """Load the choices that rank 0 saved in earlier runs, on all ranks."""
     machine = _machine(group, device)
     path = _folder() / f"autotune-{zlib.crc32(json.dumps(machine, sort_keys=True).encode()):08x}.json"
     mine = _read(path) if group.rank == 0 else None
@@ -408,7 +409,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _keep(kept: Mapping[str, Any]) -> None:
-    """Whole or not at all: several groups, and programs, may write."""
+    """Write the file atomically: several groups, and programs, may write it."""
     path = Path(kept["path"])
     before = _read(path) or {}
     content = {

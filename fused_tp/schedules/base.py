@@ -1,4 +1,4 @@
-"""What an op asks of a schedule: a few primitives that move tensors, and matmuls with their communication."""
+"""Interface between ops and schedules: primitives that move tensors, and matmuls fused with communication."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.transport.base import Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 
-# Work that the caller has anyway, which a schedule does while bytes move; it is called exactly once.
+# Work of the caller that a schedule overlaps with communication; it is called exactly once.
 Work: TypeAlias = Callable[[], None] | None
 T = TypeVar("T")
 
 
 class GatherMatmul(NamedTuple):
-    """What an op asks of `Schedule.all_gather_matmul`: `gathered x @ w^T + b` for every weight.
+    """Arguments of `Schedule.all_gather_matmul`, which computes `gathered x @ w^T + b` for every weight.
 
     Attributes:
         gather_size: length of `gather_dim` over all ranks; None: all shards are equally long.
-        return_gathered: the gathered x is asked for too.
+        return_gathered: also return the gathered x.
     """
 
     x_shard: Tensor
@@ -42,10 +42,10 @@ class GatherMatmul(NamedTuple):
 class Schedule(ABC):
     """One way to run the ops over one group.
 
-    Dims that are gathered or scattered are given as 0 <= dim < x.ndim - 1 (any dim where there is no matmul).
+    Dims to gather or scatter satisfy 0 <= dim < x.ndim - 1 (any dim where there is no matmul).
 
     Attributes:
-        name: as `FUSED_TP_SCHEDULE`, the dispatch table and `explain` say it.
+        name: name of the schedule in `FUSED_TP_SCHEDULE`, the dispatch table and `explain`.
     """
 
     name: str
@@ -55,16 +55,16 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def messages(self) -> TorchDist:
-        """The transport by which this schedule sends messages: `shift`, `all_to_all` and the like, asynchronously.
+        """The transport of this schedule's asynchronous messages: `shift`, `all_to_all` and the like.
 
         Raises:
-            ValueError: it has none.
+            ValueError: this schedule has none.
         """
 
     @abstractmethod
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
-        """Scope of one multi-call op. An exception raised inside, after the first exchange, aborts the group and
-        notifies peers, which could not tell this rank's next call from the one they wait for."""
+        """Scope of an op that makes several calls. An exception raised inside, after the first exchange, aborts the
+        group and notifies peers, which could not distinguish this rank's next call from the one they wait for."""
 
     # -- primitives ---------------------------------------------------------------------------------------------------
 
@@ -74,50 +74,50 @@ class Schedule(ABC):
 
     @abstractmethod
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        """This rank's slice along `scatter_dim` of the sum of `partial` over ranks."""
+        """Return the slice of this rank along `scatter_dim` of the sum of `partial` over ranks."""
 
     @abstractmethod
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """The sum of `partial` over ranks, in memory of its own."""
+        """Return the sum of `partial` over ranks, in newly allocated memory."""
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
-        """Rows [sum(send_sizes), ...] go to the ranks in turn; returns the rows received, by source rank."""
+        """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
         return self.messages.all_to_all("all_to_all", rows.contiguous(), send_sizes, recv_sizes).wait()
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
     def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
-        """Forward of `op` for tensors like those in `args`, called with them one by one, without the group.
+        """Return a forward of `op` for tensors like those in `args`, called with them one by one, without the group.
 
-        Decoding repeats one call: what comes out the same for every token is done here, once. None, as here: the op
-        calls its own method of this class. What it returns may be None, too, before anything is sent: the op then
-        checks its arguments, and calls that method.
+        Decoding repeats one call; work that is the same for every token is done here, once. None, the default, means
+        that the op calls its own method of this class. The forward may also return None before anything is sent; the
+        op then checks its arguments and calls that method.
         """
         return None
 
     @abstractmethod
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
-        """`gathered x @ w^T + b` for every weight, and the gathered x where asked for."""
+        """Return `gathered x @ w^T + b` for every weight, and the gathered x if `asked` requests it."""
 
     @abstractmethod
     def matmul_reduce_scatter(
         self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
-        """This rank's slice along `scatter_dim` of the sum of all `products` over ranks, plus `bias`."""
+        """Return the slice of this rank along `scatter_dim` of the sum of all `products` over ranks, plus `bias`."""
 
     @abstractmethod
     def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
-        """The sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
+        """Return the sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
 
     def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
-        """What `use` makes of the gathered x, without keeping any of it: the memory may be the ranks' common one."""
+        """Return `use(gathered x)`, which must not keep any of its input: the ranks' common memory may hold it."""
         with self.abort_scope(op):
             return use(self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait())
 
     def grouped_matmul_reduce_scatter(
         self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
-        """This rank's slice along `scatter_dim` of the sum of `product` over ranks, whose tokens have `shape`."""
+        """Return the slice of this rank along `scatter_dim` of `product` summed over ranks; tokens have `shape`."""
         with self.abort_scope("grouped_matmul_reduce_scatter"):
             partial = product.sum().view(*shape, product.shape[1])
             if meanwhile is not None:
@@ -125,7 +125,7 @@ class Schedule(ABC):
             return self.reduce_scatter(partial, scatter_dim=scatter_dim)
 
     def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
-        """The sum of `product` over ranks; the same bits on every rank."""
+        """Return the sum of `product` over ranks; the same bits on every rank."""
         with self.abort_scope("grouped_matmul_all_reduce"):
             partial = product.sum()
             if meanwhile is not None:
@@ -146,9 +146,9 @@ class Schedule(ABC):
 
 
 class RowSchedule(Schedule):
-    """A schedule that moves rank-major rows (`Cut`): a subclass has one inner step for each op.
+    """A schedule that moves rank-major rows (`Cut`); a subclass implements one inner step per op.
 
-    The steps get what has been checked and cut; what they return is brought into the shape of the result here.
+    The steps receive checked and sharded arguments; this class reshapes their results.
     """
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
@@ -159,7 +159,7 @@ class RowSchedule(Schedule):
         return self._gather(x_shard, cut)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
-        # With one more dim, so that `scatter_dim` is never the last one.
+        # Append a dim, so that `scatter_dim` is never the last one.
         cut = Cut.of((*partial.shape, 1), scatter_dim, self.world_size)
         if (other := self._other("reduce_scatter", partial.dtype, cut.shape)) is not None:
             return other.reduce_scatter(partial, scatter_dim=scatter_dim)
@@ -213,25 +213,25 @@ class RowSchedule(Schedule):
         total = self._matmul_sum([(as_rows(x), weight)], None, None)
         return add_rms_norm(total.view(residual.shape), residual, norm_weight, eps)
 
-    # -- of the subclass ----------------------------------------------------------------------------------------------
+    # -- implemented by subclasses ------------------------------------------------------------------------------------
 
     def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
-        """What runs `op` where this schedule has nothing for it in a dtype and, over all ranks, this shape."""
+        """The schedule that runs `op` if this one cannot, in a dtype and this shape over all ranks; None if it can."""
         return None
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
-        """With FUSED_TP_CHECK=1 compares what the ranks are about to do; `dims`: and other numbers that must agree."""
+        """Compare the call between ranks if FUSED_TP_CHECK=1; `dims`: sizes and other numbers that must agree."""
 
     @abstractmethod
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
-        """`all_gather`; `cut` is that of the gathered x."""
+        """`all_gather`; `cut` is the sharding of the gathered x."""
 
     @abstractmethod
     def _all_reduced(self, partial: Tensor) -> Tensor:
         """`all_reduce`."""
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
-        """`all_gather_matmul`; `cut` is that of the gathered x."""
+        """`all_gather_matmul`; `cut` is the sharding of the gathered x."""
         with self.abort_scope("all_gather_matmul"):
             x = self.all_gather(asked.x_shard, gather_dim=cut.dim, gather_size=asked.gather_size).wait()
             outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
@@ -239,30 +239,30 @@ class RowSchedule(Schedule):
 
     @abstractmethod
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
-        """This rank's rows of the sum of rank-major `rows` [M, 1] over ranks."""
+        """Return the rows of this rank of the sum of rank-major `rows` [M, 1] over ranks."""
 
     @abstractmethod
     def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
-        """This rank's rows of the sum of all `products`, of rank-major rows, over ranks; `cut` is that of the sum."""
+        """Return the rows of this rank of the sum of all `products`, in rank-major rows; `cut` shards the sum."""
 
     @abstractmethod
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
-        """The sum [M, N] of all `products`, of x as rows, over ranks."""
+        """Return the sum [M, N] over ranks of all `products`, whose x is given as rows."""
 
 
 # -- rows in the order of the ranks that hold them --------------------------------------------------------------------
 
 
 class Cut(NamedTuple):
-    """A dim of length G in a tensor [lead, G, trail, n], cut over the ranks.
+    """Sharding over the ranks of a dim of length G in a tensor [lead, G, trail, n].
 
     Rank-major rows are all of rank 0's rows, then all of rank 1's: [sum_r lead * G_r * trail, n], the order in which
-    transports move them. Where `lead` is 1 that is the tensor's own order and nothing is copied. Else the copy is made
-    on the side with the fewer bytes, which is the input of a matmul, not its output.
+    transports move them. If `lead` is 1, this is the tensor's own order and nothing is copied. Otherwise the side with
+    fewer bytes is copied, which is the input of a matmul, not its output.
 
     Attributes:
-        shape: of the whole tensor.
-        sizes: the ranks' lengths of `dim`.
+        shape: shape of the whole tensor.
+        sizes: length of `dim` on each rank.
     """
 
     shape: Sequence[int]
@@ -271,12 +271,12 @@ class Cut(NamedTuple):
 
     @staticmethod
     def of(shape: Sequence[int], dim: int, world_size: int) -> Cut:
-        """The cut of a tensor of `shape` as torch.chunk makes it."""
+        """Shard a tensor of `shape` as torch.chunk does."""
         return Cut(shape, dim, shard_sizes(shape[dim], world_size))
 
     @staticmethod
     def of_shards(x_shard: Tensor, dim: int, size: int | None, world_size: int) -> Cut:
-        """The cut of what the shards make together; `size` None says that all are as long as this one."""
+        """The sharding of the gathered tensor; `size` None means that all shards are as long as this one."""
         shape = list(x_shard.shape)
         sizes = [shape[dim]] * world_size if size is None else shard_sizes(size, world_size)
         shape[dim] = sum(sizes)
@@ -284,12 +284,12 @@ class Cut(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether rank-major rows are in the tensor's own order."""
+        """True if rank-major rows are in the tensor's own order."""
         return prod(self.shape[: self.dim]) == 1
 
     @property
     def counts(self) -> list[int]:
-        """How many rows (all dims but the last) each rank holds."""
+        """Number of rows (product of all dims but the last) of each rank."""
         others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
         return [others * size for size in self.sizes]
 
@@ -299,7 +299,7 @@ class Cut(NamedTuple):
         return shape
 
     def rank_major(self, x: Tensor) -> Tensor:
-        """`x`, of this shape but for its last dim k, as contiguous rank-major rows [M, k]."""
+        """`x`, of this shape except for its last dim k, as contiguous rank-major rows [M, k]."""
         if self.in_order:
             return as_rows(x).contiguous()
         out = x.new_empty((prod(x.shape[:-1]), x.shape[-1]))
@@ -308,19 +308,19 @@ class Cut(NamedTuple):
         return out
 
     def places(self, device: torch.device) -> Tensor:
-        """[M]: of each row in the tensor's own order its number in rank-major order."""
+        """[M]: the rank-major index of each row in the tensor's own order."""
         rows = torch.arange(prod(self.shape[:-1]), device=device)
         places = torch.empty_like(rows)
         places[self.rank_major(rows.view(*self.shape[:-1], 1)).view(-1)] = rows
         return places
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, which has elements, from the ranks' parts, contiguous and of any shape."""
+        """The whole tensor, which must not be empty, from the ranks' parts, contiguous and of any shape."""
         lead, trail = self.shape[: self.dim], self.shape[self.dim + 1 :]
         return torch.cat([part.view(*lead, -1, *trail) for part in parts if part.numel()], dim=self.dim)
 
     def placed(self, rows: Tensor) -> Tensor:
-        """Rank-major `rows` [M, n] as [*shape[:-1], n]. A copy where dims before `dim` are longer than 1."""
+        """Rank-major `rows` [M, n] as [*shape[:-1], n]. A copy if dims before `dim` are longer than 1."""
         shape = [*self.shape[:-1], rows.shape[-1]]
         if self.in_order or rows.numel() == 0:
             return rows.view(shape)
@@ -328,15 +328,15 @@ class Cut(NamedTuple):
 
 
 def rank_offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each rank's part starts."""
+    """Start of each rank's part."""
     return [0, *accumulate(sizes)][:-1]
 
 
 def add_rms_norm(total: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normed, new_residual) for new_residual = residual + total, normed = new_residual / rms(new_residual) * weight.
 
-    The norm is taken of the rounded new_residual, because that is what backward has and what the next layer sees. It is
-    computed in float32 (float64 for float64) and rounded once.
+    The norm is taken of the rounded new_residual, because backward has that value and the next layer reads it. The norm
+    is computed in float32 (float64 for float64) and rounded once.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     new_residual = residual + total

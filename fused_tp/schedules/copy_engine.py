@@ -1,18 +1,18 @@
-"""Schedule `copy_engine`: the library multiplies while the GPU's copy engines move bytes, block by block.
+"""Schedule `copy_engine`: library matmuls overlap with block copies by the GPU's copy engines.
 
-- all_gather_matmul: the own shard is multiplied first, the others in the order of distance, as they arrive.
-- matmul_reduce_scatter: the block of the farthest rank is multiplied first and sent while the next one is; the own one
-  comes last. The terms are summed in float32 in rank order, as everywhere.
-- matmul_all_reduce: the same, then the sums are gathered; in chunks of rows, so that one is multiplied while the one
-  before is summed and gathered.
+- all_gather_matmul: the own shard is multiplied first, the others by distance, as they arrive.
+- matmul_reduce_scatter: the farthest rank's block is multiplied first and sent while the next one is multiplied; the
+  own block is last. The terms are summed in float32 in rank order, as in every schedule.
+- matmul_all_reduce: the same, then the sums are gathered. It runs in chunks of rows: one chunk is multiplied while the
+  previous one is summed and gathered.
 
-This is what torch's asynchronous tensor parallelism does with symmetric memory (`torch.distributed._symmetric_memory`,
-the decomposition of Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep
-Learning Models", ASPLOS 2023), with deadlines, for any number of ranks and any sizes, and for CUDA graphs. No kernel
-waits for a peer, so all multiprocessors multiply.
+torch's asynchronous tensor parallelism does the same with symmetric memory (`torch.distributed._symmetric_memory`, the
+decomposition of Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models", ASPLOS 2023). This schedule adds deadlines, any number of ranks, any sizes, and CUDA graphs. No kernel waits
+for a peer, so all multiprocessors multiply.
 
-`meanwhile` runs on the caller's stream, behind the last block that was sent and before the first that is waited for: it
-fills the time that the last blocks travel, and on a stream of its own it would only compete with the matmuls.
+`meanwhile` runs on the caller's stream, after the last block that is sent and before the first wait: it fills the time
+in which the last blocks travel. On a stream of its own it would only compete with the matmuls.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ MAX_CHUNKS = 4
 
 
 class CopyEngineSchedule(KernelSchedule):
-    """Every op over one group as matmuls of the library and copies of blocks.
+    """The ops of one group as library matmuls and block copies.
 
-    `plain` runs the ops that have no such form, sums of whole tensors that all ranks get; threads have none.
-    `chunks`: of an all-reduce; None: as many as its size is worth.
+    `plain` runs the ops without such a form, sums of whole tensors that all ranks get; None if the ranks are threads.
+    `chunks`: number of chunks of an all-reduce; None: by its size.
     """
 
     name = "copy_engine"
@@ -49,14 +49,14 @@ class CopyEngineSchedule(KernelSchedule):
         super().__init__(engine, plain, without)
         self.engine = engine
         self.chunks = chunks
-        # By distance: no two ranks turn to the same peer first.
+        # By distance, so that no two ranks start with the same peer.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
         return gather_blocks(x_shard, cut, self._gathered)
 
     def _gathered(self, flat: Tensor) -> Pending[Tensor]:
-        """Everyone's `flat` [n], one after the other: [W * n]."""
+        """Gather all ranks' `flat` [n] in rank order: [W * n]."""
         out = flat.new_empty(self.world_size * flat.numel())
         places = out.view(self.world_size, flat.numel())
         call = self.engine.call("all_gather", gather_bytes=flat.nbytes)
@@ -146,7 +146,7 @@ class CopyEngineSchedule(KernelSchedule):
                 with span("matmul_all_reduce chunk", number, "of", len(chunks), self.name):
                     scatter = self._scatter("matmul_all_reduce", call, part, partial[start:stop], counts)
                 if waiting is not None:
-                    # The chunk before has had a whole matmul's time to move.
+                    # The previous chunk has had the time of a whole matmul to move.
                     self._share(call, *waiting, bias)
                 waiting = scatter, out[start:stop]
             if meanwhile is not None:
@@ -161,7 +161,7 @@ class CopyEngineSchedule(KernelSchedule):
     def _scatter(
         self, op: str, call: Call, products: Sequence[Product], partial: Tensor, counts: Sequence[int]
     ) -> Scatter:
-        """Multiplies block by block, rows by owner, and sends each to its owner. `partial`: room for the blocks."""
+        """Multiply block by block, rows by owner, and send each to its owner. `partial`: memory for the blocks."""
         scatter = call.scatter()
         offsets = rank_offsets(counts)
         blocks = partial.split(list(counts))
@@ -176,19 +176,19 @@ class CopyEngineSchedule(KernelSchedule):
         return scatter
 
     def _sum(self, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
-        """Every rank's block of `out`, summed."""
+        """Sum all ranks' terms of this rank's block into `out`."""
         scatter.receive()
         sum_into(out, scatter.terms(out.shape, out.dtype), bias)
         scatter.release()
 
     def _share(self, call: Call, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
-        """Sums this rank's rows of `out` and starts to gather those of the others."""
+        """Sum this rank's rows of `out` and start to gather the other ranks' rows."""
         parts = out.split(shard_sizes(out.shape[0], self.world_size))
         self._sum(scatter, parts[self.rank], bias)
         call.gather(parts[self.rank], parts)
 
     def _chunks_of(self, m: int, n: int, x: Tensor) -> int:
-        """From M, N and the dtype only: K is a shard and need not be the same on all ranks."""
+        """Number of chunks, from M, N and the dtype only: K is a shard and may differ between ranks."""
         chunks = self.chunks or m * n * x.element_size() // CHUNK_BYTES
         return max(1, min(chunks, MAX_CHUNKS if self.chunks is None else chunks, m // self.world_size))
 

@@ -1,9 +1,9 @@
 """Schedules `one_shot`, `two_shot` and `multimem`: the library multiplies, one device kernel communicates.
 
-They differ in how a sum gets to all ranks (`transport.device_plans.ALGORITHMS`). What follows the sum, a bias or the
-residual and its RMS norm, is in the same kernel, so that the matmul's result is read once. Gathers, and sums that are
-scattered, are the same in all three; with a norm behind it, a sum of `multimem` is one of `two_shot`. Dtypes that the
-kernels do not add, and results without elements, go to plain collectives.
+They differ in their all-reduce (`transport.device_plans.ALGORITHMS`). The same kernel also does the work after the sum,
+a bias or the residual and its RMS norm, so that the matmul's result is read once. Gathers and reduce-scatters are the
+same in all three; with a norm after it, a sum of `multimem` runs as `two_shot`. Dtypes that the kernels do not add, and
+empty results, fall back to plain collectives.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fused_tp.transport.symm_mem import is_capturing
 
 
 class DeviceSchedule(KernelSchedule):
-    """Every op over one group as matmuls of the library and one device kernel.
+    """The ops of one group as library matmuls and one device kernel.
 
     Args:
-        algorithm: of sums that all ranks get: "one_shot", "two_shot" or "multimem". It is the schedule's name, too.
-        device: the group's kernels; all three schedules of a group may share them, and so their memory.
-        plain: what runs the calls that have no kernel; None for ranks that are threads, which have nothing that could.
+        algorithm: algorithm of all-reduces: "one_shot", "two_shot" or "multimem". It is also the schedule's name.
+        device: the group's kernels; all three schedules of a group may share them, and thereby their memory.
+        plain: schedule of the calls that have no kernel; None if the ranks are threads, for which there is no fallback.
     """
 
     def __init__(self, algorithm: str, device: DeviceCollectives, plain: Plain | None) -> None:
@@ -48,7 +48,7 @@ class DeviceSchedule(KernelSchedule):
         self._side_stream = SideStream()
 
     def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
-        # Ops on two streams of a capture would have the workspace at once: there nothing orders them.
+        # In a capture nothing orders ops on two streams, so both could use the workspace at once.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
             return Done(self._gathered(x_shard, cut))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, cut, overlapped=True))
@@ -86,7 +86,7 @@ class DeviceSchedule(KernelSchedule):
         return None if dtype in SUMMED_DTYPES and prod(shape) > 0 else self.fallback
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
-        """The margin is compared too: blocks are counted by it."""
+        """Compare the margin too, because it determines the number of blocks."""
         if self._transport is None:
             return
         self._kernels.check_usable()
@@ -114,7 +114,7 @@ class DeviceSchedule(KernelSchedule):
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(meanwhile, partial.device), span("reduce_scatter", partial, self.name):
-            # With `meanwhile` or without: that is each rank's own affair (a frozen weight has none), blocks are not.
+            # Always overlapped: `meanwhile` may differ between ranks (a frozen weight has none), blocks must not.
             return self.device.reduce_scatter(partial, cut.counts, bias, overlapped=True)
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:

@@ -1,15 +1,15 @@
-"""One Triton kernel for a matmul and its communication: tiles are multiplied, sent and summed in the same launch.
+"""One Triton kernel for a matmul and its communication: one launch multiplies, sends and sums tiles.
 
-- all_gather_matmul: peers' shards arrive by copy engine, or are read over the link where there is little of them,
-  while tiles of what is there already are multiplied. In a CUDA graph, where nothing promises that copies and a kernel
-  that waits for them run at once, the library multiplies shard by shard behind the copies (schedule `copy_engine`).
-- matmul_reduce_scatter, matmul_all_reduce: each tile goes to the rank that sums it as soon as it is multiplied.
-- matmul_all_reduce_rms_norm: residual and norm are taken behind the sum, in that launch too.
+- all_gather_matmul: peers' shards arrive by copy engine, or small ones are read over the link, while tiles of the
+  shards that have arrived are multiplied. A CUDA graph does not guarantee that copies run at once with a kernel that
+  waits for them; there, the library multiplies shard by shard behind the copies (schedule `copy_engine`).
+- matmul_reduce_scatter, matmul_all_reduce: each tile is sent to the rank that sums it as soon as it is multiplied.
+- matmul_all_reduce_rms_norm: the same launch also adds the residual and computes the norm, after the sum.
 - ring_attention, forward: all steps are one launch (`attention.ring_fused`).
 
-It needs GPUs that write into each other's memory, or `TRITON_INTERPRET=1` and ranks on one host, which run the same
-kernels on the CPU, interpreted: for tests. What has no kernel here, movements without a matmul and dtypes that tensor
-cores do not take, runs on plain collectives.
+Requires GPUs that write into each other's memory, or, for tests, `TRITON_INTERPRET=1` and ranks on one host, which run
+the same kernels interpreted on the CPU. Calls without a kernel here, which are movements without a matmul and dtypes
+that tensor cores do not support, fall back to plain collectives.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MATMULS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduc
 OPS = MATMULS | {"ring_attention"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Up to this many bytes of gathered x every program reads peers' memory itself: a copy would take longer to set up.
+# Up to this many bytes of gathered x every program reads peers' memory directly: a copy would take longer to set up.
 DIRECT_BYTES = 256 * 1024
-# Up to this many bytes of result every rank sums all of it: one hop of W times the bytes, instead of two hops.
+# Up to this many bytes of result every rank sums all of it: one hop of W times the bytes instead of two hops.
 ONE_SHOT_BYTES = 256 * 1024
 
 
 class FusedKernel(KernelSchedule):
-    """Every op over one group whose ranks write into each other's memory.
+    """The ops of one group whose ranks write into each other's memory.
 
     Args:
-        memory: of the group.
-        plain: what runs the ops that have no kernel; None for ranks that are threads, which have nothing that could.
-        copies: of the group's copy engines; None: it has none, and all shards are read over the link.
+        memory: memory of the group.
+        plain: schedule of the ops that have no kernel; None if the ranks are threads, for which there is no fallback.
+        copies: schedule of the group's copy engines; None if it has none, and all shards are read over the link.
     """
 
     name = "fused_kernel"
@@ -75,13 +75,13 @@ class FusedKernel(KernelSchedule):
             self.workspaces.fail_with(copies.engine)
         self._loaded: set[Any] = set()  # calls whose kernels are on the device
         self._side_stream = SideStream()
-        # sm_120 and the like take the kernels of an architecture that has the same instructions.
+        # An architecture such as sm_120 uses the kernels of another one with the same instructions.
         self._arch = kernels_of(memory.arch)
         self._most_rows_of_tiles = COUNTERS
 
     @staticmethod
     def load() -> None:
-        """Import the kernels, and put those that came compiled where Triton finds them. Raises what that raises."""
+        """Import the kernels, and install precompiled ones in Triton's cache. Exceptions pass through."""
         from fused_tp.triton_kernels.archive import install_shipped
 
         install_shipped()
@@ -105,7 +105,7 @@ class FusedKernel(KernelSchedule):
         return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
 
     def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
-        return self.fallback._sum_rows(rows, cut)  # of sums alone there is no kernel
+        return self.fallback._sum_rows(rows, cut)  # there is no kernel for a sum without a matmul
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         direct = prod(cut.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
@@ -118,19 +118,19 @@ class FusedKernel(KernelSchedule):
     def gather_matmul_copied(
         self, asked: GatherMatmul, cut: Cut, engine: CopyEngine, launch: Any
     ) -> tuple[list[Tensor], Tensor | None]:
-        """What `_gather_matmul` gives, of shards that `engine` brings; not in a capture. `launch`: of the matmul."""
+        """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
         from fused_tp.triton_kernels.comm.arrivals import Arrivals
         from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving
 
         own = as_rows(asked.x_shard).contiguous()
         if own.data_ptr() % 16:
-            own = own.clone()  # else no tile of it comes by TMA
+            own = own.clone()  # TMA requires 16-byte alignment
         gathered = own.new_empty((sum(cut.counts), cut.shape[-1]))
         places = list(gathered.split(cut.counts))
         largest = max(place.nbytes for place in places)
         if not asked.return_gathered:
             places[self.rank] = places[self.rank][:0]
-        # The matmul's own deadline only bounds the wait: the streams that copy have one too.
+        # The matmul's own deadline is only an upper bound: the streams that copy enforce the deadline.
         timeout_ns = int(min(2 * settings.timeout_seconds(), LONGEST_SECONDS) * 1e9)
         with self.workspaces.in_turn(), engine.call("all_gather_matmul", gather_bytes=largest) as call:
 
@@ -173,7 +173,7 @@ class FusedKernel(KernelSchedule):
         return [cut.placed(y) for y in outputs], None if gathered is None else cut.placed(gathered)
 
     def _gather_launch(self, asked: GatherMatmul, cut: Cut) -> Any:
-        # Tiles may differ between ranks here; weights may differ in width. An SM is left, see _matmul_scatter.
+        # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
         widest = max(w.shape[0] for w in asked.weights)
         return self._launch(asked.x_shard.dtype, sum(cut.counts), widest, least_margin=1)
 
@@ -181,8 +181,8 @@ class FusedKernel(KernelSchedule):
         from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
 
         x, counts, n = products[0][0], cut.counts, cut.shape[-1]
-        # A gather may run at the same time (x for the weight's gradient). Copies on one GPU, of its stage or between
-        # ranks that share it, may be kernels, for which peers wait.
+        # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
+        # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
         launch = self._launch(x.dtype, sum(counts), n, least_margin=1)
         self._check_launch("matmul_reduce_scatter", launch, x)
         nbytes = module.workspace_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
@@ -251,15 +251,15 @@ class FusedKernel(KernelSchedule):
         )
 
     def _check_launch(self, op: str, launch: Any, x: Tensor) -> None:
-        """With FUSED_TP_CHECK=1 compares the programs and tiles of a sum, which must be the same on all ranks."""
+        """Compare the programs and tiles of a sum, which must be equal on all ranks, if FUSED_TP_CHECK=1."""
         if settings.check_ranks():
             self.check(f"{op} in {launch.precision}", (launch.programs, launch.block_m, launch.block_n), x)
 
 
 def runs_at_once(x: Tensor) -> bool:
-    """Whether a kernel and the copies that it waits for run at once where x is.
+    """True if a kernel and the copies it waits for run at once on the device of x.
 
-    Nothing promises that of branches of a CUDA graph, nor where streams share queues or every launch is waited for.
+    This is not guaranteed for branches of a CUDA graph, for streams that share queues, and with CUDA_LAUNCH_BLOCKING.
     """
     from fused_tp.triton_kernels.comm.streams import queues_are_few
 
@@ -269,7 +269,7 @@ def runs_at_once(x: Tensor) -> bool:
 
 
 def _few(products: Sequence[Product]) -> list[Product]:
-    """At most as many products as a launch adds up: those beyond are one, side by side along K."""
+    """Reduce `products` to the number that a launch adds up: the rest is concatenated along K into one."""
     from fused_tp.triton_kernels.gemm.launch import MAX_PRODUCTS as most
 
     if len(products) <= most:
@@ -284,7 +284,7 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 
 
 def _tf32_allowed() -> bool:
-    """torch's setting for its own matmuls; the function of old fails where the newer attributes have been set."""
+    """torch's setting for its own matmuls. The older query function fails if the newer attributes have been set."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     if precision in (None, "none"):
         precision = getattr(torch.backends, "fp32_precision", None)

@@ -1,15 +1,15 @@
-"""Which library multiplies on CPU: torch's choice, except where measurement says otherwise.
+"""Choice of the matmul library on CPU: torch's choice, unless measurement shows a faster one.
 
-torch multiplies float32 with MKL, which on CPUs of other makers than Intel runs well below oneDNN (measured on AMD
+torch multiplies float32 with MKL, which on CPUs not made by Intel runs well below oneDNN (measured on AMD
 Zen 4, one thread, weights [4096, 2048]: oneDNN takes 0.64 to 0.83 of MKL's time for 16 to 1024 rows). The choice
 depends on the CPU's maker and on the shape, never on a timing: two runs must give the same bits.
 
-Few rows of x, as in decoding, are multiplied by the native core (csrc/matmul), which reads the weight once and as it
-lies; libraries reorder it in every call. Measured on the same CPU, two ranks of one thread, weights [4096, 2048], in
-times of torch's own, over several runs: bfloat16 0.5 to 0.65 for one row, 0.75 to 0.85 for 16; float32 0.7 to 0.9 for
-one, 0.45 to 0.6 for 4 to 16.
-A copy that oneDNN reorders once was slower for one and two rows and a tenth to a fifth faster for 16; it took the
-weight's memory twice, and had to notice whatever writes to the weight.
+Few rows of x, as in decoding, are multiplied by the native core (csrc/matmul), which reads the weight once and in its
+own layout; libraries reorder the weight in every call. Measured on the same CPU, two ranks of one thread, weights
+[4096, 2048], relative to torch's own time, over several runs: bfloat16 0.5 to 0.65 for one row, 0.75 to 0.85 for 16;
+float32 0.7 to 0.9 for one, 0.45 to 0.6 for 4 to 16.
+Rejected: a copy that oneDNN reorders once. It was slower for one and two rows and 10 to 20 % faster for 16, doubled the
+weight's memory, and had to detect every write to the weight.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ try:
     import fused_tp._core as _core
 
     _BUILT = True
-except ImportError:  # a pure Python install
+except ImportError:  # a pure Python installation
     _BUILT = False
 
-# x [..., K] and w [N, K], for x @ w^T. In backward `w` is a transposed view, which costs nothing.
+# x [..., K] and w [N, K], for x @ w^T. In backward `w` is a transposed view, which costs no copy.
 Product: TypeAlias = tuple[Tensor, Tensor]
 
 # Multiply-adds below which oneDNN's dispatch costs more than it gains.
@@ -58,17 +58,17 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
         and x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN
         and _onednn_beats_mkl()
         and bool(torch.backends.mkldnn.enabled)
-        and not torch._C._len_torch_dispatch_stack()  # FlopCounterMode does not know oneDNN's op
-        # oneDNN's op has no derivative: a backward that is itself differentiated would silently lose this term.
+        and not torch._C._len_torch_dispatch_stack()  # FlopCounterMode does not count oneDNN's op
+        # oneDNN's op has no derivative: differentiating the backward would silently lose this term.
         and not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad))
     )
 
 
 def _by_onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
-        bias = bias.contiguous()  # oneDNN reads a strided one as if it were dense
+        bias = bias.contiguous()  # oneDNN reads a strided bias as if it were dense
     if not any(along == 1 and across >= size for along, across, size in _ways_along(w)):
-        w = w.contiguous()  # it would multiply an expanded one, such as the gradient of a sum, a thousand times slower
+        w = w.contiguous()  # oneDNN multiplies an expanded w, such as the gradient of a sum, a thousand times slower
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
     return out
 
@@ -79,22 +79,22 @@ def _ways_along(w: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     return (along, across, columns), (across, along, rows)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # whose memory is what they show
-_SMALLEST_NATIVE = 1 << 17  # elements of w; of smaller ones a call's own time decides
+_PLAIN = (Tensor, torch.nn.Parameter)  # types whose memory holds their values
+_SMALLEST_NATIVE = 1 << 17  # elements of w; below it the overhead of a call dominates
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
 
 
 @cache
 def _native_rows(dtype: torch.dtype) -> int:
-    """Up to how many rows of x the native core is faster than what torch picks."""
+    """Largest number of rows of x for which the native core is faster than torch's choice."""
     if dtype is torch.float32 and not _onednn_beats_mkl():
-        return 0  # nothing was measured against MKL on Intel's CPUs
+        return 0  # not measured against MKL on Intel's CPUs
     return _core.FEW_ROWS if _BUILT and _core.few_rows_isa(_NATIVE_DTYPES[dtype]) else 0
 
 
 def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor | None:
-    """x @ w^T + bias, into `out` where given, by the native core's kernels for few rows; None where another library is
-    to multiply."""
+    """x @ w^T + bias, into `out` where given, by the native core's kernels for few rows. None if they do not serve this
+    call; another library then multiplies."""
     dtype, depth = x.dtype, w.shape[-1]
     if dtype not in _NATIVE_DTYPES or not 0 < x.numel() <= _native_rows(dtype) * depth:
         return None
@@ -103,9 +103,9 @@ def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = No
     if type(x) not in _PLAIN or type(w) not in _PLAIN or w.stride(1) != 1 or x.stride(-1) != 1:
         return None
     if x.is_neg() or w.is_neg() or not (x.data_ptr() and w.data_ptr()):
-        return None  # their memory is not what they show
+        return None  # their memory does not hold their values
     if (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)) or torch._C._len_torch_dispatch_stack():
-        return None  # the kernels have no derivative, and modes such as FlopCounterMode do not see them
+        return None  # the kernels have no derivative, and are invisible to modes such as FlopCounterMode
     rows, columns = as_rows(x), w.shape[0]
     if bias is not None:
         bias = bias.resolve_neg().expand(columns).contiguous()
@@ -127,7 +127,7 @@ def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = No
 
 
 def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
-    """(True if x @ w^T goes to the native core's kernels for few rows where nothing needs a gradient, the reason)."""
+    """(True if the native core's kernels for few rows compute x @ w^T when nothing needs a gradient, the reason)."""
     if not x.is_cpu:
         return False, f"the kernels for few rows are for CPUs, not {x.device.type}"
     for name, t in (("x", x), ("weight", w)):
@@ -176,7 +176,7 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` [..., n] as [rows, n]; unlike reshape(-1, n) also where there is nothing in it."""
+    """`x` [..., n] as [rows, n]; unlike reshape(-1, n), also for an empty tensor."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 

@@ -1,10 +1,10 @@
-"""Matmuls of experts: rows sorted by expert, each multiplied by its expert's weight, and added up by token.
+"""Matmuls of experts: rows sorted by expert are multiplied by their expert's weight and summed by token.
 
     y[s]   = x[s] @ w[e]^T               for the rows s of expert e: offsets[e - 1] <= s < offsets[e]
     out[t] = sum of scale[s] * y[s]      over the rows s of token t: tokens[s] = t
 
-On CPU the experts are multiplied one by one, each by the library that is fastest for its rows (`gemm`); elsewhere by
-torch's grouped_mm, which does not need to know on the host where the rows of an expert end.
+On CPU the experts are multiplied one by one, each by the fastest library for its rows (`gemm`); elsewhere by torch's
+grouped_mm, which does not need the end of each expert's rows on the host.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ try:
     import fused_tp._core as _core
 
     _BUILT = True
-except ImportError:  # a pure Python install
+except ImportError:  # a pure Python installation
     _BUILT = False
 
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # csrc/dtype.h
-_ALIGNMENT = 16  # bytes, of rows and addresses that grouped_mm takes
+_ALIGNMENT = 16  # bytes: grouped_mm requires it of rows and addresses
 
 
 class Routing(NamedTuple):
-    """Which rows an expert multiplies, and which token each of them belongs to.
+    """Assignment of rows to experts and tokens.
 
     Attributes:
-        tokens: int64 [S], of each row the number of its token.
-        offsets: int32 [experts], where the rows of each expert end.
+        tokens: int64 [S], the token index of each row.
+        offsets: int32 [experts], the end of each expert's rows.
     """
 
     tokens: Tensor
     offsets: Tensor
 
     def check(self, num_tokens: int) -> None:
-        """Raise ValueError where the numbers do not fit; on a GPU they are not read, which would be waiting for it."""
+        """Raise ValueError if the numbers are inconsistent. Not checked on a GPU, as reading them would wait for it."""
         if not self.tokens.is_cpu:
             return
         ends = self.offsets.tolist()
@@ -57,7 +57,7 @@ class Routing(NamedTuple):
             )
 
     def experts(self) -> Iterator[tuple[int, int, int]]:
-        """(expert, first row, row behind the last) of those that have rows."""
+        """(expert, first row, end of its rows) of each expert that has rows."""
         start = 0
         for expert, stop in enumerate(self.offsets.tolist()):
             if stop > start:
@@ -65,7 +65,7 @@ class Routing(NamedTuple):
                 start = stop
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """[S, n]: of `x` [..., n] the row of each row's token."""
+        """[S, n]: for each routed row, the row of `x` [..., n] of its token."""
         return as_rows(x).index_select(0, self.tokens)
 
 
@@ -74,8 +74,8 @@ class GroupedProduct(NamedTuple):
 
     Attributes:
         x: [S, K], rows sorted by expert.
-        weight: [experts, N, K], of any strides.
-        scale: [S], or None for ones.
+        weight: [experts, N, K], with any strides.
+        scale: [S], or None for no scaling.
     """
 
     x: Tensor
@@ -89,17 +89,17 @@ class GroupedProduct(NamedTuple):
         return self.num_tokens, self.weight.shape[1]
 
     def columns(self, start: int, stop: int) -> GroupedProduct:
-        """Those columns of it."""
+        """The product for columns `start` to `stop` of the output."""
         return self._replace(weight=self.weight[:, start:stop])
 
     def in_order(self, places: Tensor) -> GroupedProduct:
-        """The same with the tokens in another order: `places` [num_tokens] says where each goes."""
+        """The product with tokens reordered: `places` [num_tokens] is the new index of each token."""
         return self._replace(routing=self.routing._replace(tokens=places[self.routing.tokens]))
 
     def sum(self, out: Tensor | None = None, *, rows: Tensor | None = None) -> Tensor:
-        """Added in float32 (float64 for float64) in the order of the rows, and rounded once; into `out` where given.
+        """Sum in float32 (float64 for float64) in the order of the rows, rounded once; into `out` where given.
 
-        `rows`: memory [S, N] that may be used. (That of large tensors costs as much as adding them up where it is new.)
+        `rows`: memory [S, N] for the products. (New memory for large tensors costs as much as the summation.)
         """
         y = grouped_linear(self.x, self.weight, self.routing, out=rows)
         order = self.routing.tokens.argsort(stable=True)
@@ -108,7 +108,7 @@ class GroupedProduct(NamedTuple):
         scale = None if self.scale is None else self.scale[order]
         if _BUILT and y.is_cpu and y.dtype in _NATIVE_DTYPES and y.is_contiguous():
             return _sum_rows(y, order, starts, scale, y.new_empty(self.shape) if out is None else out)
-        if scale is not None and scale.dtype != y.dtype:  # routing weights are often more precise than activations
+        if scale is not None and scale.dtype != y.dtype:  # routing weights often have more precision than activations
             dtype = torch.promote_types(scale.dtype, y.dtype)
             y, scale = y.to(dtype), scale.to(dtype)
         total = embedding_bag(order, y, starts, mode="sum", include_last_offset=True, per_sample_weights=scale)
@@ -116,7 +116,7 @@ class GroupedProduct(NamedTuple):
 
 
 def _sum_rows(y: Tensor, order: Tensor, starts: Tensor, scale: Tensor | None, out: Tensor) -> Tensor:
-    """By the native core, which takes factors in float32 next to rows of any dtype: torch would convert the rows."""
+    """Sum rows by the native core, which takes float32 factors with rows of any dtype; torch would convert the rows."""
     scale = None if scale is None else scale.float()
     _core.sum_rows(
         _NATIVE_DTYPES[y.dtype],
@@ -135,28 +135,28 @@ def _sum_rows(y: Tensor, order: Tensor, starts: Tensor, scale: Tensor | None, ou
 def grouped_linear(
     x: Tensor, weight: Tensor, routing: Routing, *, by_token: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """[S, N]: each row of `x` [S, K] times its expert's weight, of `weight` [experts, N, K]; into `out` where given.
+    """[S, N]: each row of `x` [S, K] times its expert's weight in `weight` [experts, N, K]; into `out` where given.
 
-    `by_token`: `x` [..., K] has a row for each token instead, which is taken for each of the token's rows.
+    `by_token`: `x` [..., K] has one row per token instead, which is used for each of the token's routed rows.
     """
     if _takes_grouped_mm(x, weight):
-        rows = routing.rows_of(x) if by_token else x.contiguous()  # it takes no expanded gradients
+        rows = routing.rows_of(x) if by_token else x.contiguous()  # grouped_mm does not accept expanded gradients
         found = grouped_mm(rows, weight.transpose(1, 2), offs=routing.offsets)
         return found if out is None else out.copy_(found)
     x = as_rows(x)
     out = x.new_empty((len(routing.tokens), weight.shape[1])) if out is None else out
     for expert, start, stop in routing.experts():
-        # Taken expert by expert, the rows are in the cache when they are multiplied, and no copy of all is made.
+        # Indexing expert by expert keeps the rows in the cache for the matmul, and needs no copy of all rows.
         rows = x.index_select(0, routing.tokens[start:stop]) if by_token else x[start:stop]
         sum_of_products([(rows, weight[expert])], out=out[start:stop])
     return out
 
 
 def grouped_weight_grad(d_output: Tensor, x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
-    """dW like `weight` [experts, N, K]: dY^T @ X over the rows of each expert; zeros for one without rows."""
+    """dW like `weight` [experts, N, K]: dY^T @ X over the rows of each expert; zeros for an expert without rows."""
     if _takes_grouped_mm(x, weight) and _takes_grouped_mm(d_output, weight):
         return grouped_mm(d_output.contiguous().t(), x.contiguous(), offs=routing.offsets)
-    # In memory as the weight lies: a transposed one has a transposed gradient, which accumulates without a copy.
+        # Same strides as the weight: a transposed weight has a transposed gradient, which accumulates without a copy.
     d_weight = torch.empty_like(weight)
     unused = set(range(len(weight)))
     for expert, start, stop in routing.experts():
@@ -177,7 +177,7 @@ def scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def scaled_grads(d_scaled: Tensor, x: Tensor, scale: Tensor | None, needs: Any) -> dict[str, Tensor]:
-    """Those of "x" and "scale" that are needed, of the gradient of `scale * x`."""
+    """Gradients of `scale * x` for those of "x" and "scale" that need one."""
     found = {"x": d_scaled if scale is None else scaled(d_scaled, scale)} if needs.x else {}
     if needs.scale and scale is not None:
         found["scale"] = (d_scaled * x).sum(1, dtype=torch.promote_types(scale.dtype, torch.float32)).to(scale.dtype)

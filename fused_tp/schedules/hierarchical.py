@@ -1,16 +1,16 @@
-"""Two levels: the fast links inside of each host by one schedule, the network between hosts by messages.
+"""Two levels: one schedule for the fast links inside each host, messages for the network between hosts.
 
-Of a group of H hosts with L ranks each, all that leaves a rank for the network is what no other rank of its host sends:
-its own shard, or its own slice of what the host's ranks have added up. That is 1/L of what a flat exchange sends.
+In a group of H hosts with L ranks each, a rank sends over the network only data that no other rank of its host sends:
+its own shard, or its own slice of the sum over the host's ranks. That is 1/L of the bytes of a flat exchange.
 
-    gather:   shards from the ranks of the same place on the other hosts arrive one after the other, and each is
-              gathered inside (multiplied there, where a matmul follows) while the next one is under way
-    scatter:  the rows of the farthest host first: summed inside, then sent there while the next host's are computed
+    gather:   shards from the ranks of the same place on the other hosts arrive one after the other. Each is gathered
+              inside the host (and multiplied, if a matmul follows) while the next one is under way
+    scatter:  the rows of the farthest host first: summed inside, then sent while the next host's rows are computed
     reduce:   scatter inside, sum across, gather inside
 
-Sums are taken inside of a host in rank order, rounded to the tensor's dtype as every partial result is, and then across
-hosts in their order, in float32: the same bits on all ranks. Shards that are not equally long go flat. A failure on one
-level is one of the group, on all levels (`transport.two_level`).
+Sums inside a host are in rank order and rounded to the tensor's dtype, like every partial result; sums across hosts are
+in host order and in float32. All ranks get the same bits. Shards of unequal length use the flat schedule. A failure on
+one level fails the group on all levels (`transport.two_level`).
 
 Source: the two-level collectives of MPI libraries, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005.
@@ -34,16 +34,16 @@ from fused_tp.transport.base import After, Pending, sum_in_rank_order
 from fused_tp.transport.torch_dist import TorchDist
 from fused_tp.transport.two_level import Hosts, LevelScope, TwoLevelGroup
 
-# Sums of at least two such parts are cut: one crosses the network while the next one is computed.
+# A sum of at least two chunks of this size is split: one crosses the network while the next one is computed.
 CHUNK_BYTES = 2 << 20
 MAX_CHUNKS = 4
 
 
 class Hierarchical(Schedule):
-    """Every op over one group of several hosts.
+    """The ops of one group of several hosts.
 
-    `inside`: the schedule for an op in a dtype among the ranks of this host. `across`: between the ranks of this rank's
-    place on all hosts. `flat`: over the whole group, where shards are not equally long.
+    `inside`: returns the schedule of an op and dtype for the ranks of this host. `across`: transport between the ranks
+    of this rank's place on all hosts. `flat`: schedule of the whole group, for shards of unequal length.
     """
 
     name = "hierarchical"
@@ -132,7 +132,7 @@ class Hierarchical(Schedule):
                 with tracing.span("host", host, "of", count, inside.name):
                     of_host = asked._replace(x_shard=shard, gather_size=None)
                     outputs[host], gathered[host] = inside.all_gather_matmul(of_host)
-        # A copy of the outputs, a small part of the time of a matmul that is worth cutting over hosts.
+        # Copying the outputs takes a small part of the time of a matmul that is worth sharding over hosts.
         joined = [torch.cat(blocks, dim=dim) for blocks in zip(*outputs, strict=True)]
         kept = [block for block in gathered if block is not None]
         return joined, torch.cat(kept, dim=dim) if kept else None
@@ -166,7 +166,7 @@ class Hierarchical(Schedule):
         moving = []
         with self._begin("matmul_all_reduce", (*shape, bias is not None), x):
             inside = self._inside("matmul_reduce_scatter", x.dtype)
-            # By columns: rows are cut already, over the ranks of a host.
+            # By columns, because rows are already sharded over the ranks of a host.
             for chunk, (start, stop) in enumerate(cuts):
                 with tracing.span("chunk", chunk, "of", len(cuts), inside.name):
                     partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
@@ -199,7 +199,7 @@ class Hierarchical(Schedule):
         bias: Tensor | None = None,
         meanwhile: Work = None,
     ) -> Tensor:
-        """The sum over hosts of what each makes for this one: `of_host` sums inside what a host is to get."""
+        """Sum over hosts of the terms they send to this one: `of_host` sums, inside, the term for one host."""
         count, own = self._hosts.count, self._hosts.own
 
         def made(host: int) -> Tensor:
@@ -208,7 +208,7 @@ class Hierarchical(Schedule):
 
         sent, arriving = [], []
         for step in range(1, count):
-            sent.append(made((own + step) % count).contiguous())  # kept until it has been received
+            sent.append(made((own + step) % count).contiguous())  # kept alive until it has been received
             arriving.append(self._across.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
         terms = {own: made(own)}
         if meanwhile is not None:
@@ -218,7 +218,7 @@ class Hierarchical(Schedule):
         return sum_in_rank_order(torch.stack([terms[host] for host in range(count)]), bias)
 
     def _everywhere(self, moving: Pending[Tensor], length: int) -> Tensor:
-        """The slices along dim 0 that the ranks of this host have of a sum, as all of it."""
+        """Gather a sum inside the host, from its ranks' slices along dim 0."""
         total = moving.wait()
         inside = self._inside("all_gather", total.dtype)
         with tracing.span("inside", inside.name):

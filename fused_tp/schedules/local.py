@@ -1,4 +1,4 @@
-"""A group of one: nothing moves."""
+"""Schedule of a group of one rank: nothing moves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fused_tp.transport.torch_dist import TorchDist
 
 
 class Local(Schedule):
-    """What every schedule comes to on one rank."""
+    """The ops on one rank, where every schedule reduces to compute."""
 
     name = "local"
     rank = 0

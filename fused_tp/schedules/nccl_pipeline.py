@@ -1,16 +1,16 @@
-"""Matmuls and exchanges over the group's own NCCL communicator, chunk by chunk: while one moves the next is computed.
+"""Matmuls and exchanges on the group's own NCCL communicator: one chunk moves while the next is computed.
 
-It needs nothing of the machine but NCCL: ranks may be on several hosts, and GPUs need not reach each other's memory.
-No call waits for data (the host waits for NCCL's launches, see transport/nccl.py), and all of it can be captured in a
-CUDA graph. What raises in the middle of an op gives the group up: some of its exchanges are under way, others are not.
+It requires only NCCL: ranks may be on several hosts, and GPUs need no access to each other's memory. No call waits for
+data (the host waits for NCCL's launches, see transport/nccl.py), and every call can be captured in a CUDA graph. An
+exception in the middle of an op aborts the group, because only some of the op's exchanges have started.
 
 - all_gather_matmul: all exchanges are enqueued at once. The own rows are multiplied first, then those of rank - 1, ...
-- matmul_reduce_scatter: rows of the farthest owner are multiplied first, and go while the next ones are; the own rows
-  are multiplied last, during the last exchange. Then the terms are added in rank order.
-- matmul_all_reduce: chunks of rows; each is shared out among the ranks to add, and the sums are gathered while the
-  chunk after the next is multiplied.
+- matmul_reduce_scatter: rows of the farthest owner are multiplied first and sent while the next are multiplied; the own
+  rows are multiplied last, during the last exchange. Then the terms are added in rank order.
+- matmul_all_reduce: chunks of rows. The ranks share the addition of each chunk, and its sums are gathered while
+  the chunk after the next is multiplied.
 
-Matmuls are cut along M, which costs a GPU little as long as chunks are large, and needs no copy of the result.
+Matmuls are split along M, which costs a GPU little as long as chunks are large, and needs no copy of the result.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from fused_tp.transport.chunk_plan import gather_plan, scatter_plan
 from fused_tp.transport.device_collectives import sum_into
 from fused_tp.transport.nccl import Moving, NcclDist
 
-CHUNK_BYTES = 4 * 1024 * 1024  # a smaller chunk's latency, and a smaller matmul's, outweigh what it hides
+CHUNK_BYTES = 4 * 1024 * 1024  # the latency of a smaller chunk and a smaller matmul exceeds the time it hides
 MAX_CHUNKS = 8
-# Up to this many bytes every term goes to everyone: one exchange of W times the bytes, in place of two in a row.
+# Up to this many bytes every rank receives all terms: one exchange of W times the bytes instead of two in sequence.
 ONE_SHOT_BYTES = 128 * 1024
-_ALIGNED = 16  # bytes: what one thread moves at a time
+_ALIGNED = 16  # bytes that one thread moves at a time
 
 
 class NcclPipeline(Plain):
-    """Every op over one group's communicator; those without a matmul in one piece.
+    """The ops of one group on its own communicator; ops without a matmul are not chunked.
 
     Args:
-        transport: of the group, `transport.nccl.nccl_dist`.
-        chunks: how many exchanges an op is cut into, at most; for matmul_all_reduce, how many chunks of rows. The same
-            on all ranks. None: by bytes.
+        transport: transport of the group, from `transport.nccl.nccl_dist`.
+        chunks: largest number of exchanges of an op; for matmul_all_reduce, of chunks of rows. The same on all ranks.
+            None: by bytes.
     """
 
     name = "nccl_pipeline"
@@ -105,7 +105,7 @@ class NcclPipeline(Plain):
     def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
         x, counts = products[0][0], tuple(cut.counts)
         own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], cut.shape[-1]
-        partial = x.new_empty((len(x) - own, columns))  # of all rows but the own
+        partial = x.new_empty((len(x) - own, columns))  # all rows except the own
         terms = x.new_empty((self.world_size, own, columns))
         plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
         moving = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
@@ -151,7 +151,7 @@ class NcclPipeline(Plain):
                     partial = sum_of_products(_rows_of(products, begin, end))
                     add_up_next = self._share_out("matmul_all_reduce", partial, out[begin:end], bias)
                     if add_up is not None:
-                        # The terms of the chunk before have had a whole matmul's time to move.
+                        # The terms of the previous chunk have had the time of a whole matmul to move.
                         gathering.append(add_up())
                     add_up = add_up_next
             if here is not None:
@@ -165,13 +165,13 @@ class NcclPipeline(Plain):
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _chunks(self, nbytes: int) -> int:
-        """How many exchanges, by the bytes of what all ranks have: of x gathered, or of the result."""
+        """Number of exchanges, by the bytes of a tensor that all ranks have: the gathered x, or the result."""
         if self.chunks is not None:
             return self.chunks
         return max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
 
     def _terms_of_all(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
-        """Start bringing everyone's `partial` here; what is returned adds them up into `out`."""
+        """Start gathering all ranks' `partial`; the returned function adds them up into `out`."""
         terms = self.transport.all_gather(op, partial.view(1, *out.shape))
 
         def add_up() -> Tensor:
@@ -181,8 +181,8 @@ class NcclPipeline(Plain):
         return add_up
 
     def _share_out(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Moving]:
-        """Start giving every rank its share of `partial` to add up; the next step adds this rank's, and starts bringing
-        everyone's sums to `out`. Shares are cut by elements: one long row is shared out as evenly as many short ones.
+        """Start sending every rank its share of `partial` to add. The returned function adds this rank's share, and
+        starts gathering all sums into `out`. Shares are split by elements, so that one long row is shared evenly too.
         """
         flat, flat_out = partial.view(-1, 1), out.view(-1, 1)
         per_rank = -(-len(flat) // self.world_size)
@@ -201,12 +201,12 @@ class NcclPipeline(Plain):
         return add_up
 
     def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[Moving, Tensor]:
-        """Start giving every rank its `counts[rank]` terms [sum(counts), 1]; and where the own ones come, [W, own]."""
+        """Start sending each rank its `counts[rank]` terms [sum(counts), 1]; the own terms arrive in [W, own]."""
         own, start = counts[self.rank], rank_offsets(counts)[self.rank]
         terms = terms_of_all.new_empty((self.world_size, own, 1))
         plan = scatter_plan(counts, self.rank, 1)
         moving = self.transport.scatter(op, terms_of_all, terms, plan)
-        for _ in plan.ranges:  # one; in a group of one rank none
+        for _ in plan.ranges:  # a single one; none in a group of one rank
             moving.send()
         terms[self.rank].copy_(terms_of_all[start : start + own])
         return moving, terms.view(self.world_size, own)
@@ -217,7 +217,7 @@ def _rows_of(products: Sequence[Product], begin: int, end: int) -> list[Product]
 
 
 def _bias_from(bias: Tensor | None, start: int, count: int) -> Tensor | None:
-    """The bias of `count` elements of rows side by side, from element `start` on."""
+    """The bias of `count` elements of concatenated rows, from element `start` on."""
     if bias is None:
         return None
     offset = start % len(bias) if len(bias) else 0

@@ -1,8 +1,8 @@
-"""Asynchronous chunks on torch.distributed: while one chunk moves, the next is computed.
+"""Asynchronous chunks on torch.distributed: one chunk moves while the next is computed.
 
-Gathers go shard by shard: the own one is multiplied first, the others in the order in which they come from the left.
-Sums are cut along N: each chunk of columns starts to move as soon as it is computed. Cutting along M instead would make
-a CPU matmul re-pack the whole weight for every chunk (1.15x to 2.3x of the time; along N 1.01x to 1.1x).
+Gathers work shard by shard: the own shard is multiplied first, then the left neighbour's, and so on to the left.
+Sums are split along N: each chunk of columns starts to move as soon as it is computed. Splitting along M instead would
+make a CPU matmul re-pack the whole weight for every chunk (1.15x to 2.3x of the time; along N 1.01x to 1.1x).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import Pending
 
-CHUNK_BYTES = 512 * 1024  # a smaller chunk's latency outweighs what it hides
+CHUNK_BYTES = 512 * 1024  # the latency of a smaller chunk exceeds the time it hides
 MAX_CHUNKS = 4
-Columns: TypeAlias = Callable[[int, int], Tensor]  # the partial result's columns from one to before the other
+Columns: TypeAlias = Callable[[int, int], Tensor]  # columns [start, stop) of the partial result
 
 
 class Pipelined(Plain):
-    """Compute and torch.distributed movements interleaved, chunk by chunk."""
+    """The ops of one group, with compute and torch.distributed transfers interleaved chunk by chunk."""
 
     name = "pipelined"
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
             x_shard = asked.x_shard.contiguous()
-            # Where the gathered dim leads, shards arrive in their place; else each has a buffer, for the outputs too.
+            # If the gathered dim is the first, shards arrive in place; otherwise each arrives in a buffer of its own.
             gathered = x_shard.new_empty(cut.shape) if cut.in_order else None
             arriving = [self._arrival(x_shard, gathered, cut, step) for step in range(1, self.world_size)]
             outputs = [x_shard.new_empty((*cut.shape[:-1], w.shape[0])) for w in asked.weights]
@@ -105,7 +105,7 @@ class Pipelined(Plain):
                     part = None if bias is None else bias[start:stop]
                     first.append(self.transport.all_reduce_steps(op, columns(start, stop), part))
                     if len(first) > 1:
-                        # The chunk before has had a matmul's time to move: its second step starts behind this one.
+                        # The previous chunk has had a matmul's time to move: its second step starts behind this chunk.
                         second.append(first[-2].wait())
             if meanwhile is not None:
                 meanwhile()
@@ -113,7 +113,7 @@ class Pipelined(Plain):
             return _join([chunk.wait() for chunk in second])
 
     def _arrival(self, x_shard: Tensor, gathered: Tensor | None, cut: Cut, step: int) -> Pending[Tensor]:
-        """Start the exchange with the ranks `step` away: the shard of rank - step arrives."""
+        """Start the exchange with the ranks `step` away, in which the shard of rank - step arrives."""
         source = (self.rank - step) % self.world_size
         if gathered is None:
             place = x_shard.new_empty(cut.shard_shape(source))
@@ -122,7 +122,7 @@ class Pipelined(Plain):
         return self.transport.shift("all_gather_matmul", x_shard, place, step)
 
     def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
-        """Cuts of N. From M, N and the dtype only: K is a shard and need not be the same on all ranks."""
+        """Ranges of N, from M, N and the dtype only: K is a shard and may differ between ranks."""
         chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
         cuts = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
         return [cut for cut in cuts if cut[0] < cut[1]] or [(0, n)]

@@ -1,4 +1,4 @@
-"""The plain schedule: compute, then one collective. What overlap is measured against, and what wins on small shapes."""
+"""The plain schedule: compute, then one collective. It is the baseline of overlap, and the fastest on small shapes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fused_tp.transport.workspace import GroupKernels
 
 
 class Plain(RowSchedule):
-    """Every op over one group as compute followed by a torch.distributed collective.
+    """The ops of one group as compute followed by a torch.distributed collective.
 
-    `meanwhile` still runs while the collective is under way: a gradient that needs nothing from the peers is free.
+    `meanwhile` runs while the collective is under way: a gradient that needs nothing from the peers is free.
     """
 
     name = "plain"
@@ -100,12 +100,13 @@ class Plain(RowSchedule):
 
 
 class KernelSchedule(RowSchedule):
-    """Base of the schedules of kernels, or copy engines: what they have none for goes by plain collectives.
+    """Base of the schedules that use kernels or copy engines; ops without one fall back to plain collectives.
 
     Args:
-        kernels: of the group.
-        plain: of the group, with the messages that the kernels know; None for ranks that are threads, which have none.
-        without: why such ranks cannot run what has no kernel, in a sentence.
+        kernels: kernels of the group.
+        plain: plain schedule of the group, on the messages that the kernels share failures with; None if the ranks are
+            threads, which have no messages.
+        without: sentence why ranks that are threads cannot run ops without a kernel.
     """
 
     def __init__(self, kernels: GroupKernels[Any], plain: Plain | None, without: str) -> None:
@@ -117,7 +118,7 @@ class KernelSchedule(RowSchedule):
 
     @property
     def fallback(self) -> Plain:
-        """What runs the calls that have no kernel.
+        """The plain schedule, which runs the calls that have no kernel.
 
         Raises:
             ValueError: the ranks are threads.
@@ -137,18 +138,18 @@ class KernelSchedule(RowSchedule):
         return self.fallback._all_reduced(partial)
 
     def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
-        """The same once messages of the group have not failed: its ranks may no longer mean the same launch."""
+        """Raise if messages of the group have failed, after which ranks may mean different launches; then compare."""
         if self._transport is not None:
             self._kernels.check_usable()
             self._transport.check(op, dims, x.dtype, x.device)
 
 
 def gather_blocks(x_shard: Tensor, cut: Cut, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
-    """The shards of `cut`, by `move`: from everyone's block [n] to [W * n], for one n."""
+    """Gather the shards of `cut` by `move`, which gathers one equally long block [n] per rank to [W * n]."""
     shape, sizes, longest = cut.shape, cut.sizes, max(cut.sizes)
-    # The ranks' blocks are equally long on the wire: `x_shard` padded to the longest shard.
+    # All ranks send equally long blocks: `x_shard` is padded to the longest shard.
     per_index = prod(shape[: cut.dim]) * prod(shape[cut.dim + 1 :])
-    flat = x_shard.contiguous().view(-1)  # reshape(-1) may leave strides, also 0, which NCCL refuses
+    flat = x_shard.contiguous().view(-1)  # reshape(-1) may keep strides, also 0, which NCCL refuses
     if flat.numel() < per_index * longest:
         flat = torch.nn.functional.pad(flat, (0, per_index * longest - flat.numel()))
     moving = move(flat)

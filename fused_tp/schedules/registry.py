@@ -1,4 +1,4 @@
-"""Every schedule by its name, and which one an op runs on: `FUSED_TP_SCHEDULE` where set, else the dispatch table."""
+"""Registry of schedules, and the selection for an op: `FUSED_TP_SCHEDULE` where set, else the dispatch table."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ from fused_tp.transport.two_level import Hosts, errors_of_group, hosts_of
 T = TypeVar("T")
 RING = "ring_attention"
 ALL_TO_ALL = "all_to_all"
-SYMM_MEM_RANKS = 16  # of torch's kernels: 24 blocks signal each of them in 2048 bytes
-MAX_RANKS = 63  # of kernels that write into each other's memory: their error record has a bit for each
+SYMM_MEM_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2048 bytes
+MAX_RANKS = 63  # limit of kernels that write into peers' memory: their error record has one bit per rank
 LOCAL = Local()
 _MAX_REMEMBERED = 4096
-_DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # settings
-_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by all that selects
+_DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # settings that differ between ranks; empty: compared, equal
+_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by dispatch key and routing settings
 _MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by name, device and chunks
-_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by type of device
+_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by device type
 _COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(lambda group: {})
 _ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(lambda group: {})
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """A schedule as dispatch sees it.
+    """Description of a schedule for dispatch.
 
     Attributes:
-        name: of the schedule, as `FUSED_TP_SCHEDULE` and the dispatch table say it.
-        supports: whether it has an implementation of its own for an op in a dtype, whatever the group.
-        available: whether a group can have it on a device. The first time, all ranks must ask together.
-        make: the schedule of a group for which it is available; the number is that of chunks, None where it is free.
-        transport: what carries its bytes, for `explain`; None is the group's torch.distributed backend.
-        devices: types of devices that it is for; none: any that torch.distributed serves.
-        max_ranks: in a group; None: any number.
-        caveat: where it does less than the other schedules promise, in a sentence, for `explain`.
+        name: name of the schedule in `FUSED_TP_SCHEDULE` and the dispatch table.
+        supports: availability of its own implementation of an op in a dtype, for any group.
+        available: availability to a group on a device. All ranks must make the first call together.
+        make: makes the schedule for a group it is available to; the number is that of chunks, None for its own choice.
+        transport: the transport of its bytes, for `explain`; None is the group's torch.distributed backend.
+        devices: device types it runs on; empty: any that torch.distributed serves.
+        max_ranks: largest group; None: no limit.
+        caveat: guarantee of the other schedules that this one lacks, in a sentence, for `explain`.
     """
 
     name: str
@@ -79,7 +79,7 @@ class ScheduleSpec:
 
 @dataclass(frozen=True)
 class Decision:
-    """What would run and why."""
+    """The schedule that would run, its transport, and the reason."""
 
     schedule: str
     transport: str
@@ -93,29 +93,29 @@ ALONE = Decision("local", "none", "the group has one rank, so nothing moves")
 
 
 def select_schedule(key: DispatchKey, group: Group) -> Schedule:
-    """The schedule for one call.
+    """Return the schedule for one call.
 
     Raises:
         ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group, or the group has no backend for
             tensors on the key's device.
-        RankMismatchError: in the first call, where settings differ that must not.
+        RankMismatchError: in the first call, if ranks differ in settings that must be equal.
     """
     if group.size == 1:
         return LOCAL
-    # One lookup for a call like one before; all that follows takes several times as long.
+    # A repeated call costs one lookup; the code below takes several times as long.
     schedules = _SELECTED[group]
     call = key, settings.routing()
     selected = schedules.get(call)
     if selected is None:
-        if len(schedules) >= _MAX_REMEMBERED:  # lengths that keep changing
+        if len(schedules) >= _MAX_REMEMBERED:  # reached if sequence lengths keep changing
             schedules.clear()
         selected = schedules[call] = _select(key, group)
     return selected
 
 
 def _differing_settings(group: Group) -> str:
-    """Those that must be the same on all ranks and are not, with the ranks' values; empty where there are none. Ranks
-    that differ would wait for each other in different places, or read each other's bytes wrong."""
+    """Describe the settings that must be equal on all ranks and are not, with the ranks' values; empty if all are
+    equal. Ranks that differ would wait for each other in different places, or misread each other's bytes."""
     mine = {**settings.equal_settings(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
     everyone = exchange(group, "the first call", mine)
     said = []
@@ -137,7 +137,7 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
         )
     device = key.device
     name, chunks = forced_schedule(), None
-    # What the forced schedule cannot serve goes by the table.
+    # Calls that the forced schedule does not implement fall back to the table.
     if name is None or not _forced_serves(name, key, group):
         choice = _choose(key, group)
         name, chunks = choice.schedule, choice.chunks
@@ -145,10 +145,10 @@ def _select(key: DispatchKey, group: Group) -> Schedule:
 
 
 def schedule_named(name: str, group: Group, device: torch.device, chunks: int | None = None) -> Schedule:
-    """That schedule of the group, made at the first call, which all ranks make together.
+    """Return the group's schedule of this name. The first call makes it and must be made by all ranks together.
 
     Raises:
-        ValueError: it cannot serve this group.
+        ValueError: the schedule cannot serve this group.
     """
     made, what = _MADE[group], (name, device, chunks)
     schedule = made.get(what)
@@ -162,10 +162,10 @@ def schedule_named(name: str, group: Group, device: torch.device, chunks: int | 
 
 
 def forced_schedule() -> str | None:
-    """What `FUSED_TP_SCHEDULE` names, None where it is not set.
+    """The schedule that `FUSED_TP_SCHEDULE` names; None if it is not set.
 
     Raises:
-        ValueError: there is no such schedule.
+        ValueError: the named schedule does not exist.
     """
     name = settings.forced_schedule()
     if name is not None and name not in SCHEDULES:
@@ -174,15 +174,15 @@ def forced_schedule() -> str | None:
 
 
 def _forced_serves(name: str, key: DispatchKey, group: Group) -> Availability:
-    """Whether calls go by this schedule where it is forced: where it has an implementation. A group that does not have
-    it is an error, but for two levels: of the groups of a mesh some lie inside of a host."""
+    """True if a call uses the forced schedule, which must implement the op. A group that it is not available to raises
+    an error later; for `hierarchical` it is false instead, because some groups of a mesh lie inside a host."""
     supported = SCHEDULES[name].supports(key.op, key.dtype)
     return SCHEDULES[name].available(group, key.device) if supported and name == "hierarchical" else supported
 
 
 def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
-    """The first rule of the table whose schedule can serve the call. CPU ranks of several hosts take two levels where
-    no table was measured for them: messages between hosts cost the most by far."""
+    """Return the first rule of the table whose schedule can serve the call. CPU ranks of several hosts use two levels
+    unless a table was measured for them, because messages between hosts cost by far the most."""
     device = key.device
     transport = transport_key(group, device)
     may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
@@ -198,10 +198,10 @@ def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
 
 
 def transport_key(group: Group, device: torch.device) -> str:
-    """The transport that the table is asked for: "shm", "nvlink" or the torch.distributed backend. Ranks ask together.
+    """Key of the transport in the table: "shm", "nvlink" or the torch.distributed backend. All ranks call together.
 
-    "nvlink" is NCCL between GPUs that write into each other's memory. A group whose first call is captured in a CUDA
-    graph cannot find that out.
+    "nvlink" is NCCL between GPUs that write into each other's memory. If a group's first call is captured in a CUDA
+    graph, that cannot be determined.
     """
     if _shared_memory_available(group, device):
         return "shm"
@@ -214,7 +214,7 @@ def transport_key(group: Group, device: torch.device) -> str:
 def choose_by_table(
     key: DispatchKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
 ) -> dispatch.Choice:
-    """The first rule of the table whose schedule is usable, and why those before it are not.
+    """Return the first rule of the table whose schedule is usable, with the reasons why earlier rules are not.
 
     Raises:
         ValueError: the table names a schedule that does not exist, or has no rule for the call.
@@ -228,7 +228,7 @@ def choose_by_table(
                 f"Dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}, names schedule "
                 f"{choice.schedule!r}; there are {names}."
             )
-        # Asked one after the other and not ahead of need, because the ranks must find out together.
+        # Rules are checked one by one and only as needed, because `usable` may be a collective call.
         if found := usable(SCHEDULES[choice.schedule]):
             notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
             return dispatch.Choice(choice.schedule, choice.rule + notes, choice.chunks)
@@ -236,11 +236,11 @@ def choose_by_table(
 
 
 def group_arch(group: Group, device: torch.device) -> str:
-    """The architecture by which all ranks of `group` choose for tensors on their devices of this type: where their GPUs
-    differ the lowest, which all wait for. The first time, all ranks must ask together.
+    """The architecture by which all ranks of `group` choose for tensors on devices of this type: the lowest where GPUs
+    differ, because all ranks wait for the slowest. All ranks must make the first call together.
 
     Raises:
-        CollectiveTimeoutError: some rank did not ask within `FUSED_TP_TIMEOUT` seconds.
+        CollectiveTimeoutError: some rank did not call within `FUSED_TP_TIMEOUT` seconds.
     """
     own = dispatch.arch_of(device)
     if device.type != "cuda":
@@ -253,10 +253,10 @@ def group_arch(group: Group, device: torch.device) -> str:
 
 
 def decide(key: DispatchKey, group: Group) -> Decision:
-    """`select_schedule` in words: same choice, with its reason."""
+    """Describe the result of `select_schedule`, with its reason."""
     if group.size == 1:
         return ALONE
-    if key.device == torch.device("cuda"):  # with its number, as tensors have it
+    if key.device == torch.device("cuda"):  # add the index, which tensors' devices have
         key = key._replace(device=torch.device("cuda", torch.cuda.current_device()))
     device = key.device
     name = select_schedule(key, group).name
@@ -274,12 +274,12 @@ def decide(key: DispatchKey, group: Group) -> Decision:
 
 
 def caveat_of(name: str) -> str:
-    """A schedule's caveat as the end of a reason; empty where it has none."""
+    """A schedule's caveat as the end of a reason; empty if it has none."""
     caveat = SCHEDULES[name].caveat
     return f"; note that {caveat}" if caveat else ""
 
 
-# -- what a schedule supports, and where it is available --------------------------------------------------------------
+# -- support and availability of schedules ----------------------------------------------------------------------------
 
 
 def _always(*_: object) -> Availability:
@@ -287,7 +287,7 @@ def _always(*_: object) -> Availability:
 
 
 def _lacks(text: str, *ops: str) -> Callable[[str, torch.dtype], Availability]:
-    """Everything but `ops`; `text` says that of one of them."""
+    """Support of every op except `ops`; `text` is the reason for those."""
     return lambda op, dtype: unavailable(text.format(op=op)) if op in ops else AVAILABLE
 
 
@@ -308,7 +308,7 @@ def _fused_kernel_supports(op: str, dtype: torch.dtype) -> Availability:
 
 
 def fused_kernels_on(device: torch.device) -> Availability:
-    """Whether fused kernels can run on `device`, whatever the group."""
+    """True if fused kernels can run on `device`, for any group."""
     if not has_triton():
         return unavailable("Triton is not installed (pip install triton)")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
@@ -319,13 +319,13 @@ def fused_kernels_on(device: torch.device) -> Availability:
         return unavailable("TRITON_INTERPRET is set, so kernels run on the CPU only")
     try:
         FusedKernel.load()
-    except Exception as error:  # whatever a broken Triton may raise
+    except Exception as error:  # a broken Triton may raise anything
         return unavailable(f"the kernels cannot be loaded ({type(error).__name__}: {error})")
     return AVAILABLE
 
 
 _SYMM_MEM_SUMS = frozenset(
-    {"all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}  # that all ranks get
+    {"all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}  # sums on every rank
 )
 _SYMM_MEM_OPS = _SYMM_MEM_SUMS | {"all_gather", "all_gather_matmul", "matmul_reduce_scatter", "reduce_scatter"}
 
@@ -347,7 +347,7 @@ def _device_kernels_support(op: str, dtype: torch.dtype) -> Availability:
 
 
 def device_kernels_on(device: torch.device) -> Availability:
-    """Whether the device kernels can run on `device`, whatever the group."""
+    """True if the device kernels can run on `device`, for any group."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return native_kernels.native_kernels_available(10 * major + minor)
@@ -363,7 +363,7 @@ def _in_symmetric_memory(
     multicast: bool = False,
     max_ranks: int = MAX_RANKS,
 ) -> Callable[[Group, torch.device], Availability]:
-    """Where a group has memory that all its ranks write to, on devices that can run what needs it."""
+    """Availability of a schedule to groups with symmetric memory, if `on_device` holds on every rank."""
 
     def available(group: Group, device: torch.device) -> Availability:
         if group.size > max_ranks:
@@ -386,7 +386,7 @@ def _nccl_available(group: Group, device: torch.device) -> Availability:
     return transport if isinstance(transport, Availability) else AVAILABLE
 
 
-# The ranks of a host take the first of these that they can have. Without any, two levels gain nothing.
+# Ranks of one host use the first of these that is available. Without any, two levels have no advantage.
 INSIDE = ("one_sided", "fused_kernel", "two_shot")
 
 
@@ -414,7 +414,7 @@ def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Pla
 
 
 def _known(kind: type[T], found: object) -> T:
-    """What an available schedule is made with."""
+    """Narrow the result of an availability check to `kind`."""
     assert isinstance(found, kind), "it is available"
     return found
 
@@ -457,7 +457,7 @@ def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Sch
     made: dict[str, Schedule] = {}
 
     def among_host(op: str, dtype: torch.dtype) -> Schedule:
-        key = op, dtype, settings.shared_memory_allowed()  # which may be turned off at any time
+        key = op, dtype, settings.shared_memory_allowed()  # shared memory may be turned off at any time
         if key not in inside:
             with errors_of_group(group, hosts.inside):
                 specs = (SCHEDULES[name] for name in INSIDE)
@@ -524,7 +524,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ScheduleSpec("multimem", _device_kernels_support, _multimem, _device("multimem"), **_SYMMETRIC),
         ScheduleSpec(
             "copy_engine",
-            # Sums, and no matmul to hide them behind.
+            # Excluded ops: sums without a matmul to overlap with.
             _lacks(
                 "copy engines have nothing for {op}",
                 *("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),
@@ -544,7 +544,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ),
         ScheduleSpec(
             "hierarchical",
-            _lacks("it has no {op}", RING, ALL_TO_ALL),  # movements around grouped matmuls take two levels, too
+            _lacks("it has no {op}", RING, ALL_TO_ALL),  # movements around grouped matmuls use two levels, too
             _two_levels_available,
             _hierarchical,
             _TWO_LEVELS,

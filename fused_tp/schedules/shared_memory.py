@@ -1,13 +1,13 @@
-"""CPU shared memory: ranks multiply out of and into memory that all of them see, so that little or nothing is copied.
+"""CPU shared memory: ranks multiply directly from and into memory that all of them map, with few or no copies.
 
-- all_gather_matmul: every rank writes its shard into one gathered x, which all ranks then multiply where it lies.
-- matmul_reduce_scatter: the partial result is multiplied straight into shared memory; the owner of rows sums them out
-  of all ranks' partials.
-- matmul_all_reduce: the same, and the partial results become the sum where they lie: they are what is returned.
+- all_gather_matmul: every rank writes its shard into one gathered x, which all ranks multiply in place.
+- matmul_reduce_scatter: the matmul writes its partial result into shared memory; the owner of rows sums them from all
+  ranks' partial results.
+- matmul_all_reduce: the same, but the partial results are summed in place, and that memory is returned.
 
-Rejected, by measurement: multiplying one peer's rows after the other (the library packs the weight anew for every
-call: 1.02x to 1.15x of one matmul), and letting the matmul accumulate onto the peer's partial (saves one read of it,
-costs the same packing).
+Rejected after measurement: multiplying peers' rows one peer at a time (the library packs the weight again in every
+call: 1.02x to 1.15x of one matmul), and letting the matmul accumulate onto the peer's partial result (saves one read of
+it, at the cost of the same packing).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from fused_tp.transport.base import After, Pending
 from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
 from fused_tp.transport.torch_dist import TorchDist
 
-with suppress(ImportError):  # where it is not built no group shares memory, and this schedule is never made
+with suppress(ImportError):  # without the core no group shares memory, and this schedule is never made
     from fused_tp import _core
 
-# Below this many bytes of result the native all-reduce, which chunks for the cache, beats a call of several steps.
+# Below this many bytes of result the native all-reduce, which chunks for the cache, is faster than a multi-step call.
 _DIRECT_BYTES = 1 << 20
 
 
 class SharedMemory(RowSchedule):
-    """Every op over one group of ranks that share memory."""
+    """The ops of one group of ranks that share memory."""
 
     name = "one_sided"
 
@@ -46,7 +46,7 @@ class SharedMemory(RowSchedule):
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self._gathers: WeakSet[Workspace] = WeakSet()  # under way
+        self._gathers: WeakSet[Workspace] = WeakSet()  # calls under way
 
     @property
     def messages(self) -> TorchDist:
@@ -62,8 +62,8 @@ class SharedMemory(RowSchedule):
         except BaseException as error:
             if core_group.calls != before and not isinstance(error, FusedTPError):
                 core_group.give_up(f"{op} {raised_midway(error)}")
-            # A stored exception keeps a gather alive through its traceback; after 16 more calls peers would wait for
-            # its end, up to the deadline. Abandon it now.
+            # A stored exception keeps a gather alive through its traceback, and after 16 more calls peers would wait
+            # for the gather's end, up to the deadline. Abandon it now.
             for workspace in list(self._gathers):
                 workspace.abandon()
             raise
@@ -99,7 +99,7 @@ class SharedMemory(RowSchedule):
     def _all_reduced(self, partial: Tensor) -> Tensor:
         return self.transport.all_reduce(partial.contiguous())
 
-    all_reduce = _all_reduced  # with nothing to compare first: the core does
+    all_reduce = _all_reduced  # without `check`: the core compares the calls
 
     def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
         return self.transport.all_to_all(rows.contiguous(), send_sizes, recv_sizes)
@@ -121,7 +121,7 @@ class SharedMemory(RowSchedule):
 
     def _use_gathered(self, op: str, x_shard: Tensor, cut: Cut, use: Callable[[Tensor], T]) -> T:
         dims, dtype = (*folded(cut.shape), cut.dim), x_shard.dtype
-        host = 0  # one rank's workspace holds the gathered x; the pages lie where the rank that writes them runs
+        host = 0  # rank 0's workspace holds the gathered x; each page is on the NUMA node of its writer
         nbytes = prod(cut.shape) * dtype.itemsize if self.rank == host else 0
         with self.transport.begin(op, dims, dtype, nbytes) as workspace:
             x = workspace.buffer(host, cut.shape, dtype)
@@ -163,12 +163,12 @@ class SharedMemory(RowSchedule):
             if out.numel():
                 start = rank_offsets(counts)[self.rank] * n * dtype.itemsize
                 sources = [workspace.address(rank) + start for rank in range(self.world_size)]
-                # The rows lie one behind the other: they are summed as one long row.
+                # The rows are contiguous, so they are summed as one long row.
                 _core.sum_arrays(out.data_ptr(), sources, out.numel(), dtype_number(dtype))
         return out
 
     def _rows_for(self, product: GroupedProduct) -> Tensor:
-        """Memory of the pool, which has its pages, for what the experts make of each row."""
+        """Memory from the pool, whose pages exist already, for the experts' product of each row."""
         return self.transport.empty((len(product.x), product.shape[1]), product.x.dtype)
 
     def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
@@ -214,11 +214,11 @@ class SharedMemory(RowSchedule):
         described = self.transport.described(op if bias is None else f"{op} with bias", x.dtype, shape)
 
         def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
-            if bias is not None and not bias.data_ptr():  # which ranks but the first do not read
+            if bias is not None and not bias.data_ptr():  # only rank 0 reads the bias
                 return None
             try:
                 y = linear(x, w, bias if rank == 0 else None)
-            except RuntimeError:  # no memory, for one: the checks know better what is wrong
+            except RuntimeError:  # out of memory, for example; the checks of the op report the cause
                 return None
             address = y.data_ptr()
             _core.all_reduce(core_group, address, address, *described)

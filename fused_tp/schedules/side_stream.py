@@ -1,4 +1,4 @@
-"""Work that overlaps with a kernel that communicates: on a GPU on a side stream, on the CPU behind it."""
+"""Work that overlaps with a kernel that communicates: on a side stream on a GPU, after the launch on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fused_tp.transport.base import After, Pending
 
 
 class SideStream:
-    """The side streams of one schedule, one for each stream of its callers."""
+    """Side streams of one schedule, one for each stream of its callers."""
 
     def __init__(self) -> None:
         self._streams: dict[int, torch.cuda.Stream] = {}
@@ -20,11 +20,11 @@ class SideStream:
 
     @contextmanager
     def __call__(self, meanwhile: Callable[[], None] | None, device: torch.device) -> Iterator[None]:
-        """Overlaps `meanwhile` with what is launched inside: on a GPU on a side stream, which is joined at the end.
+        """Overlap `meanwhile` with the launches inside the scope: on a GPU on a side stream, joined at the end.
 
-        What `meanwhile` allocates belongs to the pool of the side stream and is used on the caller's stream. That is
-        safe: the pool gives a block out again only to later work of the side stream, which begins by waiting for all
-        that the caller's stream had been given before.
+        Memory that `meanwhile` allocates belongs to the pool of the side stream and is used on the caller's stream.
+        This is safe: the pool reuses a block only for later work of the side stream, which first waits for all earlier
+        work of the caller's stream.
         """
         if meanwhile is None:
             yield
@@ -46,7 +46,7 @@ class SideStream:
                 stream.wait_stream(side)
 
     def start(self, x: Tensor, gather: Callable[[], Tensor]) -> Pending[Tensor]:
-        """Start `gather` of `x`, on a GPU, on a stream of its own, overlapped with what the caller launches next."""
+        """Start `gather` of `x`; on a GPU, on a separate stream, overlapped with the caller's next launches."""
         if self._gathers is None:
             self._gathers = self.own_stream(x.device)
         stream = self._gathers
@@ -64,7 +64,7 @@ class SideStream:
         return After(finish)
 
     def own_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """One more stream, used by no one else."""
+        """Make a stream that nothing else uses."""
         from fused_tp.triton_kernels.comm.streams import own_streams
 
         stream: torch.cuda.Stream = own_streams(self, device, 1)[0]

@@ -3,21 +3,21 @@
     operation                torch's op                             sum over ranks
     all_gather_matmul        fused_all_gather_matmul                none
     matmul_reduce_scatter    fused_matmul_reduce_scatter            of terms in their dtype by torch.sum: in float32,
-                                                                    rounded once, in an order that torch picks by shape
+                                                                    rounded once, in an order torch chooses by shape
     all_gather               _low_contention_all_gather             none
     reduce_scatter           _low_contention_reduce_scatter         as matmul_reduce_scatter
     all_reduce, and          multimem_all_reduce_                   in the switch, in float32, rounded once
-    matmul_all_reduce:       multimem_one_shot_all_reduce           the same; two ranks, where the order cannot matter
+    matmul_all_reduce:       multimem_one_shot_all_reduce           the same; two ranks, where the order has no effect
     a matmul into            one_shot_all_reduce                    in rank order; bfloat16 is rounded at every addition
     symmetric memory, then   two_shot_all_reduce_                   the same
 
-All ranks get the same bits of a sum that all of them get, run after run where the switch does not add. A bias is added
-to the rounded sum.
+An all-reduce returns the same bits on all ranks, and in every run unless the switch adds. A bias is added to the
+rounded sum.
 
-A call goes by plain collectives where torch has no op that serves it: rows that do not divide evenly by the ranks, a
-part of a rank that is no multiple of 16 bytes, sums that all ranks get in other dtypes than float32 and bfloat16,
-nothing to move, or no memory for it on some rank. All ranks know each of these, so they decide alike. torch's own
-alignment checks cover less: a gather of 8 bytes from each of two ranks would be written by stores of 16.
+A call falls back to plain collectives if no torch op serves it: rows that do not divide evenly by the ranks, a rank's
+part that is not a multiple of 16 bytes, all-reduces in dtypes other than float32 and bfloat16, empty tensors, or too
+little memory on some rank. All ranks know each of these, so they make the same choice. torch's own alignment checks
+cover less: a gather of 8 bytes from each of two ranks would be written by stores of 16.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from fused_tp.transport.base import Done, Pending
 from fused_tp.transport.symm_mem import is_capturing
 from fused_tp.transport.torch_symm_mem import TorchSymmMem
 
-SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # of torch's all-reduces
+SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # supported by torch's all-reduces
 ALIGNMENT = 16  # bytes
-ONE_SHOT_BYTES = 256 << 10  # as torch's own intra-node all-reduce; above it each rank sums its part
+ONE_SHOT_BYTES = 256 << 10  # as in torch's own intra-node all-reduce; above it each rank sums its part
 
 
 class TorchSymmMemSchedule(KernelSchedule):
-    """The ops of one group that torch has an op for, by that; the rest by plain collectives.
+    """The ops of one group by torch's symmetric memory ops; the rest fall back to plain collectives.
 
     Args:
         symm_mem: the group's ops and memory.
-        plain: runs what torch has no op for.
+        plain: schedule of the calls that no torch op serves.
     """
 
     name = "symm_mem"
@@ -65,7 +65,7 @@ class TorchSymmMemSchedule(KernelSchedule):
             or not self.symm_mem.has_room("all_gather", workspace=x_shard.nbytes)
         ):
             return self.fallback._gather(x_shard, cut)
-        # Ops on two streams of a capture would have the workspace at once: there nothing orders them.
+        # In a capture nothing orders ops on two streams, so both could use the workspace at once.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
             return Done(self._gathered(x_shard, cut))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, cut))
@@ -81,7 +81,7 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
         rows = as_rows(asked.x_shard).contiguous()
-        # By multicast torch gathers all of x in the workspace, else it has a shard there.
+        # With multicast torch gathers all of x in the workspace, otherwise it only places a shard there.
         most = rows.nbytes * self.world_size
         if not self._is_even(cut, rows.nbytes) or not self.symm_mem.has_room("all_gather_matmul", workspace=most):
             return self.fallback._gather_matmul(asked, cut)
@@ -114,12 +114,12 @@ class TorchSymmMemSchedule(KernelSchedule):
         part = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
         if not self._is_even(cut, part) or not self.symm_mem.has_room("matmul_reduce_scatter", workspace=2 * part):
             return self.fallback._matmul_scatter(products, cut, bias, meanwhile)
-        if others:  # one product, along the features of all: torch's op takes no sum of products
+        if others:  # torch's op does not sum products: concatenate their features into one product
             x, w = (torch.cat([product[side] for product in products], dim=-1) for side in (0, 1))
         with self.symm_mem.turn(), span("matmul_reduce_scatter", x, w, self.name):
             total: Tensor = self.symm_mem.ops["fused_matmul_reduce_scatter"](x, w.t(), "sum", 0, self.symm_mem.name)
         if meanwhile is not None:
-            meanwhile()  # not on a stream of its own, where it would compete with torch's matmuls
+            meanwhile()  # not on a side stream, where it would compete with torch's matmuls
         return total if bias is None else total.add_(bias)
 
     # -- sums that all ranks get --------------------------------------------------------------------------------------
@@ -147,35 +147,35 @@ class TorchSymmMemSchedule(KernelSchedule):
         return total if bias is None else total.add_(bias)
 
     def _sum_of(self, term: Tensor) -> Tensor:
-        """The sum over ranks of `term`, which is in symmetric memory, in memory of its own."""
+        """Return the sum over ranks of `term`, which is in symmetric memory, in separate memory."""
         name, in_place = self._algorithm(term.nbytes, term.dtype)
         total: Tensor = self.symm_mem.ops[name](term, "sum", self.symm_mem.name)
         return term.clone() if in_place else total
 
     def _algorithm(self, nbytes: int, dtype: torch.dtype) -> tuple[str, bool]:
-        """The op that sums so many bytes, and True if it does so in place."""
+        """Name of the op that sums this many bytes, and True if it does so in place."""
         small = nbytes <= ONE_SHOT_BYTES
         if self.symm_mem.multicast:
-            # Each rank asks the switch for all of the sum. Of more than two terms it may add in another order for each.
+            # Each rank reads the whole sum from the switch, whose order of three or more terms may vary by rank.
             if small and self.world_size == 2 and "multimem_one_shot_all_reduce" in self.symm_mem.ops:
                 return "multimem_one_shot_all_reduce", False
             if (not small or dtype != torch.float32) and "multimem_all_reduce_" in self.symm_mem.ops:
                 return "multimem_all_reduce_", True
         return ("one_shot_all_reduce", False) if small else ("two_shot_all_reduce_", True)
 
-    # -- what torch's ops take ----------------------------------------------------------------------------------------
+    # -- limits of torch's ops ----------------------------------------------------------------------------------------
 
     def _is_even(self, cut: Cut, nbytes: int) -> bool:
-        """True if all ranks have equally much of `cut`; `nbytes` is what this one has."""
+        """True if all ranks hold equally much of `cut`, in multiples of `ALIGNMENT`; `nbytes`: size on this rank."""
         return len(set(cut.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT == 0
 
     def _sums(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
-        """True if one of torch's ops sums so many bytes."""
+        """True if one of torch's ops sums this many bytes."""
         fits = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT == 0
         return fits and self.symm_mem.has_room(op, sums=nbytes)
 
 
 def _arrived(result: Tensor) -> Tensor:
-    """`result` of one of torch's asynchronous ops, for which the current stream waits."""
+    """Make the current stream wait for `result` of one of torch's asynchronous ops, and return it."""
     arrived: Tensor = torch.ops._c10d_functional.wait_tensor(result)
     return arrived

@@ -1,1 +1,1 @@
-"""How bytes get from rank to rank: torch.distributed everywhere, shared memory between ranks of one host."""
+"""Transports between ranks: torch.distributed everywhere, shared memory between ranks of one host."""

@@ -1,4 +1,4 @@
-"""What all transports share: results that may still be under way, the order of a sum, and checksums of calls."""
+"""Base of all transports: asynchronous results, the order of a sum, and checksums of calls."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fused_tp.runtime.errors import RankMismatchError
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# torch 2.13 has renamed these: the old names warn there, the new ones are not in 2.12 and before.
+# torch 2.13 renamed these: it warns about the old names, and 2.12 and earlier lack the new ones.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Pending(Protocol[T_co]):
-    """A movement that has been started. `wait` finishes it, within the deadline, and may be called once."""
+    """A transfer that has been started. `wait` finishes it, within the deadline, and may be called once."""
 
     def wait(self) -> T_co: ...
 
 
 class Done(Pending[T_co]):
-    """A result that is there already."""
+    """A result that is available already."""
 
     def __init__(self, value: T_co) -> None:
         self._value = value
@@ -38,7 +38,7 @@ class Done(Pending[T_co]):
 
 
 class After(Pending[T_co]):
-    """What `finish` makes of a result once it is there."""
+    """A result that `finish` computes when it is waited for."""
 
     def __init__(self, finish: Callable[[], T_co]) -> None:
         self._finish = finish
@@ -48,7 +48,7 @@ class After(Pending[T_co]):
 
 
 def when(moving: Pending[object], out: T) -> Pending[T]:
-    """`out`, once what fills it has arrived."""
+    """`out`, once `moving` has finished, which fills it."""
 
     def finish() -> T:
         moving.wait()
@@ -58,7 +58,7 @@ def when(moving: Pending[object], out: T) -> Pending[T]:
 
 
 def start_thread(thread: Thread) -> None:
-    """Starts it; RuntimeError that names the limit where the system gives none."""
+    """Start `thread`; raise a RuntimeError that names the limit if the system allows no more threads."""
     try:
         thread.start()
     except RuntimeError as error:
@@ -69,21 +69,21 @@ def start_thread(thread: Thread) -> None:
 
 
 def current_stream(device: torch.device) -> int:
-    """Handle of the stream that computes now; 0 on the CPU. An object of torch.cuda.Stream takes a microsecond."""
+    """Handle of the current stream; 0 on the CPU. Making a torch.cuda.Stream object would take a microsecond."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums over ranks are kept in: float64 for float64, else float32."""
+    """Accumulation dtype of sums over ranks: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
     """Sum of `terms` [W, ...] over dim 0, plus `bias`, accumulated in rank order and rounded once to terms' dtype.
 
-    One term after the other, and not `terms.sum(0)`: that may split the terms over several accumulators, in an order
-    that depends on the shape, and then two ranks that sum different slices would round differently. The result has
-    memory of its own, so that it does not keep all terms alive.
+    It adds one term at a time instead of `terms.sum(0)`, which may split the terms over several accumulators in an
+    order that depends on the shape, so that two ranks that sum different slices would round differently. The result is
+    allocated separately, so that it does not keep all terms alive.
     """
     dtype = terms.dtype
     total = terms[0].to(accumulate_dtype(dtype), copy=True)
@@ -94,17 +94,17 @@ def sum_in_rank_order(terms: Tensor, bias: Tensor | None = None) -> Tensor:
     return total.to(dtype)
 
 
-# -- checksums by which ranks compare what they were called with, as part of what they exchange anyway -----------------
+# -- checksums: ranks compare their arguments within an exchange that they make anyway ---------------------------------
 
 
 def checksum(words: Any) -> int:
-    """Of text or bytes, in 24 bits: a float of any transport holds them."""
+    """Checksum of text or bytes, in 24 bits, which a float of any transport holds exactly."""
     return zlib.crc32(words.encode() if isinstance(words, str) else words) & 0xFFFFFF
 
 
 def check_equal(checksums: Sequence[float], did: str, then: str) -> None:
-    """Raise RankMismatchError unless all ranks have the checksum of rank 0; `did`: what those that differ have done,
-    `then`: what this rank has, and what to do."""
+    """Raise RankMismatchError unless all ranks have rank 0's checksum. In the message, `did` says what the differing
+    ranks have done, and `then` this rank's state and the remedy."""
     for rank, theirs in enumerate(checksums):
         if theirs != checksums[0]:
             raise RankMismatchError(f"Ranks 0 and {rank} {did} (checksums {checksums[0]:.0f} and {theirs:.0f}){then}")

@@ -1,21 +1,21 @@
 """Gathers and scatters by the GPU's copy engines over symmetric memory: no multiprocessor is spent on moving bytes.
 
-All of it is enqueued on streams of our own and nothing waits on the host. Flags are words of memory that streams write
-and wait for; csrc/copy_engine/steps.h has the protocol. Only constants are written, so a CUDA graph may hold calls.
+All work is enqueued on the engine's own streams, and nothing waits on the host. Flags are words of memory that streams
+write and wait for; csrc/copy_engine/steps.h has the protocol. Only constants are written, so calls can be captured.
 
-Gathers pull and scatters push, so that each moves its bytes once (csrc/copy_engine/workspace.h). Which direction a link
-itself prefers was not measured; NVIDIA's nvbandwidth tells, as device to device read and write by copy engine.
+Gathers pull and scatters push, so that each moves its bytes once (csrc/copy_engine/workspace.h). The direction that a
+link prefers was not measured; NVIDIA's nvbandwidth reports it, as device to device read and write by copy engine.
 
-Deadlines: a watchdog thread of the native core (csrc/copy_engine/watchdog.h) lets no stream wait for a peer for longer
-than `FUSED_TP_TIMEOUT`, or much longer than that peer lives. The results of a call that did not end become NaN (0xFF
-bytes) on every rank, and the group is unusable.
+Deadlines: a watchdog thread of the native core (csrc/copy_engine/watchdog.h) ends waits of streams for a peer after
+`FUSED_TP_TIMEOUT`, or soon after the peer's death. The results of a call that did not end become NaN (0xFF bytes) on
+every rank, and the group is unusable.
 
-CUDA graphs: as in `kernel_workspaces`, the memory has to be there and large enough before the capture. Within a
-capture, and between replays and other calls, the caller orders: one op of a group at a time, in the same order on all
-ranks.
+CUDA graphs: as in `transport.workspace`, the memory must exist and be large enough before the capture. Within a
+capture, and between replays and other calls, the caller must order the calls: one op of a group at a time, in the same
+order on all ranks.
 
-A look-alike of the CUDA driver may move memory of the host (`LIBRARIES`). Then tensors of the CPU go through all this
-unchanged; what waits in a stream there blocks, and raises at once.
+A test double of the CUDA driver may move host memory (`LIBRARIES`). Then CPU tensors run through this code unchanged;
+an operation that waits in a stream blocks instead, and raises at once.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from fused_tp.transport.workspace import GroupKernels, rounded
 # As in csrc/copy_engine/watchdog.h.
 OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "reduce_scatter")
 
-# Of a place for one message: below it a power of two, above it a multiple of it.
+# Rounding of the size of a message's memory: up to _ROUNDED_TO a power of two, above it a multiple of it.
 _LEAST_BYTES = 1 << 16
 _ROUNDED_TO = 16 << 20
 
-# Streams that fetch shards. More gain nothing: a GPU has a few copy engines, and its links are shared by all of them.
+# Streams that fetch shards. More bring no gain: a GPU has a few copy engines, which share its links.
 # Four ranks of one GPU, with all kinds of workspaces, must leave a queue of the GPU to each of their streams.
 _MOST_FETCHES, _MOST_FETCHES_OF_ONE_GPU = 4, 2
 
-# Failure of csrc/copy_engine/watchdog.h.
+# `Failure` in csrc/copy_engine/watchdog.h.
 _NONE, _TIMEOUT, _LOST, _ABORTED = range(4)
 
-# The driver's library, by type of device.
+# The driver's library, by device type.
 LIBRARIES = {"cuda": "libcuda.so.1"}
 
 
 def copy_engine_available(device: torch.device) -> Availability:
-    """Whether tensors on `device` can move by copy engines, whatever the group."""
+    """Availability of copies by copy engines to tensors on `device`, for any group."""
     if find_spec("fused_tp._core") is None:
         return unavailable("this installation has no native core")
     if device.type not in LIBRARIES:
@@ -75,25 +75,25 @@ def copy_engine_available(device: torch.device) -> Availability:
 
 @dataclass
 class _Slot:
-    """A workspace of the native core and its memory."""
+    """A workspace of the native core, and its memory."""
 
     core: Any
     buffer: Tensor
     gather_bytes: int
     scatter_bytes: int
-    streams: _Streams | None  # None: those that the core has made
+    streams: _Streams | None  # None: the core made its own
     captured: bool = False
     pending: int = 0  # calls that have begun and not ended
 
 
 @dataclass(frozen=True)
 class Offered:
-    """By what a kernel is told of shards: words of this rank's memory, which `comm.arrivals` of the kernels explains.
+    """Words of this rank's memory that notify a kernel of arrived shards; `comm.arrivals` of the kernels explains them.
 
     Attributes:
-        arrived: int64 [W]: 1 once the shard of that rank is in its place.
-        order: int64 [W]: for the kernel's own use, 0 when it begins.
-        expired: address of an int64 of the host, which the kernel sets where it has waited in vain.
+        arrived: int64 [W]: 1 once the shard of that rank has arrived.
+        order: int64 [W]: for the kernel's own use, 0 at its start.
+        expired: address of an int64 of the host, which the kernel sets when its wait expires.
     """
 
     arrived: Tensor
@@ -102,9 +102,9 @@ class Offered:
 
 
 class Call:
-    """One call of an op, from its first message to `finish`. Left by an exception, it aborts the group.
+    """One call of an op, from its first message to `finish`. An exception inside aborts the group.
 
-    All memory that is given to it is left alone until `finish`. Ranks call the same methods in the same order.
+    The caller must not touch memory passed to it until `finish`. Ranks call the same methods in the same order.
     """
 
     def __init__(self, engine: CopyEngine, slot: _Slot, op: str) -> None:
@@ -112,7 +112,7 @@ class Call:
         self._engine = engine
         self._slot = slot
         self._core = slot.core
-        self._written: list[Tensor] = []  # by the engine's streams, until `finish`
+        self._written: list[Tensor] = []  # destinations of the engine's streams, until `finish`
         self._call = slot.core.begin(OPS.index(op), engine.stream(), settings.timeout_seconds())
         slot.pending += 1
 
@@ -122,26 +122,26 @@ class Call:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # peers wait for what will not arrive
+        if error is not None:  # peers wait for data that will not arrive
             self._engine.abort(f"{self.op} failed on rank {self._engine.rank} ({type(error).__name__}: {error}).")
 
     def __del__(self) -> None:
-        # A call without an end: the engine's streams, which go on after an abort too, may still write there.
+        # For a call without `finish`: the engine's streams, which run on after an abort too, may still write to these.
         if self._written:
             self._engine.abandoned += self._written
 
     def gather(self, shard: Tensor, places: Sequence[Tensor]) -> None:
-        """Starts to gather every rank's `shard` into `places`, one for each rank; that of this one is left alone.
+        """Start gathering every rank's `shard` into `places`, one per rank; this rank's own place is not written.
 
-        All are contiguous and have as many bytes as the shard of their rank.
+        All are contiguous, and each place has as many bytes as its rank's shard.
         """
         self._written += places
         self._core.gather(self._call, self._engine.stream(), _range(shard), [_range(place) for place in places])
 
     def offer(self, shard: Tensor, places: Sequence[Tensor]) -> Offered:
-        """The same for a kernel that waits for shards itself, the next in the current stream; not in a capture.
+        """Start a `gather` for a kernel that itself waits for shards, the next in the current stream. Not in captures.
 
-        `places` has one for this rank too, or an empty tensor where its shard is not wanted there.
+        `places` has an entry for this rank too, or an empty tensor if its shard is not wanted there.
         """
         self._written += places
         op, places_at = OPS.index(self.op), [_range(place) for place in places]
@@ -151,26 +151,26 @@ class Call:
         return Offered(arrived, order, self._core.expired)
 
     def wait_for(self, peer: int) -> None:
-        """The current stream goes on once the shard of `peer` is in its place, that of the last `gather`."""
+        """Make the current stream wait until the shard of `peer` of the last `gather` has arrived."""
         self._core.wait_for(self._call, self._engine.stream(), peer)
 
     def scatter(self) -> Scatter:
-        """Starts to send blocks to the ranks that sum them.
+        """Start sending blocks to the ranks that sum them.
 
         Raises:
-            RuntimeError: two that have begun have not been received yet, in this call or one around it.
+            RuntimeError: two earlier scatters have not been received yet, in this call or one around it.
         """
         return Scatter(self, self._slot)
 
     def finish(self, *results: Tensor) -> None:
-        """The end. `results`, contiguous, become NaN on ranks where the call fails.
+        """End the call. `results`, contiguous, become NaN on ranks where the call fails.
 
-        On a CPU it raises what `GroupKernels.raise_failure` raises.
+        On a CPU it raises the errors of `GroupKernels.raise_failure`.
         """
         self._slot.pending -= 1
         self._slot.captured |= is_capturing(self._engine.device)
         self._core.finish(self._call, self._engine.stream(), [_range(result) for result in results])
-        self._written.clear()  # not where that raised: the engines may still write
+        self._written.clear()  # not reached if that raised: the engines may still write
         if self._engine.device.type == "cpu":
             self._engine.raise_failure()
 
@@ -186,30 +186,30 @@ class Scatter:
         self.number: int = slot.core.scatter()
 
     def terms(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Blocks [W, *shape] by rank. That of this rank is for the caller to fill, those of others once received."""
+        """Blocks [W, *shape] by rank. The caller fills this rank's; the others are valid once received."""
         world = self._engine.world_size
         first, per_rank = self._core.slot(self.number, 0) // dtype.itemsize, self._core.slot_bytes // dtype.itemsize
         slots = self._buffer.view(dtype)[first : first + world * per_rank].view(world, per_rank)
         return slots[:, : torch.Size(shape).numel()].unflatten(1, tuple(shape))
 
     def push(self, peer: int, block: Tensor) -> None:
-        """Sends `block`, contiguous, once the current stream has made it."""
+        """Send `block`, contiguous, once the current stream has computed it."""
         self._core.push(self._call._call, self._engine.stream(), self.number, peer, _range(block))
 
     def receive(self) -> None:
-        """The current stream goes on once all blocks for this rank are there."""
+        """Make the current stream wait until all blocks for this rank have arrived."""
         self._core.receive(self._call._call, self._engine.stream(), self.number)
 
     def release(self) -> None:
-        """Behind the last use of `terms`."""
+        """Mark the last use of `terms` in the current stream."""
         self._core.release(self._engine.stream(), self.number)
 
 
 class _Streams:
-    """Streams of one workspace of the native core, which go to others once it has ended: it keeps this object."""
+    """Streams of one workspace of the native core. The workspace keeps this object, and its end frees the streams."""
 
     def __init__(self, memory: KernelMemory) -> None:
-        self._memory = memory  # whose `rescue` it is
+        self._memory = memory  # keeps its `rescue` stream alive
         most = _MOST_FETCHES_OF_ONE_GPU if memory.shares_gpu else _MOST_FETCHES
         own = memory.own_streams(self, 1 + min(memory.world_size - 1, most))
         assert memory.rescue is not None
@@ -228,7 +228,7 @@ class CopyEngine(GroupKernels[_Slot]):
 
     def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
         super().__init__(memory, "copy engines", messages)
-        self.abandoned: list[Tensor] = []  # of calls without an end: never given back
+        self.abandoned: list[Tensor] = []  # memory of calls without `finish`, never freed
         self.watch()
         _engines.add(self)
 
@@ -237,15 +237,15 @@ class CopyEngine(GroupKernels[_Slot]):
         return current_stream(self.device)
 
     def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> Call:
-        """Begins a call of `op`, one of OPS.
+        """Begin a call of `op`, one of OPS.
 
         Args:
-            gather_bytes: of the longest shard that any rank gives to `Call.gather`.
-            scatter_bytes: of the longest block that any rank gives to `Scatter.push`.
+            gather_bytes: size of the longest shard that any rank passes to `Call.gather`.
+            scatter_bytes: size of the longest block that any rank passes to `Scatter.push`.
 
         Raises:
             RuntimeError: the workspace would have to grow while a CUDA graph is being captured.
-            Also what `raise_if_failed` raises.
+            Also the errors of `raise_if_failed`.
         """
         self.raise_if_failed()
         slot = self._slots.get("")
@@ -255,7 +255,7 @@ class CopyEngine(GroupKernels[_Slot]):
         return Call(self, slot, op)
 
     def stop(self) -> None:
-        """Ends the native threads: at the end of the program."""
+        """End the native threads, when the program exits."""
         for slot in self._all():
             slot.core.stop()
 
@@ -290,12 +290,12 @@ class CopyEngine(GroupKernels[_Slot]):
         core = import_module("fused_tp._core").CopyEngineWorkspace
         nbytes = core.bytes(self.world_size, gather_bytes, scatter_bytes)
         with self._making(nbytes, op):
-            # No rank frees what another may still write to: each waits for its own streams, then making the new memory
-            # waits for all ranks. What they wait for comes, or gives up, within the deadline.
+            # No rank may free memory that another may still write to: each waits for its own streams, and making the
+            # new memory waits for all ranks. Every stream's wait ends within the deadline.
             if old is not None and not old.core.quiet(2 * settings.timeout_seconds()):
                 raise CollectiveTimeoutError("earlier calls did not end")
             buffer, handle = self._memory.allocate(nbytes)
-            if buffer.is_cuda:  # what has zeroed it may be on this stream still, for which ours do not wait
+            if buffer.is_cuda:  # this stream may still be zeroing it, and the engine's streams do not wait for this one
                 torch.cuda.default_stream(self.device).synchronize()
             offset = buffer.data_ptr() - handle.buffer_ptrs[self.rank]
             addresses = [address + offset for address in handle.buffer_ptrs]
@@ -311,7 +311,7 @@ class CopyEngine(GroupKernels[_Slot]):
             made = core(library, index, self.rank, addresses, gather_bytes, scatter_bytes, handles, streams)
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
         if old is not None and outgrown is None:
-            old.core.stop()  # its streams have other work from now on, which it would take for its own
+            old.core.stop()  # its streams now run other work, which its watchdog would take for its own
         return self._keep("", _Slot(made, buffer, gather_bytes, scatter_bytes, streams), outgrown)
 
 

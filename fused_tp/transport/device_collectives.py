@@ -1,13 +1,13 @@
-"""Collectives of tensors by the device kernels of csrc/cuda: one launch each, in memory that all ranks write and read.
+"""Collectives by the device kernels of csrc/cuda: one launch each, in memory that all ranks write and read.
 
-Tensors are on the group's device; those that are not contiguous are copied first. Ranks call alike: same op, shapes,
-dtypes and algorithm, in the same order. Sums are taken in float32 in the order of the ranks and rounded once, together
-with a bias; so every rank has the same bits. Those of multimem have the switch's order, and get a bias after rounding.
+Tensors are on the group's device; non-contiguous ones are copied first. All ranks make the same calls: same op, shapes,
+dtypes and algorithm, in the same order. Sums are taken in float32 in rank order and rounded once, together with a bias;
+so every rank has the same bits. Sums of multimem have the switch's order, and a bias is added after rounding.
 
-On a GPU the host waits for nothing: what a kernel reports is raised by a later call (see `kernel_workspaces`), and what
-did not arrive is NaN. The CPU build of the kernels, which tests use, blocks, and raises at once.
+On a GPU the host never waits: errors that a kernel reports are raised by a later call (see `transport.workspace`), and
+data that did not arrive is NaN. The CPU build of the kernels, used by tests, blocks, and raises at once.
 
-CUDA graphs: run the same ops once before the capture, so that their workspace is there and large enough.
+CUDA graphs: run the same ops once before the capture, so that their workspace exists and is large enough.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from fused_tp.transport.workspace import Workspaces
 
 
 class DeviceCollectives(Workspaces):
-    """The collectives of one group on one device. Arguments are those that the ops have checked: tensors to be summed
-    have one shape and a dtype of SUMMED_DTYPES, a bias [n] has the same values on all ranks.
+    """The collectives of one group on one device. The ops have checked the arguments: tensors to be summed have one
+    shape and a dtype in SUMMED_DTYPES, and a bias [n] has the same values on all ranks.
 
-    `overlapped` leaves room for what runs at the same time (`device_plans.OVERLAP_BLOCKS`). Every method raises what
-    `Workspaces.use` raises.
+    `overlapped` leaves SMs to kernels that run at the same time (`device_plans.OVERLAP_BLOCKS`). Every method raises
+    the errors of `Workspaces.use`.
     """
 
     def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
@@ -64,10 +64,10 @@ class DeviceCollectives(Workspaces):
         *,
         overlapped: bool = False,
     ) -> Tensor:
-        """The sum of `x` [..., n] over ranks, plus `bias`, in `out`, which is contiguous and may be `x` itself.
+        """Return the sum of `x` [..., n] over ranks, plus `bias`, in `out`, which is contiguous and may be `x` itself.
 
         Raises:
-            ValueError: "multimem" on memory that has no multicast address.
+            ValueError: "multimem" on memory without a multicast address.
         """
         plan = self._plans.of("all_reduce", x, algorithm, None, overlapped)
         terms = x.contiguous()
@@ -87,9 +87,9 @@ class DeviceCollectives(Workspaces):
         *,
         overlapped: bool = False,
     ) -> Tensor:
-        """This rank's rows of the sum of `rows` [M, ..., n] over ranks, plus `bias`.
+        """Return the rows of this rank of the sum of `rows` [M, ..., n] over ranks, plus `bias`.
 
-        Rank r gets counts[r] of them: equally many, and the last ranks what is left. None: ceil(M / W).
+        Rank r gets counts[r] rows: equally many, with the remainder on the last ranks. None: ceil(M / W).
         """
         plan = self._plans.of("reduce_scatter", rows, "", counts, overlapped)
         rows = rows.contiguous()
@@ -110,7 +110,7 @@ class DeviceCollectives(Workspaces):
     ) -> tuple[Tensor, Tensor]:
         """(normed, new_residual): RMS norm of new_residual = residual + sum of `partial` [..., n] over ranks.
 
-        The norm is taken of the rounded new_residual, in float32, and rounded once. Not by "multimem".
+        The norm is taken of the rounded new_residual, in float32, and rounded once. Not available for "multimem".
         """
         plan = self._plans.of("all_reduce_rms_norm", partial, algorithm)
         partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
@@ -124,16 +124,16 @@ class DeviceCollectives(Workspaces):
     # -- movements ----------------------------------------------------------------------------------------------------
 
     def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, overlapped: bool = False) -> Tensor:
-        """The ranks' shards [m_r, ...], of any dtype, along dim 0, one after the other.
+        """Concatenate the ranks' shards [m_r, ...], of any dtype, along dim 0.
 
-        Rank r has counts[r] rows: equally many, and the last ranks what is left. None: all as many as this one.
-        `overlapped` ones have a workspace to themselves: one may be under way while a CUDA graph is replayed.
+        Rank r has counts[r] rows: equally many, with the remainder on the last ranks. None: as many as this rank.
+        With `overlapped` it uses a separate workspace: it may be under way while a CUDA graph is replayed.
         """
         plan = self._plans.of("all_gather", shard, "", counts, overlapped)
         shard = shard.contiguous()
         out = shard.new_empty(plan.shape)
         if plan.count:
-            if overlapped:  # in a capture it would be one of the others: that is to have its room by then
+            if overlapped:  # a capture would use the other workspace instead, which must be large enough by then
                 room = self._plans.of("all_gather", shard, "", counts).nbytes
                 self.reserve("device", room, "all_gather")
             kind = "overlapped gather" if overlapped else "device"
@@ -141,12 +141,12 @@ class DeviceCollectives(Workspaces):
         return out
 
     def sequence_to_heads(self, x: Tensor) -> Tensor:
-        """[B, S/W, H, D], this rank's part of the sequence, to [B, S, H/W, D], its share of the heads."""
+        """Convert [B, S/W, H, D], this rank's part of the sequence, to [B, S, H/W, D], its share of the heads."""
         x = with_dense_heads(x)
         return self._all_to_all(x, *sequence_to_heads(x, self.world_size))
 
     def heads_to_sequence(self, x: Tensor) -> Tensor:
-        """[B, S, H/W, D], this rank's share of the heads, to [B, S/W, H, D], its part of the sequence."""
+        """Convert [B, S, H/W, D], this rank's share of the heads, to [B, S/W, H, D], its part of the sequence."""
         x = with_dense_heads(x)
         return self._all_to_all(x, *heads_to_sequence(x, self.world_size))
 
@@ -172,7 +172,7 @@ _preloading = threading.Lock()
 
 
 def _preload(kernels: Any, device: torch.device) -> None:
-    """Loads all kernels on `device`, once: a first launch that does may wait for a kernel of another rank."""
+    """Load all kernels on `device`, once: loading at a first launch might wait for a kernel of another rank."""
     if device.type != "cuda":
         return
     with _preloading, torch.cuda.device(device):
@@ -183,13 +183,13 @@ def _preload(kernels: Any, device: torch.device) -> None:
 
 
 def _bias(bias: Tensor | None) -> tuple[int, int]:
-    """Address and length."""
+    """Address and length of a bias; zeros without one."""
     return (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
 
 
 @cache
 def _workspace_class() -> Any:
-    """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Late, as kernels are imported."""
+    """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Made late, to import Triton late."""
     core = import_module("fused_tp._core")
     from fused_tp.triton_kernels.comm.workspace import Workspace
 
@@ -213,7 +213,7 @@ def _workspace_class() -> Any:
             native_kernels().barrier(self.native, current_stream(self.buffer.device))
 
         def _load_begin(self) -> None:
-            """All of the library is loaded: see `_preload`."""
+            """Do nothing: `_preload` has loaded the whole library."""
 
         @property
         def timeout_ns(self) -> int:
@@ -222,20 +222,20 @@ def _workspace_class() -> Any:
         @timeout_ns.setter
         def timeout_ns(self, timeout_ns: int) -> None:
             self._timeout_ns = timeout_ns
-            native = self.__dict__.get("native")  # which is not there while the constructor runs
+            native = self.__dict__.get("native")  # not set yet while the constructor runs
             if native is not None:
                 native.timeout_ns = timeout_ns
 
     return DeviceWorkspace
 
 
-# -- sums of terms that have been exchanged ---------------------------------------------------------------------------
+# -- sums of received terms -------------------------------------------------------------------------------------------
 
 
 def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
-    """out = sum of `terms` [t, ..., n] over dim 0 in its order, plus `bias` [n], in float32 and rounded once.
+    """Write the sum of `terms` [t, ..., n] over dim 0, in its order, plus `bias` [n] to out: float32, rounded once.
 
-    `out` and each of the terms are contiguous. float64 is added in float64.
+    `out` and each of the terms must be contiguous. float64 is added in float64.
     """
     if not out.numel():
         return
@@ -258,6 +258,6 @@ def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
 
 @cache
 def _has_kernels(index: int) -> bool:
-    """Whether the library serves this very GPU: one built for others only has no code for it."""
+    """True if the library has code for this GPU: it may have been built for others only."""
     major, minor = torch.cuda.get_device_capability(index)
     return native_kernels_available(10 * major + minor).ok

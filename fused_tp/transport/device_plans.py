@@ -1,7 +1,7 @@
-"""Plans of device kernels: what a launch needs besides addresses, once for a shape.
+"""Plans of device kernels: the arguments of a launch besides addresses, computed once per shape.
 
-An all-to-all has a layout, too: where its parts lie, so that a change of layout on the way costs no pass over memory.
-Arguments are those that the ops have checked.
+An all-to-all also has a layout, the strides of its parts, so that a change of layout on the way costs no extra pass
+over memory. The ops have checked all arguments.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from fused_tp.runtime.partition import shard_sizes
 from fused_tp.transport.shm import dtype_number
 from fused_tp.transport.symm_mem import KernelMemory
 
-# All-reduces by name, as csrc/cuda/launchers.h numbers them. one_shot: every rank sums all terms; one hop, W times the
-# bytes. two_shot: every rank sums its part and tells the others; two hops (Thakur et al., "Optimization of Collective
-# Communication Operations in MPICH", 2005, section 3). multimem: the NVLink switch adds (PTX ISA, multimem.ld_reduce).
+# All-reduces by name, with the numbers of csrc/cuda/launchers.h. one_shot: every rank sums all terms; one hop, W times
+# the bytes. two_shot: every rank sums its part and sends it to the others; two hops (Thakur et al., "Optimization of
+# Collective Communication Operations in MPICH", 2005, section 3). multimem: the NVLink switch adds (PTX ISA,
+# multimem.ld_reduce).
 ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
-# With a norm behind the sum a rank would have to fetch from the switch what it norms, and send it on as two_shot does.
+# multimem is excluded: a rank would have to fetch its rows from the switch, norm them, and send them as two_shot does.
 NORMED_ALGORITHMS = ("one_shot", "two_shot")
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Blocks of a kernel that overlaps with another. One on every SM would leave a matmul no room until the kernel ends,
-# waits for peers included; and this many move about as much as NVLink takes. All ranks agree on whether they overlap.
+# Blocks of a kernel that overlaps with another. One on every SM would leave a matmul no SM until the kernel ends, waits
+# for peers included; and this many saturate NVLink approximately. All ranks must agree on whether they overlap.
 OVERLAP_BLOCKS = 32
 
-_MOST_KEPT = 4096  # lengths may keep changing
+_MOST_KEPT = 4096  # sequence lengths may keep changing
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The same for all calls of one shape, and on all ranks."""
+    """Launch plan, the same for all calls of one shape and, except `shape`, on all ranks."""
 
-    nbytes: int  # of the workspace
-    blocks: int  # of the launch
-    count: int  # of elements, or of bytes where nothing is summed; 0: there is nothing to do
-    chunk: int  # how many of them a rank has, or a row
-    dtype: int  # its number
-    shape: tuple[int, ...]  # of the result
+    nbytes: int  # size of the workspace
+    blocks: int  # number of blocks of the launch
+    count: int  # number of elements, or of bytes where nothing is summed; 0: nothing to do
+    chunk: int  # number of them per rank, or per row
+    dtype: int  # the core's number of the dtype
+    shape: tuple[int, ...]  # shape of the result on this rank
 
 
 class Plans:
@@ -64,12 +65,12 @@ class Plans:
         counts: Sequence[int] | None = None,
         overlapped: bool = False,
     ) -> Plan:
-        """The plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, where the op moves rows."""
+        """The plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, for an op that moves rows."""
         key = op, algorithm, counts and tuple(counts), overlapped, x.shape, x.dtype
         return self._of(key, partial(self._make, op, x, algorithm, counts, overlapped))
 
     def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> Plan:
-        """The plan of an all-to-all in that layout; `shape` is that of its result."""
+        """The plan of an all-to-all in that layout; `shape` is the shape of its result."""
         part = layout.part_bytes
         make = partial(self._plan, "all_to_all", "", self._world_size * part, part, None, shape)
         return self._of((layout, shape), make)
@@ -85,7 +86,7 @@ class Plans:
 
     def _make(self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool) -> Plan:
         row = prod(x.shape[1:])
-        if op == "all_gather":  # of bytes
+        if op == "all_gather":  # counted in bytes
             sizes, row = counts or [x.shape[0]] * self._world_size, row * x.element_size()
             shape = (sum(sizes), *x.shape[1:])
             return self._plan(op, algorithm, sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
@@ -112,7 +113,7 @@ class Plans:
         number = 0 if summed is None else dtype_number(summed)
         if count == 0:
             return Plan(0, 0, 0, chunk, number, shape)
-        # On the CPU it is threads that are counted, and none are spared.
+        # On the CPU the blocks are threads, and the margin does not apply.
         sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
         most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
         arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
@@ -125,9 +126,9 @@ class Plans:
 
 
 class AllToAllLayout(NamedTuple):
-    """An all-to-all of equal parts, in bytes: part p goes to rank p, and what comes from there is part p of the result.
+    """An all-to-all of equal parts, in bytes: part p is sent to rank p, and rank p's part becomes part p of the result.
 
-    A part is [batches, rows] runs of row_bytes; the strides say where they lie. csrc/cuda/launchers.h has the same.
+    A part is [batches, rows] runs of row_bytes, at the given strides. csrc/cuda/launchers.h has the same struct.
     """
 
     batches: int
@@ -146,7 +147,7 @@ class AllToAllLayout(NamedTuple):
 
 
 def sequence_to_heads(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
-    """Layout and shape of the result for [B, S/W, H, D] -> [B, S, H/W, D]; heads of `x` lie one behind the other.
+    """Layout and result shape of [B, S/W, H, D] -> [B, S, H/W, D]; the heads of `x` must be contiguous.
 
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
@@ -159,7 +160,7 @@ def sequence_to_heads(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple
 
 
 def heads_to_sequence(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
-    """Layout and shape of the result for [B, S, H/W, D] -> [B, S/W, H, D]: the way back of `sequence_to_heads`."""
+    """Layout and result shape of [B, S, H/W, D] -> [B, S/W, H, D], the inverse of `sequence_to_heads`."""
     batches, length, own, head_dim = x.shape
     rows = length // world_size
     run = own * head_dim * x.element_size()
@@ -169,6 +170,6 @@ def heads_to_sequence(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple
 
 
 def with_dense_heads(x: Tensor) -> Tensor:
-    """`x` [B, S, H, D], or a copy of it where its heads do not lie one behind the other."""
+    """`x` [B, S, H, D], or a copy of it if its heads are not contiguous."""
     dense = x.ndim == 4 and (x.stride(3) == 1 or x.shape[3] == 1) and (x.stride(2) == x.shape[3] or x.shape[2] == 1)
     return x if dense and min(x.stride()) >= 0 else x.contiguous()

@@ -1,16 +1,16 @@
-"""How a group of ranks fails: soon, on all ranks, and with one reason.
+"""Failures of a group of ranks: raised soon, on all ranks, and with one reason.
 
-A rank that fails publishes its status with the error on the group's status board, which is in the group's store, and
-leaves: it ends its part of whatever its peers wait in. A rank that waits for it notices one of these:
+A rank that fails publishes its status with the error on the group's status board, which is in the group's store. Then
+it leaves: it ends its part of every call that its peers wait in. A rank that waits for it notices one of these:
 
-    what it notices                         what it raises
-    a status with an error                  `abort_following_peer`: what that rank has said
-    a closed connection, an ended process   the same where there is such a status, else `abort_peer_lost`
+    notices                                 raises
+    a status with an error                  `abort_following_peer`: that rank's error
+    a closed connection, an ended process   the same if there is such a status, else `abort_peer_lost`
     nothing, until the deadline             `abort_timed_out`: names the ranks that had not arrived
 
-torch.distributed does not say which ranks a wait is missing. So a rank that waits long publishes its status too,
-and an error names the ranks without one, or with an earlier call. Nothing is written while all goes well: a round trip
-to the store costs more than many an op.
+torch.distributed does not report the ranks that a wait is missing. So a rank that waits long publishes its status too,
+and an error names the ranks without a status, or with an earlier call. Nothing is written without a long wait or a
+failure: a round trip to the store takes longer than many ops.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from fused_tp.transport.store import ANSWER_SECONDS, BoundedStore, own_place
 T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
-LOOK_SECONDS = 0.5  # how often a rank that waits looks whether a peer has failed
-REASON_SECONDS = 0.5  # how long a rank that was left alone looks for a reason other than a peer's death
+LOOK_SECONDS = 0.5  # interval at which a waiting rank polls for failures of peers
+REASON_SECONDS = 0.5  # time that a rank that lost a peer waits for a published reason other than the peer's death
 _POLL_SECONDS = 0.02
-# A rank that had been in the call for less than this when it failed came only after the others had failed: its call
-# ended at once, but a busy machine may have taken long to get there. Clocks of several hosts would compare no better.
+# A rank that had been in the call for less than this when it failed arrived only after the others had failed: its call
+# ended at once, but a busy machine may have delayed it. Clocks of several hosts would be no more accurate.
 _LATE_SECONDS = 0.5
 
 _WHERE = "{op} (call {call} of group {group!r}) on rank {rank} of {size}"
@@ -56,16 +56,16 @@ _WHERE = "{op} (call {call} of group {group!r}) on rank {rank} of {size}"
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where one rank is."""
+    """Progress of one rank."""
 
-    call: int  # the last one that it has started
-    ops: Sequence[str]  # of the last calls it has started, up to that one
-    waited: float  # seconds since it had started the call that it waits for, or that failed
-    failed: bool = False  # its part of the group has ended; else it only waits
-    error: FusedTPError | None = None  # what it raises, where it has failed by itself and does not follow a peer
+    call: int  # number of the last call it has started
+    ops: Sequence[str]  # ops of its last calls, up to that one
+    waited: float  # seconds since the start of the call that it waits for, or that failed
+    failed: bool = False  # True: its part of the group has ended; False: it waits
+    error: FusedTPError | None = None  # its error, if it failed by itself instead of following a peer
 
     def op(self, call: int) -> str | None:
-        """The op it started as `call`; None where that is unknown."""
+        """The op that it started as `call`; None if unknown."""
         back = self.call - call
         return self.ops[-1 - back] if 0 <= back < len(self.ops) else None
 
@@ -85,17 +85,17 @@ class StatusBoard:
         self._store = BoundedStore(store)
         self._rank = rank
         self._world_size = world_size
-        self.answers = True  # the store has answered what it was asked last; else nothing is known
+        self.answers = True  # the store answered the last question; if not, nothing is known
         self._prefix: str | None = None
 
-        # Once: where it is not known whether that was counted, this rank publishes nothing. An answer may come late.
+        # Once only: if this rank is unsure whether that was counted, it publishes nothing. An answer may come late.
         def join(store: dist.Store) -> None:
             self._prefix = own_place(store, name, rank)
 
         self._ask(join, None)
 
     def post(self, status: RankStatus) -> None:
-        """Publish this rank's status, in place of an earlier one."""
+        """Publish this rank's status, replacing an earlier one."""
 
         def write(store: dist.Store) -> None:
             store.set(self._key(f"rank/{self._rank}"), status.to_json())
@@ -105,21 +105,21 @@ class StatusBoard:
         self._ask(write, None)
 
     def has_failure(self) -> bool:
-        """Whether some rank has failed by itself."""
+        """True if some rank has failed by itself."""
         return self._ask(lambda store: store.check([self._key("failed")]), False)
 
     def read(self) -> dict[int, RankStatus]:
-        """The statuses there are, by rank."""
+        """The published statuses, by rank."""
         return self._ask(self._read, {})
 
     def read_until(self, enough: Callable[[Mapping[int, RankStatus]], bool], seconds: float) -> dict[int, RankStatus]:
-        """The statuses once they are enough, or those there are after `seconds`."""
+        """Poll until `enough(statuses)`, for at most `seconds`; return the statuses."""
         deadline = time.perf_counter() + seconds
         while True:
             statuses = self.read()
             if enough(statuses) or time.perf_counter() > deadline or not self.answers:
                 return statuses
-            time.sleep(_POLL_SECONDS)  # a store has no wait for whichever status comes next
+            time.sleep(_POLL_SECONDS)  # a store has no wait for the next of several keys
 
     def _read(self, store: dist.Store) -> dict[int, RankStatus]:
         keys = {rank: self._key(f"rank/{rank}") for rank in range(self._world_size)}
@@ -133,7 +133,7 @@ class StatusBoard:
     def _ask(self, question: Callable[[dist.Store], T], unknown: T) -> T:
         try:
             answer = self._store.ask(question, ANSWER_SECONDS)
-        except Exception:  # most likely its host is stopped, or has died; the error at hand is raised all the same
+        except Exception:  # most likely its host is stopped or dead; the error being handled must still be raised
             self.answers = False
             return unknown
         self.answers = True
@@ -141,7 +141,7 @@ class StatusBoard:
 
 
 def first_failure(statuses: Mapping[int, RankStatus]) -> FusedTPError | None:
-    """The error of the rank that failed by itself; one that lost a peer comes before one that timed out."""
+    """The error of a rank that failed by itself; losing a peer takes precedence over a timeout."""
     failures = [(rank, status.error) for rank, status in statuses.items() if status.error is not None]
     _, error = min(failures, key=lambda one: (not isinstance(one[1], PeerLostError), one[0]), default=(0, None))
     return error
@@ -150,8 +150,8 @@ def first_failure(statuses: Mapping[int, RankStatus]) -> FusedTPError | None:
 def late_ranks(
     statuses: Mapping[int, RankStatus], ranks: Sequence[int], call: int, op: str, arrived: str = "arrived"
 ) -> tuple[dict[int, str], str]:
-    """Which of `ranks` were late for `call`, with what was last heard of them, and the rest of a sentence "... waited
-    3 s", which names them as `{missing}`.
+    """Return those of `ranks` that were late for `call`, each with its last known call, and the rest of a sentence
+    "... waited 3 s", which names them as `{missing}`.
 
     Example:
         >>> late_ranks({1: RankStatus(4, ["all_gather"], 9.0)}, [1, 2], 5, "all_reduce")
@@ -182,7 +182,7 @@ def late_ranks(
 
 @dataclass(frozen=True)
 class Call:
-    """A movement that has been started: its op, its number in the group, and when (time.perf_counter)."""
+    """A transfer that has been started: its op, its number in the group, and its start (time.perf_counter)."""
 
     op: str
     number: int
@@ -190,13 +190,13 @@ class Call:
 
 
 class GroupCalls:
-    """What this rank has called in its group, and whether the group still works: what all transports of messages have
-    in common. How one leaves (`_depart`), and which peers it knows to have left (`closed_peers`), is its own.
+    """Calls of this rank in its group, and the group's failure: the base of all transports of messages. A transport
+    implements how it leaves (`_depart`), and which peers it knows to have left (`closed_peers`).
 
-    `backend` is what moves the bytes, as sentences name it; `board` the name of the status board in the group's store.
+    `backend` names the backend in sentences; `board` is the name of the status board in the group's store.
     """
 
-    arrived = "arrived"  # what a rank has done that has started a call, as sentences say it
+    arrived = "arrived"  # in sentences: a rank that has started a call has done this
 
     def __init__(self, group: Group, backend: str, board: str) -> None:
         if group.process_group is None:
@@ -206,16 +206,16 @@ class GroupCalls:
         self.rank = group.rank
         self.world_size = group.size
         self.backend = backend
-        self.calls = 0  # that have been started
+        self.calls = 0  # number of calls started
         self.broken: FusedTPError | None = None  # why the group is unusable
-        self.also_depart: Callable[[], None] = lambda: None  # from what else this rank leaves with the group
+        self.also_depart: Callable[[], None] = lambda: None  # leaves whatever else fails with the group
         self._ops: deque[str] = deque(maxlen=16)
         store = dist.distributed_c10d._get_process_group_store(group.process_group)
         self.board = StatusBoard(store, board, group.rank, group.size)
         _CALLS[group].append(self)
 
     def begin(self, op: str) -> Call:
-        """One more call, where the group is usable."""
+        """Count one more call; raises if the group is unusable."""
         if self.broken is not None:
             raise self.unusable()
         return self._count(op)
@@ -226,18 +226,18 @@ class GroupCalls:
         return Call(op, self.calls, time.perf_counter())
 
     def last_call(self, op: str) -> Call:
-        """The last call, as one of `op` that starts now."""
+        """The last call, restated as a call of `op` that starts now."""
         return Call(op, self.calls, time.perf_counter())
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
         """Scope of one op of several exchanges. An exception raised inside, after the first exchange has been started,
-        aborts the group and notifies peers, which could not tell this rank's next call from the one they wait for.
+        aborts the group and notifies peers, which could not tell this rank's next call from the one they wait in.
 
-        Peers raise PeerLostError, which says what was raised here; here the exception goes on as it is, and later calls
-        say that the group is unusable. Before the first exchange nothing has happened, and the op may be called again;
-        so it may after a RankMismatchError, which all ranks raise together. May be nested. On torch's own NCCL peers
-        cannot be notified: they raise at the deadline of its watchdog.
+        Peers raise PeerLostError with the error raised here; here the exception passes through unchanged, and later
+        calls raise that the group is unusable. Before the first exchange, and after a RankMismatchError, which all
+        ranks raise together, the op may be called again. Scopes may be nested. On torch's own NCCL peers cannot be
+        notified: they raise at the deadline of its watchdog.
 
         Example:
             transport.check(op, dims, x.dtype, x.device)
@@ -257,34 +257,34 @@ class GroupCalls:
             raise
 
     def _started(self) -> int:
-        """Counts the exchanges that peers may have had a part of."""
+        """Number of exchanges in which peers may have taken part."""
         return self.calls
 
     # -- aborting -----------------------------------------------------------------------------------------------------
 
     def error(self, kind: type[_ErrorT], call: Call, what: str, **fields: Any) -> _ErrorT:
-        """An error of `call`. `what` goes on after "<op> (call <n> of group <name>) on rank <r> of <W>"."""
+        """An error of `call`. `what` continues "<op> (call <n> of group <name>) on rank <r> of <W>"."""
         fields |= {"op": call.op, "call": call.number, "group": self.group.name}
         return kind(_WHERE + what, rank=self.rank, size=self.world_size, **fields)
 
     def abort(self, call: Call, error: _ErrorT) -> _ErrorT:
-        """`error`, to be raised here and by the peers. From here on the group is unusable, and they know."""
+        """Make the group unusable and notify peers. Returns `error`, to be raised here; peers raise it too."""
         self.broken = error.copy()
         self.publish_abort(call, self.broken)
         return error
 
     def abort_midway(self, call: Call, error: BaseException) -> None:
-        """Abort because of an error that is no peer's doing."""
+        """Abort because of an exception that no peer has caused."""
         self.abort(call, self.error(FusedTPError, call, " {reason}", reason=raised_midway(error)))
 
     def abort_because(self, reason: str) -> None:
-        """Abort for a reason outside of the group's messages. Without effect where it is broken."""
+        """Abort for a reason outside of the group's messages. No effect if the group is broken already."""
         if self.broken is None:
             call = self.last_call("a call")
             self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
 
     def abort_following_peer(self, call: Call) -> FusedTPError:
-        """What a peer has raised that failed by itself, as an error of this rank."""
+        """Abort after a peer that failed by itself; return its error as an error of this rank."""
         self.broken = self.error(PeerLostError, call, ": a peer has given the group up.")
         self.publish_abort(call)
         if (cause := first_failure(self.board.read())) is not None:
@@ -296,9 +296,9 @@ class GroupCalls:
         return self.broken.copy()
 
     def abort_peer_lost(self, call: Call, reason: str = "", cause: FusedTPError | None = None) -> FusedTPError:
-        """A connection was closed: by a peer that died, or by one that failed and says why, if not always before. The
-        backend may give a reason, a part of this group its error as `cause`."""
-        closed = {*self.closed_peers(), *(cause.missing if cause is not None else ())}  # before others close theirs
+        """Abort after a connection was closed, by a peer that died or by one that failed, which may publish the reason
+        late. The backend may give a `reason`, a subgroup its error as `cause`."""
+        closed = {*self.closed_peers(), *(cause.missing if cause is not None else ())}  # before peers close theirs
         self.post_status(call, failed=True)
         statuses = self.statuses_within(REASON_SECONDS)
         if first_failure(statuses) is not None:
@@ -310,15 +310,15 @@ class GroupCalls:
         return self.abort(call, self.error(PeerLostError, call, what, missing=dead, reason=reason, cause=cause))
 
     def abort_timed_out(self, call: Call, reason: str = "") -> FusedTPError:
-        """The deadline has passed. Names who was late, once the others have had the time to say where they are."""
+        """Abort at the deadline. The error names the late ranks, once the others have had time to publish statuses."""
         error = self.abort(call, self.error(CollectiveTimeoutError, call, f" waited {self.how_long(call)}"))
         self.broken = self.with_late_ranks(error).copy(self._says(reason), reason=reason)
         return self.broken.copy()
 
     def with_late_ranks(self, error: CollectiveTimeoutError) -> CollectiveTimeoutError:
-        """`error`, of whatever rank of the group, with the ranks that were missing there."""
+        """`error`, of any rank of the group, extended by the ranks that were missing there."""
         ranks = [rank for rank in range(self.world_size) if rank != error.rank]
-        # Who waits too is woken by the closed connections, or looks within LOOK_SECONDS, and then publishes its status.
+        # Closed connections wake the other waiting ranks, or they poll within LOOK_SECONDS; then they publish a status.
         statuses = self.board.read_until(
             lambda found: all(rank in found and found[rank].failed for rank in ranks), 2 * LOOK_SECONDS
         )
@@ -330,11 +330,11 @@ class GroupCalls:
         return error.copy(rest, missing=late)
 
     def statuses_within(self, seconds: float) -> dict[int, RankStatus]:
-        """What the ranks have published, once one of them says that it has failed by itself, or after that long."""
+        """The published statuses, once one of them has a rank's own failure, or after `seconds`."""
         return self.board.read_until(lambda found: first_failure(found) is not None, seconds)
 
     def publish_abort(self, call: Call, error: FusedTPError | None = None) -> None:
-        """Tell the peers that this rank's part of the group has ended, those too who cannot read its status."""
+        """Notify peers, also those that cannot read this rank's status, that its part of the group has ended."""
         try:
             self.post_status(call, failed=True, error=error)
         finally:
@@ -342,24 +342,24 @@ class GroupCalls:
             self.also_depart()
 
     def post_status(self, call: Call, failed: bool = False, error: FusedTPError | None = None) -> None:
-        """Publish where this rank is."""
+        """Publish this rank's progress."""
         waited = time.perf_counter() - call.started
         self.board.post(RankStatus(self.calls, list(self._ops), waited, failed, error))
 
     def peer_failure(self) -> str | None:
-        """What another rank has said that failed by itself, as a sentence; None where none has."""
+        """Description of the failure of another rank that failed by itself; None if there is none."""
         cause = first_failure(self.board.read())
         if cause is None or cause.rank == self.rank:
             return None
         return f"Rank {cause.rank} has given the group up. It said: {cause}"
 
     def how_long(self, call: Call) -> str:
-        """The call's time, as the deadline where it was that."""
+        """Duration of the call in words; the deadline's length if it ended by the deadline."""
         waited, deadline = time.perf_counter() - call.started, settings.timeout_seconds()
         return f"{deadline:g} s (FUSED_TP_TIMEOUT)" if waited > 0.9 * deadline else f"{waited:.1f} s"
 
     def unusable(self) -> FusedTPError:
-        """What every later call raises."""
+        """The error that every later call raises."""
         return FusedTPError(
             "Group {group!r} is unusable since an earlier failure: {cause} Destroy the process group and make a new "
             "one.",
@@ -370,10 +370,10 @@ class GroupCalls:
     def _says(self, reason: str) -> str:
         return f" {self.backend} says: {{reason}}" if reason else ""
 
-    # -- of the transport ---------------------------------------------------------------------------------------------
+    # -- implemented by transports ------------------------------------------------------------------------------------
 
     def _depart(self) -> None:
-        """End all that is under way in the group, here and at the peers."""
+        """End all transfers under way in the group, here and at the peers."""
 
     def closed_peers(self) -> list[int]:
         """Ranks known to have died, or to have left. Never waits."""
@@ -385,7 +385,7 @@ _CALLS: GroupSlot[list[GroupCalls]] = GroupSlot(lambda group: [])
 
 
 def _forked() -> None:
-    """A child has its parent's connections, and would speak for its rank: what it may hold of a group refuses."""
+    """Break all groups in a forked child: it has its parent's connections, and would act as its parent's rank."""
     for calls in (one for made in _CALLS.values() for one in made):
         if calls.broken is None:
             calls.broken = calls.error(FusedTPError, calls.last_call("a call"), ": this process is a fork of it.")

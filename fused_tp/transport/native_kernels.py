@@ -1,7 +1,7 @@
-"""The library of device kernels (csrc/cuda): whether this process can use it, and loading it once.
+"""Library of device kernels (csrc/cuda): its availability to this process, and loading it once.
 
-It is a file next to this package, built where there was nvcc. Nothing is loaded, and CUDA not touched, before somebody
-asks for it.
+It is a file next to this package, built where nvcc was available. Nothing is loaded, and CUDA is not initialised,
+before the first request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.transport import cuda_driver
 
 LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.so"
-DEVICES = ("cuda",)  # types of devices that it has kernels for
+DEVICES = ("cuda",)  # device types that the library has kernels for
 HOW_TO_BUILD = (
     "install the CUDA toolkit (12.0 or later, for its nvcc) and reinstall fused_tp where the GPU is visible, or with "
     "FUSED_TP_CUDA=1"
@@ -30,13 +30,13 @@ HOW_TO_BUILD = (
 
 @dataclass(frozen=True)
 class BuiltFor:
-    """What a library of device kernels was compiled for."""
+    """Targets that a library of device kernels was compiled for."""
 
-    archs: tuple[str, ...]  # sm_90a is code for that GPU; compute_100 is PTX, for GPUs from there on
-    toolkit: tuple[int, ...]  # version of CUDA
+    archs: tuple[str, ...]  # sm_90a is code for that GPU; compute_100 is PTX, for GPUs from sm_100 on
+    toolkit: tuple[int, ...]  # CUDA version
 
     def runs_on(self, arch: int) -> bool:
-        """Whether a GPU of compute capability `arch`, as 90, is served."""
+        """True if it runs on a GPU of compute capability `arch`, such as 90."""
         return any(_serves(name, arch) for name in self.archs)
 
 
@@ -45,10 +45,10 @@ _loaded: dict[Path, Any] = {}
 
 
 def native_kernels() -> Any:
-    """The device kernels, a `_core.DeviceKernels`; the library is loaded the first time.
+    """The device kernels, a `_core.DeviceKernels`; the first call loads the library.
 
     Raises:
-        RuntimeError: they cannot be used here; says why.
+        RuntimeError: they cannot be used here; the message has the reason.
     """
     kernels = _loaded.get(LIBRARY)
     if kernels is not None:
@@ -60,10 +60,10 @@ def native_kernels() -> Any:
 
 
 def native_kernels_available(arch: int = 0) -> Availability:
-    """Whether this process can use the device kernels.
+    """Availability of the device kernels to this process, with the reason if there are none.
 
     Args:
-        arch: compute capability of the GPU in question, as 90; 0: any.
+        arch: compute capability of the GPU in question, such as 90; 0: any.
     """
     if "cuda" in DEVICES and not (here := _here(arch)):
         return here
@@ -79,7 +79,7 @@ def native_kernels_available(arch: int = 0) -> Availability:
 
 @cache
 def built_for(path: Path = LIBRARY) -> BuiltFor | None:
-    """What the library at `path` says of itself, without loading it; None where it is not there, or says nothing."""
+    """Targets of the library at `path`, read without loading it; None if it is missing or names none."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             found = re.search(rb"fused_tp device kernels: ([\w ]+), nvcc ([\d.]+)\0", content)
@@ -90,7 +90,7 @@ def built_for(path: Path = LIBRARY) -> BuiltFor | None:
 
 
 def _here(arch: int) -> Availability:
-    """Whether this machine has what the library needs."""
+    """Availability of the library's requirements on this machine."""
     if not LIBRARY.exists():
         return unavailable(f"they were not built when fused_tp was installed; {HOW_TO_BUILD}")
     if not torch.cuda.is_available():
@@ -98,7 +98,7 @@ def _here(arch: int) -> Availability:
         return unavailable(f"torch finds no GPU here ({why})")
     built = built_for(LIBRARY)
     if built is None:
-        return AVAILABLE  # nothing speaks against it
+        return AVAILABLE  # no known obstacle
     if arch and not built.runs_on(arch):
         return unavailable(
             f"they were built for {', '.join(built.archs)}, and this GPU is sm_{arch}; reinstall fused_tp with "
@@ -122,4 +122,4 @@ def _serves(name: str, arch: int) -> bool:
         return number <= arch
     if letter == "a":
         return number == arch
-    return number <= arch and number // 10 == arch // 10  # code runs on what has the same major number
+    return number <= arch and number // 10 == arch // 10  # code runs on later GPUs of the same major number

@@ -1,16 +1,16 @@
-"""A group's own NCCL communicator: the movements of torch_dist, and those that pipelines are made of.
+"""A group's own NCCL communicator: the transfers of torch_dist, and the exchanges of pipelines.
 
 Everything is enqueued on the communicator's stream, with an event behind each exchange, and no call waits for data.
-(NCCL's own part takes the host a little: a launch goes through a thread of NCCL's, which is waited for, and the first
-exchange with a peer connects to it, which takes that peer too.) So errors of a GPU's streams are raised by a later
-call; what did not arrive is NaN. A watchdog (csrc/nccl) keeps the deadline of every exchange, and a thread here looks
-for peers of this host that have ended, and in the group's store for peers anywhere that have given up. Whoever gives up
-ends the communicator, so that no stream waits on.
+(NCCL itself takes some host time: a launch runs through a thread of NCCL, which is waited for, and the first exchange
+with a peer connects to that peer, which must take part.) So errors of a GPU's streams are raised by a later call; data
+that did not arrive is NaN. A watchdog (csrc/nccl) enforces the deadline of every exchange. A thread here polls for
+peers of this host that have ended, and the group's store for peers on any host that have given up. A rank that gives up
+aborts the communicator, so that no stream keeps waiting.
 
 Sums are never NCCL's, which round to the tensor's dtype at every hop: terms are exchanged, and added in rank order.
 
-Look-alikes of NCCL and of the CUDA driver may move memory of the host (`LIBRARIES`). Then tensors of the CPU go
-through all this unchanged; what waits in a stream there blocks, and raises at once.
+Test doubles of NCCL and of the CUDA driver may move host memory (`LIBRARIES`). Then CPU tensors run through this code
+unchanged; an operation that waits in a stream blocks instead, and raises at once.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ from fused_tp.transport.symm_mem import made_on_device
 from fused_tp.transport.torch_dist import TorchDist, known_torch_dist
 
 _LOG = logging.getLogger("fused_tp")
-_ARRIVAL_SECONDS = 0.3  # how long a movement under way may go on without a peer that has ended
-_IDLE_SECONDS = 2.0  # when nothing is under way that can be seen: CUDA graphs may be, and must not wait on
+_ARRIVAL_SECONDS = 0.3  # longest time that a transfer may still make progress without a peer that has ended
+_IDLE_SECONDS = 2.0  # the same if no transfer is visible: CUDA graphs may be replayed, and must not keep waiting
 
 
-Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) each
+Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each
 
 
 @dataclass
 class Pipeline:
     """Exchanges on a communicator's stream, `count` of them in all, and an event behind each. Nothing here waits on the
-    host, so all of it can be captured in a CUDA graph. The watch's thread looks at it, too.
+    host, so all of it can be captured in a CUDA graph. The watch's thread reads it too.
 
-    Memory: the caller keeps what is sent and received until every exchange has been waited for, or the communicator's
-    stream has passed it by other means.
+    Memory: the caller keeps the tensors that are sent and received alive until every exchange has been waited for, or
+    the communicator's stream has passed them by other means.
     """
 
     communicator: Any
     count: int
-    call: Call  # of the exchange that was enqueued last
+    call: Call  # the call of the last exchange enqueued
     tickets: list[Any] = field(default_factory=list)  # of the exchanges so far; None: nothing has moved yet
     brings_own_rows: bool = False
     abandoned: bool = False
-    waiting: int = -1  # the exchange that was last seen to wait for peers
+    waiting: int = -1  # the exchange that was last observed waiting for peers
     waiting_since: float = 0.0
 
     def add(self, sends: Transfers, receives: Transfers, after: int | None) -> None:
-        """Enqueues one more exchange, behind what is in the stream `after`, if given."""
+        """Enqueue one more exchange, behind the work in stream `after`, if given."""
         if sends or receives:
             self.tickets.append(self.communicator.exchange(sends, receives, after))
         else:
-            self.tickets.append(self.tickets[-1] if self.tickets else None)  # to wait for it: for those before
+            self.tickets.append(self.tickets[-1] if self.tickets else None)  # waiting for it waits for earlier ones
 
     def wait(self, exchange: int, stream: int) -> None:
-        """`stream` goes on behind that exchange and all before it. Raises what the communicator has failed with."""
+        """Make `stream` wait for that exchange and all before it. Raises the communicator's failure."""
         ticket = self.tickets[exchange]
         if ticket is None:
             self.communicator.check()
@@ -84,24 +84,24 @@ class Pipeline:
             self.communicator.wait(ticket, stream)
 
     def ended(self) -> bool:
-        """Whether all exchanges have been enqueued and have ended; those in CUDA graphs always have."""
+        """True if all exchanges have been enqueued and have ended; always true for those in CUDA graphs."""
         if len(self.tickets) < self.count:
             return False
         return not self.tickets or self.tickets[-1] is None or self.communicator.has_ended(self.tickets[-1])
 
     def first_waiting(self) -> int:
-        """Which exchange waits for peers now: the first that has not ended, if this rank has come to it; -1: none."""
+        """Index of the exchange that waits for peers: the first unfinished one, if this rank has begun it; else -1."""
         for i, ticket in enumerate(self.tickets):
             if ticket is not None and not self.communicator.has_ended(ticket):
                 return i if self.communicator.has_begun(ticket) else -1
         return -1
 
     def captured(self) -> bool:
-        """Some exchange is part of a CUDA graph."""
+        """True if some exchange is part of a CUDA graph."""
         return any(ticket is not None and ticket.captured for ticket in self.tickets)
 
 
-Launch = Callable[[Pipeline, int], None]  # enqueues exchanges of a pipeline, behind what is in a stream
+Launch = Callable[[Pipeline, int], None]  # enqueues exchanges of a pipeline, behind the work in a stream
 
 
 def _rows_at(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
@@ -109,11 +109,11 @@ def _rows_at(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int
 
 
 class Moving(Pending[None]):
-    """The exchanges of one movement, and the tensors that they read and write.
+    """The exchanges of one transfer, and the tensors that they read and write.
 
-    They are kept until the last exchange has been waited for. The stream that they were made in waits too, so that it
-    may use their memory again at once; another stream that waits is recorded with the allocator. (Telling it about the
-    communicator's stream instead would do as well, but for tensors that live longer than the communicator.)
+    The tensors are kept until the last exchange has been waited for. The stream they were made in waits too, so that it
+    may reuse their memory at once; another stream that waits is recorded with the allocator. (Recording the
+    communicator's stream instead would serve as well, except for tensors that outlive the communicator.)
     """
 
     def __init__(self, transport: NcclDist, pipeline: Pipeline, launch: Launch, tensors: Sequence[Tensor]) -> None:
@@ -125,19 +125,19 @@ class Moving(Pending[None]):
 
     @property
     def brings_own_rows(self) -> bool:
-        """Of a gather: the own rows are copied to their place too."""
+        """True if this gather also copies the own rows to their place."""
         return self._pipeline.brings_own_rows
 
     def send(self) -> None:
-        """Of a scatter: enqueue the next exchange, behind what has been computed by now."""
-        # A call of its own: a rank stuck in the middle differs from one that has sent all.
+        """Enqueue the next exchange of a scatter, behind the work computed so far."""
+        # Counted as a separate call, so that a rank stuck in the middle differs from one that has sent everything.
         pipeline, transport = self._pipeline, self._transport
         if pipeline.tickets:
             pipeline.call = transport.begin(pipeline.call.op)
         transport.attempt(pipeline.call, lambda: self._launch(pipeline, transport.stream()))
 
     def wait(self, exchange: int | None = None) -> None:
-        """What is computed from now on is ordered behind that exchange, by default the last one of all."""
+        """Order later work of the current stream behind that exchange, by default behind the last of all."""
         last = len(self._pipeline.tickets) - 1
         index = last if exchange is None else exchange
         stream = self._transport.stream()
@@ -159,23 +159,23 @@ class Moving(Pending[None]):
 
 
 class NcclDist(TorchDist):
-    """One group's movements over `communicator`, a `fused_tp._core.Communicator` of its own. All ranks make it
-    together: `nccl_dist`. `pids` are the processes of peers that can be watched from here, by rank.
+    """Transfers of one group over `communicator`, its own `fused_tp._core.Communicator`. All ranks make it together, by
+    `nccl_dist`. `pids` are the processes of peers that can be watched from here, by rank.
     """
 
-    arrived = "enqueued it"  # and may yet be far from it on its GPU
+    arrived = "enqueued it"  # its GPU may not have reached the call yet
 
     def __init__(self, group: Group, device: torch.device, communicator: Any, pids: Mapping[int, int]) -> None:
-        super().__init__(group, device.type, backend="NCCL")  # of our own; the group need have none for these tensors
+        super().__init__(group, device.type, backend="NCCL")  # our own: the group may lack a backend for these tensors
         self.device = device
         self.communicator = communicator
         _, self._driver = load(device)
         self._pid = os.getpid()
         self._judging = threading.RLock()
-        self._verdict: FusedTPError | None = None  # found by the watch, to be raised by the next call
+        self._verdict: FusedTPError | None = None  # error found by the watch, which the next call raises
         self._under_way: deque[Pipeline] = deque()
-        self._captured = False  # there are CUDA graphs, which may be replayed without a call
-        self._noticed = 0  # the call that a status has been published for
+        self._captured = False  # True once there are CUDA graphs, which may be replayed without a call
+        self._noticed = 0  # the call for which a status has been published
         self._gone: list[int] = []  # ranks whose processes have ended
         self._gone_since = 0.0
         self._watch = PeerWatch(self, pids, NcclDist._peer_lost, NcclDist._look)
@@ -183,7 +183,7 @@ class NcclDist(TorchDist):
     # -- movements ----------------------------------------------------------------------------------------------------
 
     def gather(self, op: str, own: Tensor, gathered: Tensor, plan: Plan) -> Moving:
-        """Start bringing everyone's rows: `own` [plan.counts[rank], n] to `gathered` [sum(plan.counts), n]."""
+        """Start gathering all ranks' rows: `own` [plan.counts[rank], n] to `gathered` [sum(plan.counts), n]."""
         row_bytes = own.shape[1] * own.element_size()
         at, to = own.data_ptr(), gathered.data_ptr()
 
@@ -193,17 +193,17 @@ class NcclDist(TorchDist):
                 pipeline.brings_own_rows = True
                 return
             for sends, receives in plan.exchanges:
-                # The first one that moves anything orders all behind `stream`: they begin one after the other.
+                # Only the first exchange that moves anything waits for `stream`: the others begin after it.
                 after = stream if not pipeline.tickets or pipeline.tickets[-1] is None else None
                 pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), after)
 
         return self._move(op, len(plan.exchanges), launch, (own, gathered))
 
     def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: Plan) -> Moving:
-        """Start bringing everyone's terms of the own rows to `terms` [W, plan.counts[rank], n], but for terms[rank].
+        """Start receiving all ranks' terms of the own rows in `terms` [W, plan.counts[rank], n], except terms[rank].
 
         `partial` holds this rank's terms of all ranks' rows [sum(plan.counts), n], or of all ranks' rows but the own.
-        The caller computes what an exchange sends (`plan.ranges`) and then calls `send`, for one after the other.
+        For each exchange in turn, the caller computes the rows it sends (`plan.ranges`) and then calls `send`.
         """
         row_bytes, own = terms.shape[2] * terms.element_size(), plan.counts[self.rank]
         left_out = own if partial.shape[0] != sum(plan.counts) else 0
@@ -254,11 +254,11 @@ class NcclDist(TorchDist):
     # -- starting and waiting -----------------------------------------------------------------------------------------
 
     def stream(self) -> int:
-        """Handle of the stream that computes now."""
+        """Handle of the current stream."""
         return current_stream(self.device)
 
     def _move(self, op: str, count: int, launch: Launch, tensors: Sequence[Tensor], *, at_once: bool = True) -> Moving:
-        """`count` exchanges, which `launch` enqueues: now, or, not `at_once`, one by one when they are sent."""
+        """Make a transfer of `count` exchanges; `launch` enqueues them now or, if not `at_once`, one per `send`."""
         pipeline = Pipeline(self.communicator, count, self.begin(op))
         try:
             with self.abort_scope(op):
@@ -276,7 +276,7 @@ class NcclDist(TorchDist):
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            yield  # a graph that is being captured has run nothing
+            yield  # nothing runs while a graph is being captured
             return
         with super().abort_scope(op):
             yield
@@ -285,7 +285,7 @@ class NcclDist(TorchDist):
         return int(self.communicator.calls) if os.getpid() == self._pid else 0
 
     def begin(self, op: str) -> Call:
-        """One more exchange, or several that are enqueued together; those of a scatter follow one by one."""
+        """Count one more call: an exchange, or several enqueued together. Each exchange of a scatter counts."""
         if os.getpid() != self._pid:
             raise FusedTPError(
                 f"This process is a fork of rank {self.rank} of group {self.group.name!r}; only the rank itself may "
@@ -297,19 +297,19 @@ class NcclDist(TorchDist):
         return self._count(op)
 
     def attempt(self, call: Call, work: Callable[[], Any]) -> Any:
-        """What `work` returns; what it raises as an error of this group."""
+        """Return the result of `work`; raise its errors as errors of this group."""
         try:
             return work()
         except RuntimeError as error:
             raise self._failure(call, error) from error
 
     def wait(self, pipeline: Pipeline, index: int, stream: int) -> None:
-        """`stream` goes on behind an exchange of the pipeline."""
+        """Make `stream` wait for an exchange of the pipeline."""
         with tracing.waiting(pipeline.call.op):
             self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
 
     def abandon(self, pipeline: Pipeline | None, stream: int) -> None:
-        """For a movement without a waiter, most likely because of an error; its memory goes back to `stream`."""
+        """Release a transfer that nobody waits for, most likely after an error; its memory returns to `stream`."""
         if os.getpid() != self._pid:
             return
         if pipeline is not None and self.device.type == "cuda":
@@ -317,15 +317,15 @@ class NcclDist(TorchDist):
                 if pipeline.tickets:
                     pipeline.wait(-1, stream)
                 return
-        # On the CPU, or where the communicator has failed, which ends what is in its stream. A broken device says
-        # nothing new here, and what is being raised matters more.
+        # On the CPU, or after a failure of the communicator, which ends the work in its stream. Errors of a broken
+        # device are suppressed, because the exception under way is more important.
         with suppress(RuntimeError):
             self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
     def _failure(self, call: Call, error: RuntimeError) -> FusedTPError:
-        """What to raise for an error of the communicator; the first caller, also the watch, finds out."""
+        """Return the error to raise for one of the communicator; the first caller, or the watch, determines it."""
         with self._judging:
             if self.broken is None:
                 self._verdict = self._judge(call, error)
@@ -336,7 +336,7 @@ class NcclDist(TorchDist):
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
-                # A rank that was stopped finds its own deadline passed, and the others gone.
+                # A rank that was stopped finds that its own deadline has passed and the others have left.
                 late = time.perf_counter() - call.started > 1.5 * settings.timeout_seconds()
                 if late and self.board.has_failure():
                     return self.abort_following_peer(call)
@@ -353,7 +353,7 @@ class NcclDist(TorchDist):
             self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """Ends the communicator, and the group's other movements of these tensors."""
+        """Abort the communicator, and mark the group's plain transport of these tensors as broken too."""
         self.communicator.abort(str(self.broken or reason))
         plain = known_torch_dist(self.group, self.device.type)
         if plain is not None and plain.broken is None:
@@ -379,7 +379,7 @@ class NcclDist(TorchDist):
         self._gone_since = time.perf_counter()
 
     def _look(self) -> None:
-        if not self._judging.acquire(blocking=False):  # then a call is at it already
+        if not self._judging.acquire(blocking=False):  # a call is already handling a failure
             return
         try:
             if self.broken is None:
@@ -389,11 +389,11 @@ class NcclDist(TorchDist):
 
     def _look_for_failures(self) -> None:
         if self.communicator.failure:
-            # Who only replays graphs makes no call. Where a peer has ended, and nothing waits for it, nothing is wrong.
+            # A rank that only replays graphs makes no call. A peer's end is no error while nothing waits for it.
             if self._under_way or self._captured or not self._gone:
                 self._tell()
             return
-        with suppress(RuntimeError):  # of a device that is broken, which the communicator's own watchdog tells
+        with suppress(RuntimeError):  # the communicator's own watchdog reports a broken device
             while self._under_way and (self._under_way[0].abandoned or self._under_way[0].ended()):
                 self._under_way.popleft()
         call = self._under_way[0].call if self._under_way else None
@@ -408,26 +408,26 @@ class NcclDist(TorchDist):
             self._noticed = call.number
             self.post_status(call)
         if self.board.has_failure():
-            self.communicator.abort("a peer has given the group up")  # who waits in the stream goes on, and finds out
+            self.communicator.abort("a peer has given the group up")  # ends waits in the stream; their calls then raise
 
     def _is_lost(self) -> bool:
-        """Whether what waits, if anything does, waits for ranks that have left.
+        """True if the exchanges under way, or replayed CUDA graphs if there are none, must wait for ranks that left.
 
-        Not at once: at the end of a program ranks end one after the other, and what they have sent is still to arrive.
-        Nor while this rank's own computation has not reached the exchange, which then has no deadline yet.
+        Not true at once: at the end of a program ranks end one after the other, and data they have sent still arrives.
+        Also not true while this rank's own computation has not reached the exchange, whose deadline has not begun.
         """
         now = time.perf_counter()
         if not self._under_way:
             return now - self._gone_since > _IDLE_SECONDS
         front, waiting = self._under_way[0], -1
-        with suppress(RuntimeError):  # as above
+        with suppress(RuntimeError):  # see above
             waiting = front.first_waiting()
         if waiting < 0 or waiting != front.waiting:
             front.waiting, front.waiting_since = waiting, now
         return waiting >= 0 and now - max(self._gone_since, front.waiting_since) > _ARRIVAL_SECONDS
 
     def _tell(self) -> None:
-        """Says at once what the next call is going to raise: there may be none, and peers elsewhere wait."""
+        """Abort and log now with the next call's error: there may be no next call, and peers elsewhere wait."""
         if self._under_way:
             call = self._under_way[0].call
         else:
@@ -450,14 +450,14 @@ class NcclDist(TorchDist):
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
-# By type and number of device.
+# By device type and index.
 _NCCL: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(lambda group: {})
 
 
 def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
-    """The group's communicator for tensors on `device`, or why it cannot have one. The first time, all ranks must ask.
+    """The group's communicator for tensors on `device`, or the reason why not. All ranks make the first call together.
 
-    Raises what `made_on_device` raises.
+    Raises the errors of `made_on_device`.
     """
     return made_on_device(_NCCL, group, device, "NCCL communicator", _agree)
 
@@ -481,15 +481,15 @@ def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
     return NcclDist(group, device, communicator, pids)
 
 
-# -- whether the ranks can have a communicator, by facts that they tell each other -------------------------------------
+# -- whether the ranks can have a communicator, from facts that they exchange ------------------------------------------
 
 
-# The libraries of NCCL (empty: that which torch has loaded) and of the driver, by type of device.
+# The libraries of NCCL (empty: the one that torch has loaded) and of the driver, by device type.
 LIBRARIES = {"cuda": ("", "libcuda.so.1")}
 
 
 def load(device: torch.device) -> tuple[Any, Any]:
-    """`_core.NcclLibrary` and `_core.Driver`. Raises RuntimeError where one of them cannot be had."""
+    """Load `_core.NcclLibrary` and `_core.Driver`. Raises RuntimeError if one of them is unavailable."""
     core = import_module("fused_tp._core")
     nccl, driver = LIBRARIES[device.type]
     return core.NcclLibrary(nccl), core.Driver(driver)
@@ -497,9 +497,9 @@ def load(device: torch.device) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank tells the others."""
+    """Facts that one rank sends to the others."""
 
-    process: Sequence[str | int]  # as `own_process` says
+    process: Sequence[str | int]  # from `own_process`
     gpu: str = ""
     version: int = 0
     id: str = ""  # rank 0's unique id, in hex
@@ -507,7 +507,7 @@ class Facts:
 
 
 def own_facts(group: Group, device: torch.device) -> Facts:
-    """What this rank has to tell."""
+    """Facts of this rank."""
     if find_spec("fused_tp._core") is None:
         return Facts(own_process(), problem="this installation has no native core")
     if device.type not in LIBRARIES:
@@ -519,15 +519,15 @@ def own_facts(group: Group, device: torch.device) -> Facts:
     except RuntimeError as error:
         return Facts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
     if os.environ.get("NCCL_COMM_BLOCKING", "").strip() not in ("", "0", "-1"):
-        # It goes before the configuration of a communicator, and who waits inside of NCCL has no deadline.
+        # The variable overrides the communicator's configuration, and a blocking call of NCCL has no deadline.
         return Facts(own_process(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks")
-    # Several ranks on one GPU: NCCL 2.30 and later, where the variable says so.
+    # NCCL 2.30 and later allow several ranks on one GPU if the variable is set.
     shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return Facts(own_process(), "" if shares else gpu, library.version, unique_id)
 
 
 def judged(facts: Sequence[Facts]) -> Availability:
-    """Whether these ranks can have a communicator."""
+    """Availability of a communicator to these ranks."""
     if not (found := first_reason(fact.problem for fact in facts)):
         return found
     versions = sorted({fact.version for fact in facts})

@@ -1,4 +1,4 @@
-"""Notices when a process of this host ends, however it ends, within milliseconds."""
+"""Detection, within milliseconds, that a process of this host has ended for any reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TICK_SECONDS = 0.2
 
 
 def own_process() -> tuple[str, int]:
-    """Names this process to others: the namespace that its number counts in, and that number."""
+    """Identity of this process for others: its pid namespace, and its pid in that namespace."""
     try:
         return os.readlink("/proc/self/ns/pid"), os.getpid()
     except OSError:
@@ -26,7 +26,7 @@ def own_process() -> tuple[str, int]:
 
 
 def watchable(processes: Sequence[Any]) -> dict[int, int]:
-    """Of the ranks' processes, as `own_process` names them, the numbers of those that can be watched from here."""
+    """Pids, by rank, of those of the ranks' processes (as from `own_process`) that can be watched from here."""
     namespace, own = own_process()
     if not namespace or not hasattr(os, "pidfd_open"):
         return {}
@@ -43,23 +43,23 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that still calls torch while the interpreter goes away ends the process with an abort."""
+    """End the watching threads: one that calls torch while the interpreter exits would abort the process."""
     _exiting.set()
     for thread in list(_threads):
         thread.join(5 * _TICK_SECONDS)
 
 
 class PeerWatch:
-    """A thread that calls back when a peer has ended, and regularly besides; it ends with its owner.
+    """A thread that calls back when a peer has ended, and also at regular intervals; it ends with its owner.
 
-    A kernel that waits for a peer cannot know that the peer has ended, and would wait for its deadline. The thread
-    waits on descriptors that become readable when a process ends, however it ends (pidfd_open, Linux 5.3).
+    A kernel that waits for a peer cannot detect that the peer has ended, and would wait for its deadline. The thread
+    waits on descriptors that become readable when a process ends, for any reason (pidfd_open, Linux 5.3).
 
     Args:
-        owner: while it is alive, the watch runs. The callbacks get it, and must not keep it themselves.
+        owner: the watch runs while it is alive. The callbacks receive it, and must not keep a reference.
         pids: process numbers by rank.
-        lost: `lost(owner, rank)`, once for each peer that has ended.
-        tick: `tick(owner)`, about five times a second.
+        lost: `lost(owner, rank)`, called once for each peer that has ended.
+        tick: `tick(owner)`, called about five times a second.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PeerWatch:
         for rank, pid in pids.items():
             try:
                 self._ranks[os.pidfd_open(pid)] = rank
-            except OSError:  # gone already, or not ours to watch
+            except OSError:  # ended already, or this process may not watch it
                 if not Path(f"/proc/{pid}").exists():
                     lost(owner, rank)
         thread = threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True)

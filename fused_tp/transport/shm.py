@@ -1,12 +1,12 @@
 """CPU shared memory: ranks of one host read and write each other's workspaces in place.
 
-`shm_transport(group)` makes the transport of a group at its first use (a rendezvous over the group's store, in which
-all its ranks take part) and remembers it. A call of an op is a `Workspace`: every rank begins it with its own amount of
-memory, signals stages of its work, waits for stages of others, reads their memory, and ends it. Up to 16 calls of a
-group may be in flight; memory is recycled once every rank has ended the call.
+`shm_transport(group)` makes the transport of a group at its first use (a rendezvous of all its ranks over the group's
+store) and caches it. A call of an op is a `Workspace`: every rank begins it with its own amount of memory, signals
+stages of its work, waits for stages of others, reads their memory, and ends it. Up to 16 calls of a group may be in
+flight; memory is recycled once every rank has ended the call.
 
-Not reachable (another host, another container, another user, no native core): the group gets None, on every rank, and
-the ops run plain collectives. `shm_availability` says why.
+If memory cannot be shared (another host, container or user, no native core), the group gets None, on every rank, and
+the ops use plain collectives. `shm_availability` has the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except ImportError as missing:
 MAX_RANKS: int = getattr(_core, "MAX_RANKS", 64)  # kMaxRanks in csrc/shm/control.h
 _MEETING = "the shared-memory rendezvous"
 
-# The numbers of csrc/dtype.h. bool moves as bytes.
+# The numbers of csrc/dtype.h. bool is moved as bytes.
 _DTYPE_NUMBERS = {
     torch.float32: 0,
     torch.bfloat16: 1,
@@ -56,7 +56,7 @@ _MOST_DESCRIBED = 1024
 
 
 def dtype_number(dtype: torch.dtype) -> int:
-    """The native core's number of `dtype`; TypeError where it has none."""
+    """The native core's number of `dtype`; raises TypeError if it has none."""
     try:
         return _DTYPE_NUMBERS[dtype]
     except KeyError:
@@ -67,15 +67,15 @@ def dtype_number(dtype: torch.dtype) -> int:
 class Workspace:
     """One call of an op in flight on this rank; a context manager that ends the call.
 
-    Views that `buffer` gives must not outlive the call: its memory is recycled once every rank has ended it.
+    Views from `buffer` must not outlive the call: its memory is recycled once every rank has ended it.
 
-    Left by an exception, the call is abandoned: peers that wait for more of it raise, and the ranks are in step. Where
-    peers may have come to the end of it they could take a second try for their next call: then the group is given up,
-    unless the exception is one between ranks.
+    An exception inside abandons the call: peers that wait for more of it raise, and the ranks stay in step. If peers
+    may have completed the call, they could mistake a retry for their next call; then the group is given up, unless the
+    exception is an error between ranks.
 
     Attributes:
-        peers_may_end: without more of this rank. So they may once it has signalled; earlier where peers need nothing of
-            it, which whoever makes the call sets.
+        peers_may_end: True if peers can complete the call without more from this rank. `signal` sets it; an op in which
+            peers need nothing from this rank sets it earlier.
     """
 
     __slots__ = ("__weakref__", "_call", "_core_group", "_memories", "peers_may_end")
@@ -84,11 +84,11 @@ class Workspace:
         self._call = call
         self._core_group = core_group
         self._memories: dict[int, Any] = {}
-        # A later call of one op: peers are to find that this rank has left the group, before that it has left the call.
+        # In a later call of an op, peers must notice that this rank has left the group before that it left the call.
         self.peers_may_end = op_began is not None and call.number - 1 > op_began
 
     def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """A view of `rank`'s memory in this call, `offset` bytes in. Waits until that rank has begun the call."""
+        """A view of `rank`'s memory in this call, at byte `offset`. Waits until that rank has begun the call."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype, device="cpu")
@@ -98,16 +98,16 @@ class Workspace:
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
     def address(self, rank: int) -> int:
-        """Where `rank`'s memory of this call starts in this process."""
+        """Address in this process of `rank`'s memory of this call."""
         return self._call.workspace_address(rank)
 
     def signal(self, stage: int) -> None:
-        """Publish all that this rank has written, as its `stage` (from 1, growing) of this call."""
+        """Publish all that this rank has written, as its stage `stage` (from 1, increasing) of this call."""
         self.peers_may_end = True
         self._call.signal(stage)
 
     def wait(self, rank: int, stage: int) -> None:
-        """Return once `rank` has signalled `stage` or a later one; raises errors between ranks (runtime.errors)."""
+        """Wait until `rank` has signalled `stage` or a later one; raises errors between ranks (runtime.errors)."""
         self._call.wait(rank, stage)
 
     def wait_all(self, stage: int) -> None:
@@ -115,7 +115,7 @@ class Workspace:
         self._call.wait_all(stage)
 
     def abandon(self) -> None:
-        """End the call on this rank before its time: peers that wait for more of it see that this rank left."""
+        """End the call early on this rank: peers that wait for more of it notice that this rank has left."""
         self._call.abandon()
 
     def __enter__(self) -> Workspace:
@@ -131,7 +131,7 @@ class Workspace:
 
 
 def folded(shape: Sequence[int]) -> tuple[int, ...]:
-    """At most six dims that tell shapes apart: a signature has room for eight numbers."""
+    """At most six dims that distinguish shapes: a signature has room for eight numbers."""
     return (math.prod(shape[:-5]), *shape[-5:]) if len(shape) > 6 else tuple(shape)
 
 
@@ -141,25 +141,25 @@ def _check_summable(dtype: torch.dtype) -> None:
 
 
 class ShmTransport:
-    """What the ranks of one group share. Its collectives block, and are the native ones of csrc/shm.
+    """Shared memory of the ranks of one group. Its collectives block, and are the native ones of csrc/shm.
 
-    Sums over ranks accumulate in fp32 (fp64 for fp64, integers in their own type) in rank order. Tensors are contiguous
-    and on the CPU, and of the dtypes and sizes that the ops have checked.
+    Sums over ranks accumulate in fp32 (fp64 for fp64, integers in their own type) in rank order. Tensors are
+    contiguous, on the CPU, and of dtypes and sizes that the ops have checked.
     """
 
     def __init__(self, core_group: Any) -> None:
         self.core_group = core_group
         self.rank: int = core_group.rank
         self.world_size: int = core_group.size
-        self._held: list[tuple[int, Any]] = []  # memory of calls that this rank has left, by their numbers
+        self._held: list[tuple[int, Any]] = []  # (number, memory) of calls that this rank has left by an exception
         self._most_pooled_bytes = settings.shared_memory_reserve() // 2
         self._described: dict[Any, tuple[int, Any]] = {}
-        self.op_began: int | None = None  # how many calls there had been, within an op of several
+        self.op_began: int | None = None  # within an op of several calls, the number of calls before it
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor over this rank's reused pool: its pages exist already, as those of a fresh allocation do not.
+        """A tensor in this rank's reused pool, whose pages exist already, unlike those of a fresh allocation.
 
-        Where the pool is full it comes from the ordinary allocator: outputs may be kept for as long as a caller likes.
+        If the pool is full, the ordinary allocator serves it, because callers may keep outputs for any time.
         """
         memory = self._pooled(math.prod(shape) * dtype.itemsize)
         if memory is None:
@@ -167,30 +167,30 @@ class ShmTransport:
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def _pooled(self, nbytes: int) -> Any:
-        """Memory of this rank's pool for a result; None for no bytes, and where results fill half of the pool.
+        """Memory of this rank's pool for a result; None for no bytes, and if results fill half of the pool.
 
-        The other half is left to workspaces, without which no op could go on.
+        The other half is reserved for workspaces, without which no op could run.
         """
         if nbytes == 0 or self.core_group.bytes_in_use + nbytes > self._most_pooled_bytes:
             return None
         try:
             return self.core_group.allocate(nbytes)
-        except FusedTPError:  # there is room, but in pieces
+        except FusedTPError:  # the free memory is fragmented
             return None
 
     def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int, *, reuse: bool = False) -> Workspace:
-        """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` of memory may differ.
+        """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` may differ.
 
         Args:
-            reuse: wait for peers that are still in calls which this rank has ended, and use the memory of those again.
-                For large ones; small ones have memory of their own. Without it memory grows by what ranks drift apart.
+            reuse: wait for peers that are still in calls that this rank has ended, and reuse memory of those calls;
+                for large calls, as small ones have memory of their own. Otherwise memory grows as ranks drift apart.
         """
         call = self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse)
         return Workspace(call, self.core_group, self.op_began)
 
     @property
     def settled(self) -> bool:
-        """Whether `begin` with `reuse` would have no rank to wait for."""
+        """True if `begin` with `reuse` would wait for no rank."""
         settled: bool = self.core_group.settled()
         return settled
 
@@ -202,13 +202,13 @@ class ShmTransport:
         write: Callable[[Tensor], object],
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """The sum over ranks of what `write(term)` writes to a tensor of `shape`, which is not empty.
+        """Return the sum over ranks of the terms that `write(term)` writes to a tensor of `shape`, which is not empty.
 
-        Term and result are one: it comes from the pool, as `empty`'s tensors do, and peers read it where it lies.
+        Term and result share memory. It comes from the pool, like the tensors of `empty`, and peers read it in place.
 
         Args:
-            op: the op this is; it must agree on all ranks, as `shape` and `dtype` must.
-            meanwhile: work to do once the term is there, while peers may still be busy with theirs.
+            op: name of the op; must agree on all ranks, as must `shape` and `dtype`.
+            meanwhile: work to do once the term is written, while peers may still be busy with theirs.
 
         Example:
             y = transport.all_reduce_of("matmul_all_reduce", (m, n), x.dtype, lambda y: torch.mm(x, w.t(), out=y))
@@ -220,7 +220,7 @@ class ShmTransport:
             call = self.core_group.begin_in(op, number, dims, memory)
         else:
             call = self.core_group.begin(op, number, dims, count * dtype.itemsize)
-        if self._held:  # by a rank that has begun this call, no memory of one that many calls before is read any more
+        if self._held:  # peers read no memory of calls further back than MAX_CALLS_IN_FLIGHT
             self._held = [one for one in self._held if one[0] + _core.MAX_CALLS_IN_FLIGHT > call.number]
         try:
             with Workspace(call, self.core_group, self.op_began) as workspace:
@@ -233,18 +233,18 @@ class ShmTransport:
                 if meanwhile is not None:
                     workspace.signal(1)
                     meanwhile()
-                workspace.peers_may_end = True  # which signals
+                workspace.peers_may_end = True  # sum_workspaces signals
                 _core.sum_workspaces(self.core_group, call, count, number)
                 return term.clone() if memory is None else term
-        except BaseException:  # Ctrl-C too: a peer may still be reading what goes back to the pool with the last tensor
+        except BaseException:  # Ctrl-C too: peers may still read memory that the last tensor would return to the pool
             self._held.append((call.number, memory))
             raise
 
     def all_reduce(self, tensor: Tensor, out: Tensor | None = None, called: str = "all_reduce") -> Tensor:
-        """The sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself).
+        """Return the sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself).
 
         Args:
-            called: the op this is part of, which must agree on all ranks as the shape must.
+            called: the op that this is part of, which must agree on all ranks, as must the shape.
         """
         described = self.described(called, tensor.dtype, tensor.shape)
         out = torch.empty_like(tensor) if out is None else out
@@ -252,21 +252,21 @@ class ShmTransport:
         return out
 
     def described(self, called: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
-        """What the native all-reduce needs besides the address of a tensor: elements and signature."""
+        """Arguments of the native all-reduce besides addresses: number of elements, and signature."""
         key = (called, dtype, shape)
         known = self._described.get(key)
         if known is None:
             _check_summable(dtype)
             signature = _core.Signature(called, dtype_number(dtype), folded(shape))
-            if len(self._described) >= _MOST_DESCRIBED:  # lengths that keep changing
+            if len(self._described) >= _MOST_DESCRIBED:  # reached if sequence lengths keep changing
                 self._described.clear()
             known = self._described[key] = (math.prod(shape), signature)
         return known
 
     def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], called: Sequence[int] | None = None) -> Tensor:
-        """This rank's rows of the sum of `tensor` over the ranks: `sizes[r]` rows of dim 0 belong to rank r.
+        """Return the rows of this rank of the sum of `tensor` over ranks: `sizes[r]` rows of dim 0 belong to rank r.
 
-        `called` (default: the shape of `tensor`) is what the op was called with; it must agree on all ranks.
+        `called` (default: the shape of `tensor`): dims of the op's call; they must agree on all ranks.
         """
         _check_summable(tensor.dtype)
         row = math.prod(tensor.shape[1:])
@@ -282,7 +282,7 @@ class ShmTransport:
         return out
 
     def all_to_all(self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
-        """Give rows of dim 0 to every rank (`send_sizes[r]` to rank r) and get `receive_sizes[r]` rows from each."""
+        """Send `send_sizes[r]` rows of dim 0 to each rank r, and return `receive_sizes[r]` rows from each."""
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
         _core.all_to_all(
@@ -296,7 +296,7 @@ class ShmTransport:
         return out
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Wait until every rank has called it."""
         _core.barrier(self.core_group)
 
     def all_reduce_rms_norm(
@@ -321,20 +321,20 @@ class ShmTransport:
         return normed, new_residual
 
 
-# A transport, or why there is none, or how the rendezvous failed.
+# The transport, the reason why there is none, or the error of the rendezvous.
 _TRANSPORTS: GroupSlot[ShmTransport | Availability | FusedTPError] = GroupSlot()
 
 
 def shm_transport(group: Group) -> ShmTransport | None:
-    """The shared-memory transport of `group`, or None where it cannot be had; the same answer on all its ranks.
+    """The shared-memory transport of `group`, or None if it is unavailable; the same answer on all ranks.
 
     The first call for a group is a rendezvous: every rank of the group must make it.
 
     Raises:
-        PeerLostError: a rank died in the rendezvous or before it. Noticed within two seconds where gloo serves the
-            group's CPU tensors. Without gloo, or with TORCH_GLOO_LAZY_INIT, nothing tells of a rank that died before it
-            had joined: the others get CollectiveTimeoutError at the deadline.
-        CollectiveTimeoutError: a rank, which is named, did not join the rendezvous before the deadline.
+        PeerLostError: a rank died in the rendezvous or before it. Noticed within two seconds if gloo moves the group's
+            CPU tensors. Without gloo, or with TORCH_GLOO_LAZY_INIT, a rank that died before it had joined cannot be
+            detected: the others raise CollectiveTimeoutError at the deadline.
+        CollectiveTimeoutError: a rank did not join the rendezvous before the deadline; the error names it.
     """
     if group.process_group is None or not settings.shared_memory_allowed():
         return None
@@ -343,13 +343,13 @@ def shm_transport(group: Group) -> ShmTransport | None:
 
 
 def known_shm_transport(group: Group) -> ShmTransport | None:
-    """What `shm_transport` has made for `group`. Never waits for other ranks."""
+    """The transport that `shm_transport` has made for `group`, or None. Never waits for other ranks."""
     found = _TRANSPORTS.get(group)
     return found if isinstance(found, ShmTransport) else None
 
 
 def shm_serves(size: int) -> Availability:
-    """Whether groups of `size` ranks may share memory, wherever the ranks are."""
+    """Availability of shared memory to groups of `size` ranks, wherever the ranks are."""
     if not settings.shared_memory_allowed():
         return unavailable("FUSED_TP_SHM=0 turns shared memory off")
     if size > MAX_RANKS:
@@ -358,7 +358,7 @@ def shm_serves(size: int) -> Availability:
 
 
 def shm_availability(group: Group) -> Availability:
-    """Whether `shm_transport(group)` is there, as far as is known. Never waits for other ranks."""
+    """Availability of `shm_transport(group)`, as far as known. Never waits for other ranks."""
     if not (serves := shm_serves(group.size)):
         return serves
     if _core is None:
@@ -372,7 +372,7 @@ def shm_availability(group: Group) -> Availability:
 def _rendezvous(group: Group) -> ShmTransport | Availability:
     if not (serves := shm_serves(group.size)):
         return serves
-    # May raise, and must do so before this rank is counted. The core reads the second by itself.
+    # Read settings first: an invalid one must raise before this rank is counted. The core reads FUSED_TP_ISA itself.
     reserve_bytes, _ = settings.shared_memory_reserve(), settings.isa()
     core_group, problem = None, ""
 
@@ -396,7 +396,7 @@ def _rendezvous(group: Group) -> ShmTransport | Availability:
             core_group.connect(addresses)
         except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
             problem = str(error)
-    # All or none: a rank that cannot reach a peer must keep the others from waiting for it.
+    # All or none: if a rank cannot reach a peer, the others must not wait for it.
     if not (reached := first_reason(exchange(group, _MEETING, problem, gone))):
         return reached
     transport = ShmTransport(core_group)
@@ -416,6 +416,6 @@ _open: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A rank that leaves says so; peers that still wait for it then need not wait for the system to notice."""
+    """Close all groups at exit, which notifies waiting peers sooner than the operating system would."""
     for core_group in list(_open):
         core_group.close()

@@ -1,7 +1,7 @@
-"""A group's store: asked so that every question ends, and the ranks' exchange of values through it.
+"""Bounded access to a group's store, and the ranks' exchange of values through it.
 
-An exchange gives every rank a value of each, within a deadline: to agree on something. It works before anything else
-does, on any backend, and moves no tensor, so a CUDA graph's capture does not mind.
+An exchange sends one value of each rank to every rank, within a deadline, so that ranks can agree. It requires no other
+communication to be set up, works on any backend, and moves no tensor, so it may run while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fused_tp.transport.gloo import close_connections, closed_peers, serves_cpu
 T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
-ANSWER_SECONDS = 2.0  # reads and writes on the way to an error wait no longer
-_SLICE_SECONDS = 0.5  # a wait inside the store sees neither Ctrl-C nor the death of a peer
+ANSWER_SECONDS = 2.0  # limit for reads and writes while an error is handled
+_SLICE_SECONDS = 0.5  # a wait inside the store notices neither Ctrl-C nor the death of a peer
 _FIRST_SLICE_SECONDS = 0.1
-_LOST_SECONDS = 0.4  # a connection that has been closed for so long is that of a rank that has died, or left
+_LOST_SECONDS = 0.4  # a rank whose connection has been closed for this long has died, or left
 
 _MAKE_A_NEW_ONE = "Destroy the process group and make a new one."
 _WHERE = "{op} of group {group!r}"
@@ -42,7 +42,7 @@ _STORE_IS_GONE = (
 )
 
 
-# -- questions that end ------------------------------------------------------------------------------------------------
+# -- bounded questions -------------------------------------------------------------------------------------------------
 
 
 _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
@@ -50,36 +50,36 @@ _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that still calls torch while the interpreter goes away ends the process with an abort."""
+    """Join the asking threads: one that calls torch while the interpreter exits would abort the process."""
     deadline = time.perf_counter() + 1.0
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.perf_counter()))
 
 
 class NoAnswer(Exception):
-    """The store has not answered in time. A store that has died with its host raises RuntimeError."""
+    """The store has not answered in time. A store that died with its host raises RuntimeError instead."""
 
 
 class NoThread(NoAnswer):
-    """There is no thread to ask the store; says why."""
+    """No thread could be started to ask the store; the message has the reason."""
 
 
 class BoundedStore:
-    """Asks `store`, as `BoundedStore(store).ask(lambda store: store.get(key), seconds)`.
+    """Bounded access to `store`: `BoundedStore(store).ask(lambda store: store.get(key), seconds)`.
 
-    torch's own stores block for ever once the host of the store is stopped. So a thread asks, and is left behind where
-    it has no answer in time. Until it has returned nothing else is asked: the others would only queue behind it.
+    torch's own stores block for ever once the host of the store is stopped. So a thread asks, and is left behind if it
+    gets no answer in time. Until that thread returns, nothing else is asked: it would only queue behind it.
     """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._left: Thread | None = None  # the thread that had no answer in time
+        self._left: Thread | None = None  # the thread that got no answer in time
 
     def ask(self, question: Callable[[dist.Store], T], seconds: float = ANSWER_SECONDS) -> T:
-        """What `question(store)` returns or raises.
+        """Return the result of `question(store)`, or raise its exception.
 
         Raises:
-            NoAnswer: it has not within `seconds`, or an earlier one has not yet.
+            NoAnswer: there is no result within `seconds`, or an earlier question is still open.
         """
         if self._left is not None and self._left.is_alive():
             raise NoAnswer("An earlier question has not been answered yet.")
@@ -94,7 +94,7 @@ class BoundedStore:
         thread = Thread(target=ask, name="fused_tp store", daemon=True)
         try:
             start_thread(thread)
-        except RuntimeError as error:  # no more threads may be had, or the interpreter is shutting down
+        except RuntimeError as error:  # thread limit reached, or the interpreter is shutting down
             raise NoThread(str(error)) from error
         _threads.add(thread)
         thread.join(min(seconds, TIMEOUT_MAX))
@@ -121,31 +121,31 @@ STORES: GroupSlot[BoundedStore] = GroupSlot(_store_of)
 
 @dataclass
 class _Exchanges:
-    """What a rank knows of its group's exchanges."""
+    """State of a rank's exchanges in its group."""
 
-    place: str | None = None  # where they are in the group's store
-    counts: dict[str, int] = field(default_factory=dict)  # how many there have been, by what they were for
-    agreed: dict[str, Availability] = field(default_factory=dict)  # what `agree` has found out
-    failed: FusedTPError | None = None  # why the ranks cannot agree on anything any more
+    place: str | None = None  # prefix of their keys in the group's store
+    counts: dict[str, int] = field(default_factory=dict)  # number of exchanges, by name
+    agreed: dict[str, Availability] = field(default_factory=dict)  # results of `agree`
+    failed: FusedTPError | None = None  # why the ranks cannot agree any more
 
 
 _EXCHANGES: GroupSlot[_Exchanges] = GroupSlot(lambda group: _Exchanges())
 
 
 def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[int]] = list) -> list[Any]:
-    """What every rank has given for `what`, by rank. A collective call.
+    """Return every rank's value for `what`, by rank. A collective call.
 
     Args:
-        mine: anything that JSON can carry; tuples arrive as lists.
-        what: the same on all ranks; so it names a type of device, where one matters, and not the rank's own.
-        gone: the ranks of which the caller knows that they have died or left, asked while some are waited for.
+        mine: this rank's value, of any JSON type; tuples arrive as lists.
+        what: name of the exchange, the same on all ranks: it may contain a device type, but not a rank's own device.
+        gone: returns the ranks that the caller knows to have died or left; called while some are waited for.
 
     Raises:
-        CollectiveTimeoutError: some rank has given nothing within `FUSED_TP_TIMEOUT` seconds, here or at a peer; names
-            which. Or the store has not answered.
-        PeerLostError: one of those has died; where gloo moves the group's CPU tensors that is noticed within a second.
-            Or the store had died with its host before this rank could give anything.
-        FusedTPError: that was so before. The ranks no longer mean the same by their calls.
+        CollectiveTimeoutError: some rank sent nothing within `FUSED_TP_TIMEOUT` seconds, here or at a peer; names that
+            rank. Or the store has not answered.
+        PeerLostError: a rank that sent nothing has died; noticed within a second if gloo moves the group's CPU tensors.
+            Or the store died with its host before this rank could send anything.
+        FusedTPError: an earlier exchange failed, so the ranks' calls no longer match.
     """
     group.check_process()
     if (failed := _EXCHANGES[group].failed) is not None:
@@ -167,7 +167,7 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
         )
         if isinstance(error, NoThread):
             silent = current.error(FusedTPError, f"{_WHERE} failed on rank {{rank}}. {{reason}}", reason=str(error))
-            if serves_cpu(process_group := _process_group(group)):  # peers hear nothing through the store
+            if serves_cpu(process_group := _process_group(group)):  # the store cannot notify peers
                 close_connections(process_group)
         publish_failure(group, silent)
         raise silent from error
@@ -177,14 +177,14 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
 
 
 def agree(group: Group, what: str, here: Callable[[], Availability]) -> Availability:
-    """Whether all ranks of `group` can do `what`, with the first reason where some cannot: the same answer everywhere,
-    since ranks that judged for themselves would part ways. The first time, all ranks must ask together.
+    """Availability of `what` to all ranks of `group`, with the first reason if some lack it. All ranks get the same
+    answer; ranks that judged alone could differ. All ranks must make the first call together.
 
     Args:
-        here: whether this rank can; asked the first time only.
+        here: availability to this rank; called the first time only.
 
     Raises:
-        CollectiveTimeoutError: some rank did not ask within `FUSED_TP_TIMEOUT` seconds.
+        CollectiveTimeoutError: some rank did not call within `FUSED_TP_TIMEOUT` seconds.
     """
     agreed = _EXCHANGES[group].agreed
     if what not in agreed:
@@ -193,25 +193,25 @@ def agree(group: Group, what: str, here: Callable[[], Availability]) -> Availabi
 
 
 def first_reason(reasons: Iterable[str]) -> Availability:
-    """The first of the ranks' reasons why not, with its rank; AVAILABLE where no rank has one."""
+    """The first reason among the ranks' reasons why not, with its rank; AVAILABLE if no rank has one."""
     return next((unavailable(f"rank {rank}: {reason}") for rank, reason in enumerate(reasons) if reason), AVAILABLE)
 
 
 def publish_failure(group: Group, error: FusedTPError) -> None:
-    """The ranks can agree on nothing any more: peers that wait for this one, now or later, need wait no longer."""
+    """Record and publish that the ranks cannot agree any more, so that peers do not wait for this one, now or later."""
     if _EXCHANGES[group].failed is not None:
         return
     _EXCHANGES[group].failed = error.copy()
     told = json.dumps(error.as_dict())
-    with contextlib.suppress(RuntimeError, NoAnswer):  # of a store whose host has died, or does not answer
+    with contextlib.suppress(RuntimeError, NoAnswer):  # the store's host may have died, or not answer
         STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/failed", told.encode()))
 
 
 def made_together(slot: GroupSlot[T | FusedTPError], group: Group, make: Callable[[Group], T]) -> T:
-    """What `slot` has for `group`. The first call, which all ranks make together, makes it.
+    """Return the value of `slot` for `group`. The first call makes it, and must be made by all ranks together.
 
-    Where that fails, peers are notified and later calls raise it again: the ranks no longer agree on how often they
-    have tried, and a second try could not succeed.
+    If that fails, peers are notified and later calls raise the error again: the ranks no longer agree on the number of
+    attempts, so a second one could not succeed.
     """
     found = slot.get(group)
     if found is None:
@@ -228,15 +228,15 @@ def made_together(slot: GroupSlot[T | FusedTPError], group: Group, make: Callabl
 
 
 def own_place(store: dist.Store, name: str, rank: int) -> str:
-    """Where in `store` this group has the keys that all its groups of this name have under `name`.
+    """Return the key prefix in `store` for this group's use of `name`.
 
-    A store may outlive its group and serve another of the same name: each rank counts its groups there.
+    A store may outlive its group and serve another one of the same name, so each rank counts its groups there.
     """
     return f"{name}/{store.add(f'{name}/generation/{rank}', 1)}"
 
 
 def _place(group: Group, store: dist.Store) -> str:
-    """Where in the group's store its exchanges are."""
+    """Key prefix of the group's exchanges in its store."""
     exchanges = _EXCHANGES[group]
     if exchanges.place is None:
         exchanges.place = own_place(store, "fused_tp/exchange", group.rank)
@@ -245,14 +245,14 @@ def _place(group: Group, store: dist.Store) -> str:
 
 @on_destroy
 def _leave(group: Group) -> None:
-    """Peers that wait for this rank in an exchange, now or later, hear that it has destroyed the group."""
-    if group in STORES and group.size > 1:  # else this rank has told them nothing, and its store cannot be had any more
+    """Notify peers that wait for this rank in an exchange, now or later, that it has destroyed the group."""
+    if group in STORES and group.size > 1:  # otherwise it has made no exchange, and its store is no longer accessible
         with contextlib.suppress(RuntimeError, NoAnswer):  # as in `publish_failure`
             STORES[group].ask(lambda store: _set(store, f"{_place(group, store)}/left/{group.rank}", b""))
 
 
 def _set(store: dist.Store, key: str, value: bytes) -> None:
-    store.set(key, value)  # type: ignore[arg-type]  # takes bytes, whatever its stub says
+    store.set(key, value)  # type: ignore[arg-type]  # accepts bytes, although its stub does not
 
 
 def _deadline() -> str:
@@ -260,16 +260,16 @@ def _deadline() -> str:
 
 
 class _Exchange:
-    """One exchange: what this rank gives, and waiting for what the others give, within the deadline."""
+    """One exchange: sends this rank's value, and waits for the others' values, within the deadline."""
 
     def __init__(self, group: Group, what: str, gone: Callable[[], list[int]]) -> None:
         self._group, self._what, self._gone = group, what, gone
         counts = _EXCHANGES[group].counts
         self._count = counts[what] = counts.get(what, 0) + 1
         self._deadline = time.monotonic() + settings.timeout_seconds()
-        # Who died before needs not a whole slice to be noticed.
+        # Short at first, so that a peer that died earlier is noticed soon.
         self._slice = _FIRST_SLICE_SECONDS
-        self._closed_since: dict[int, float] = {}  # connections of gloo, by rank
+        self._closed_since: dict[int, float] = {}  # when gloo's connections were first seen closed, by rank
 
     def error(self, kind: type[_ErrorT], sentence: str, **fields: Any) -> _ErrorT:
         group = self._group
@@ -301,7 +301,7 @@ class _Exchange:
                 time.sleep(0.01)  # a store that has died raises at once
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
-        # A store that is only slow has until the deadline.
+        # A store that is merely slow has until the deadline.
         return STORES[self._group].ask(question, max(ANSWER_SECONDS, self._deadline - time.monotonic()))
 
     def _key(self, store: dist.Store, rank: int) -> str:
@@ -329,10 +329,10 @@ class _Exchange:
         return self.error(CollectiveTimeoutError, sentence, missing=dict.fromkeys(absent, ""))
 
     def _departed(self, absent: Sequence[int] | None) -> list[int]:
-        """Ranks that have died or left, of the `absent` ones where those are known, where gloo moves CPU tensors.
+        """Ranks that have died (if gloo moves CPU tensors) or left, of the `absent` ones if these are known.
 
-        Not at the first look: a peer may join although its connection is closed, as a receive of its own that timed out
-        closes it too.
+        A rank is not reported when first seen closed: it may still join, because a timeout of its own receive closes
+        the connection too.
         """
         process_group, now = _process_group(self._group), time.monotonic()
         if serves_cpu(process_group):
@@ -347,7 +347,7 @@ class _Exchange:
         return self._known(left) or [rank for rank in closed if absent is None or rank in absent]
 
     def _published(self) -> FusedTPError | None:
-        """What a peer has failed with."""
+        """The error that a peer has published, or None."""
 
         def question(store: dist.Store) -> FusedTPError | None:
             key = f"{_place(self._group, store)}/failed"
@@ -356,13 +356,13 @@ class _Exchange:
         return self._known(question)
 
     def _absent(self) -> list[int] | None:
-        """Ranks that have given nothing; None where the store has died with its host."""
+        """Ranks that have sent nothing; None if the store has died with its host."""
         return self._known(
             lambda store: [rank for rank in range(self._group.size) if not store.check([self._key(store, rank)])]
         )
 
     def _known(self, question: Callable[[dist.Store], T]) -> T | None:
-        """What the store answers; None where it has died with its host."""
+        """The store's answer; None if it has died with its host."""
         try:
             return self._ask(question)
         except RuntimeError:

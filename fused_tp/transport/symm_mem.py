@@ -1,7 +1,7 @@
-"""Memory that kernels of all ranks of a group write and read: whether the ranks can have it, and making it.
+"""Symmetric memory, which kernels of all ranks of a group read and write: its availability, and its allocation.
 
-All ranks must get the same answer, or some would launch kernels that wait for no one. So they send each other what
-each of them sees, once for a group, and all judge by the same facts.
+All ranks must reach the same decision, or some would launch kernels that wait for no one. So they exchange the facts
+that each of them sees, once per group, and all judge by the same facts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of `device`, which need not be the current device, records a CUDA graph."""
+    """True if the current stream of `device`, which need not be the current device, is capturing a CUDA graph."""
     if device.type != "cuda":
         return False
     with torch.cuda.device(device):
@@ -42,7 +42,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def check_not_capturing(device: torch.device, lacks: str) -> None:
-    """Raises RuntimeError while a CUDA graph is being captured. `lacks`: what would have to be made, in a sentence."""
+    """Raise RuntimeError while a CUDA graph is captured. `lacks`: clause naming the object to make."""
     if is_capturing(device):
         raise RuntimeError(
             f"{lacks}; it cannot be made while a CUDA graph is being captured. Run the same ops once before the "
@@ -57,11 +57,11 @@ def made_on_device(
     what: str,
     make: Callable[[Group, torch.device], T],
 ) -> T:
-    """What `slot` has for `group` on `device`. The first call, which all ranks make together, makes it.
+    """Return the value of `slot` for `group` on `device`. The first call makes it, by all ranks together.
 
     Raises:
         RuntimeError: the first call is during the capture of a CUDA graph.
-        CollectiveTimeoutError: some rank did not call.
+        CollectiveTimeoutError: some rank did not make the call.
     """
     made, key = slot[group], (device.type, device.index or 0)
     found = made.get(key)
@@ -72,28 +72,28 @@ def made_on_device(
 
 
 class KernelMemory(ABC):
-    """The ranks of a group as kernels see them.
+    """The ranks of a group and their memory, as kernels see them.
 
-    Streams share the GPU's queues, of which a process has 8, or up to 32 (CUDA_DEVICE_MAX_CONNECTIONS): what waits in
-    one holds up all that is behind it there. So the workspaces of a rank share the stream in which nothing waits.
+    Streams share the GPU's queues, of which a process has 8, or up to 32 (CUDA_DEVICE_MAX_CONNECTIONS): a wait in one
+    stream blocks all work behind it in the queue. So the workspaces of a rank share the stream in which nothing waits.
     """
 
     rank: int
     world_size: int
-    device: torch.device  # where their memory is
+    device: torch.device  # device of their memory
     arch: int  # compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted
-    sms: int  # multiprocessors, of the rank that has fewest; ranks of one GPU have a share each
+    sms: int  # multiprocessors of the rank with the fewest; ranks on one GPU share its multiprocessors
     pids: Mapping[int, int]  # processes of peers that can be watched from here, by rank
     serialized_by: Hashable  # ops in memories of an equal value are serialized with each other
-    shares_gpu = False  # ranks are threads of this process, on one GPU
+    shares_gpu = False  # True if the ranks are threads of this process, on one GPU
 
     @cached_property
     def rescue(self) -> torch.cuda.Stream | None:
-        """Stream of this rank, on a GPU, in which nothing waits: copies there end the waits of other streams."""
+        """A stream of this rank, on a GPU, in which nothing waits: copies on it end the waits of other streams."""
         return self.own_streams(self, 1)[0] if self.device.type == "cuda" else None
 
     def own_streams(self, owner: object, count: int) -> list[torch.cuda.Stream]:
-        """`count` streams of the GPU's greatest priority, which belong to others only once `owner` is deleted."""
+        """Return `count` streams of the GPU's highest priority, which are reused only once `owner` is deleted."""
         from fused_tp.triton_kernels.comm.streams import own_streams
 
         made: list[torch.cuda.Stream] = own_streams(owner, self.device, count, urgent=True)
@@ -101,14 +101,14 @@ class KernelMemory(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
-        """This rank's buffer, uint8 [nbytes], and the handle to reach the others'. A collective call."""
+        """Return this rank's buffer, uint8 [nbytes], and the handle to reach the others'. A collective call."""
 
 
 def byte_range(sizes: Sequence[int], dtype: torch.dtype, offset: int | None, nbytes: int) -> tuple[int, int]:
-    """Where a view of a buffer of `nbytes` begins and ends, `offset` elements in.
+    """First byte and end of a view of a buffer of `nbytes`, at element `offset`.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the view does not fit.
     """
     begin = (offset or 0) * dtype.itemsize
     end = begin + math.prod(sizes) * dtype.itemsize
@@ -121,15 +121,15 @@ def byte_range(sizes: Sequence[int], dtype: torch.dtype, offset: int | None, nby
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank tells the others."""
+    """Facts that one rank sends to the others."""
 
     host: str
-    process: Sequence[str | int]  # as `peer_watch.own_process` says
-    gpu: str = ""  # uuid; two ranks may share one
+    process: Sequence[str | int]  # from `peer_watch.own_process`
+    gpu: str = ""  # uuid, which two ranks may share
     arch: int = 0
     sms: int = 0
-    unreachable: Sequence[str] = ()  # GPUs that its own cannot address
-    overlapping: bool = False  # torch was configured to let ranks share a GPU
+    unreachable: Sequence[str] = ()  # GPUs that this rank's GPU cannot address
+    overlapping: bool = False  # torch is configured to let ranks share a GPU
     problem: str = ""
 
 
@@ -149,26 +149,26 @@ class GroupMemory(KernelMemory):
         return _allocate_cuda(self.group, self.device, nbytes)
 
 
-# Programs of a kernel that is interpreted run one after the other; more than one so that all of its paths do run.
+# Programs of an interpreted kernel run one after the other; more than one, so that all code paths run.
 _INTERPRETED_PROGRAMS = 3
 
-# By type and number of the device.
+# By device type and index.
 _MEMORIES: GroupSlot[dict[tuple[str, int], GroupMemory | Availability]] = GroupSlot(lambda group: {})
 
 
 def group_memory(group: Group, device: torch.device) -> GroupMemory | Availability:
-    """The memory that `group` can share on `device`, or why it cannot. The first time, all ranks must ask together.
+    """The memory that `group` can share on `device`, or the reason why not. All ranks make the first call together.
 
     Args:
-        device: a GPU by its index, or the CPU.
+        device: a GPU with its index, or the CPU.
 
-    Raises what `made_on_device` raises.
+    Raises the errors of `made_on_device`.
     """
     return made_on_device(_MEMORIES, group, device, "memory for kernels", _agree)
 
 
 def knows_group_memory(group: Group, device: torch.device) -> bool:
-    """True if `group_memory` has been asked before, and needs the other ranks no more."""
+    """True if `group_memory` has been called before and no longer needs the other ranks."""
     return (device.type, device.index or 0) in _MEMORIES[group]
 
 
@@ -191,7 +191,7 @@ def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
 
 
 def _try_fabric(group: Group, device: torch.device) -> tuple[Availability, bool]:
-    """Whether the GPUs' fabric serves all ranks, which it may still refuse, and whether it has multicast for all."""
+    """Try to allocate over the GPUs' fabric: (availability to all ranks, True if all of them have multicast)."""
     mine: tuple[str, bool]
     try:
         _, handle = _allocate_cuda(group, device, 1024)
@@ -205,16 +205,16 @@ def _try_fabric(group: Group, device: torch.device) -> tuple[Availability, bool]
 
 
 def shared_sms(facts: list[Facts]) -> int:
-    """Multiprocessors for each rank: of its GPU, or of its share where ranks have one together.
+    """Multiprocessors for each rank: those of its GPU, or its share of them if ranks share the GPU.
 
-    Their kernels wait for each other, so all of them must find room at once.
+    Kernels of the ranks wait for each other, so all of them must fit on the GPU at once.
     """
     ranks_on = Counter(fact.gpu for fact in facts if fact.gpu)
     return max(1, min(fact.sms // ranks_on.get(fact.gpu, 1) for fact in facts))
 
 
 def judged(facts: list[Facts]) -> Availability:
-    """Whether these ranks can write into each other's memory."""
+    """Availability of peer memory access to these ranks."""
     if not (found := first_reason(fact.problem for fact in facts)):
         return found
     if len({fact.host for fact in facts}) > 1:
@@ -225,7 +225,7 @@ def judged(facts: list[Facts]) -> Availability:
     if len(set(gpus)) < len(gpus) and not all(fact.overlapping for fact in facts):
         return unavailable("several of its ranks share a GPU")
     for rank, fact in enumerate(facts):
-        # A GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES) is judged by torch, when memory is made.
+        # torch judges a GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES), when memory is made.
         for peer, other in enumerate(facts):
             if other.gpu in fact.unreachable:
                 return unavailable(f"the GPU of rank {rank} cannot address that of rank {peer}, as over NVLink")
@@ -233,7 +233,7 @@ def judged(facts: list[Facts]) -> Availability:
 
 
 def allocate_cpu(group: Group, nbytes: int) -> tuple[Tensor, Any]:
-    """Symmetric memory of exactly this size."""
+    """Allocate symmetric memory of exactly this size on the CPU."""
     transport = shm_transport(group)
     if transport is None:
         raise ValueError(f"The ranks cannot share memory: {shm_availability(group).reason}.")
@@ -241,16 +241,16 @@ def allocate_cpu(group: Group, nbytes: int) -> tuple[Tensor, Any]:
     return memory.get_buffer(memory.rank, (nbytes,), torch.uint8), memory
 
 
-_rendezvous = 0  # of this process, of all groups
+_rendezvous = 0  # number in this process, over all groups
 
 
 def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | None = None) -> tuple[Tensor, Any]:
-    """Zeroed symmetric memory of exactly this size, which goes back to the driver when it is freed.
+    """Allocate zeroed symmetric memory of exactly this size, which returns to the driver when it is freed.
 
     Args:
-        name: of the group, for memory whose group torch is to know without being told again.
+        name: name of the group, for memory whose group torch must find without a group argument.
 
-    Raises what `_rendezvous_of_all` raises.
+    Raises the errors of `_rendezvous_of_all`.
     """
     from torch.distributed import _symmetric_memory as torch_symmetric_memory
 
@@ -259,7 +259,7 @@ def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | 
     problem = ""
     try:
         with torch.cuda.device(device):
-            # Not torch's pool of such memory, which gives out a block again with the handle of an earlier group.
+            # torch's pool of such memory would return a block again with the handle of an earlier group.
             tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
                 size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device, group_name=name
             )
@@ -271,22 +271,22 @@ def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | 
 
 
 class NoSymmetricMemory(RuntimeError):
-    """Some rank could not allocate its part. All ranks raise it, none waits for another, and the group goes on."""
+    """Some rank could not allocate its part. All ranks raise it, none waits for another, and the group stays usable."""
 
 
 @contextmanager
 def _rendezvous_of_all(group: Group, device: torch.device, nbytes: int, problem: str) -> Iterator[None]:
-    """Scope of one rendezvous of torch's, which all ranks of `group` enter together; bounded by `FUSED_TP_TIMEOUT`.
+    """Scope of one rendezvous of torch, entered by all ranks of `group` together; bounded by `FUSED_TP_TIMEOUT`.
 
     Args:
-        problem: why this rank has no memory for it; empty where it has.
+        problem: reason why this rank has no memory for it; empty if it has.
 
     Raises:
-        NoSymmetricMemory: some rank has none.
-        FusedTPError: torch would wait for a rendezvous that never comes.
+        NoSymmetricMemory: some rank has no memory.
+        FusedTPError: the ranks' rendezvous counts differ, so torch would wait for ever.
     """
     global _rendezvous
-    # torch numbers them by process, not by group, and would wait for a number that never comes.
+    # torch numbers rendezvous by process, not by group, and would wait for a number that no peer uses.
     answers = exchange(group, "rendezvous", (_rendezvous, problem))
     counts = [count for count, _ in answers]
     if len(set(counts)) > 1:
@@ -299,7 +299,7 @@ def _rendezvous_of_all(group: Group, device: torch.device, nbytes: int, problem:
         raise NoSymmetricMemory(f"{nbytes} bytes of symmetric memory could not be allocated; {failed[0]}")
     assert group.process_group is not None
     store = dist.distributed_c10d._get_process_group_store(group.process_group)
-    before = getattr(store, "timeout")  # noqa: B009  # which its stub does not know
+    before = getattr(store, "timeout")  # noqa: B009  # missing from its stub
     store.set_timeout(timedelta(seconds=settings.timeout_seconds()))
     try:
         with torch.cuda.device(device):
@@ -311,16 +311,16 @@ def _rendezvous_of_all(group: Group, device: torch.device, nbytes: int, problem:
 
 # -- the workspace of torch's own ops ----------------------------------------------------------------------------------
 
-_WORKSPACES: GroupSlot[str] = GroupSlot()  # names of groups for which torch has one from here
+_WORKSPACES: GroupSlot[str] = GroupSlot()  # names of the groups whose torch workspace was made here
 
 
 def make_torch_workspace(group: Group, device: torch.device, nbytes: int) -> Tensor | None:
-    """Have torch's workspace of `group` so large; returns the one before it, which may still be in use.
+    """Make torch's workspace of `group` at least this large; return the previous one, which may still be in use.
 
-    A collective call. torch keeps the workspace by the group's name, for as long as the group is alive. It would also
-    make one, within an op, but then a rank without memory for it leaves the others waiting.
+    A collective call. torch keeps the workspace by the group's name, while the group is alive. torch would also make
+    one within an op, but then a rank without memory for it leaves the others waiting.
 
-    Raises what `_rendezvous_of_all` raises.
+    Raises the errors of `_rendezvous_of_all`.
     """
     from torch.distributed import _symmetric_memory as torch_symmetric_memory
 
@@ -338,7 +338,7 @@ def make_torch_workspace(group: Group, device: torch.device, nbytes: int) -> Ten
 
 @on_destroy
 def _forget_workspace(group: Group) -> None:
-    """torch would give it to the next group of this name, with the peers of this one."""
+    """Drop torch's workspace, which torch would reuse, with this group's peers, for the next group of this name."""
     if (name := _WORKSPACES.get(group)) is not None:
         from torch.distributed import _symmetric_memory as torch_symmetric_memory
 
@@ -346,7 +346,7 @@ def _forget_workspace(group: Group) -> None:
 
 
 class _HostBarrier:
-    """torch's handle, but for its barrier: that one is a kernel, and without a peer it ends the CUDA context."""
+    """torch's handle with another barrier: torch's is a kernel, and without a peer it ends the CUDA context."""
 
     def __init__(self, handle: Any, group: Group, device: torch.device) -> None:
         self._handle = handle
@@ -357,7 +357,7 @@ class _HostBarrier:
         return getattr(self._handle, name)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Once all ranks have arrived and what was in their streams has run; bounded by `FUSED_TP_TIMEOUT`."""
+        """Wait until all ranks have arrived and the work in their streams has run; bounded by `FUSED_TP_TIMEOUT`."""
         torch.cuda.current_stream(self._device).synchronize()
         exchange(self._group, "barrier of kernel memory")
 
@@ -372,7 +372,7 @@ def _facts_of_gpu(device: torch.device) -> Facts:
             for other in others
             if not torch.cuda.can_device_access_peer(index, other)
         )
-    except (AssertionError, RuntimeError) as error:  # the first from a torch without CUDA
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA raises AssertionError
         return Facts(own_host(), own_process(), problem=str(error).splitlines()[0])
     arch = 10 * properties.major + properties.minor
     return Facts(
@@ -389,8 +389,8 @@ def _facts_of_gpu(device: torch.device) -> Facts:
 
 # -- symmetric memory: one interface for CPU and CUDA ------------------------------------------------------------------
 #
-# It is that of torch's own handle (`torch.distributed._symmetric_memory`), as far as kernels use it: their signals are
-# words of the memory itself.
+# The interface is that of torch's own handle (`torch.distributed._symmetric_memory`), as far as kernels use it: their
+# signals are words of the memory itself.
 
 
 class CpuSymmetricMemory:
@@ -402,13 +402,13 @@ class CpuSymmetricMemory:
         self.rank = transport.rank
         self.world_size = transport.world_size
         with transport.begin("symmetric_memory", (nbytes,), torch.uint8, 8) as workspace:
-            # Inside of the call: where one rank's pool is full, the others are notified.
+            # Within the call, so that peers are notified if one rank's pool is full.
             own = transport.core_group.allocate(max(nbytes, 64))
             workspace.buffer(self.rank, (1,), torch.int64).fill_(own.offset)
             workspace.signal(1)
             workspace.wait_all(1)
             offsets = [int(workspace.buffer(r, (1,), torch.int64)) for r in range(self.world_size)]
-        # `own` is what keeps the range from being handed out again; views of peers do not.
+        # `own` keeps the range from being allocated again; views of peers do not.
         self._memories = [
             own if r == self.rank else transport.core_group.at(r, offset, max(nbytes, 64))
             for r, offset in enumerate(offsets)
@@ -416,7 +416,7 @@ class CpuSymmetricMemory:
         self.buffer_ptrs = [memory.address for memory in self._memories]
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
-        """A view of `rank`'s buffer, `storage_offset` elements in."""
+        """A view of `rank`'s buffer, at element `storage_offset`."""
         begin, end = byte_range(sizes, dtype, storage_offset, self._nbytes)
         if begin == end:
             return torch.empty(tuple(sizes), dtype=dtype, device="cpu")
@@ -424,5 +424,5 @@ class CpuSymmetricMemory:
         return torch.frombuffer(memory, dtype=dtype, count=math.prod(sizes), offset=begin).view(tuple(sizes))
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Return once every rank has called it; bounded by `FUSED_TP_TIMEOUT`, whatever `timeout_ms` says."""
+        """Wait until every rank has called it; bounded by `FUSED_TP_TIMEOUT`, `timeout_ms` is ignored."""
         self._transport.barrier()

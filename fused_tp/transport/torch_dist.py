@@ -1,8 +1,8 @@
-"""Plain torch.distributed: works on every group. Every movement is asynchronous, every wait has a deadline.
+"""Plain torch.distributed: works on every group. Every transfer is asynchronous, every wait has a deadline.
 
-Where the backend is NCCL, sums are NCCL's. gloo's own sums round to the tensor's dtype at every hop, in an order that
-depends on the position in the ring, so with gloo (and any other backend) the terms are exchanged instead and summed
-here: in rank order, in float32 or float64.
+On NCCL, sums are NCCL's. gloo's own sums round to the tensor's dtype at every hop, in an order that depends on the
+position in the ring. So on gloo, and any other backend, the terms are exchanged and summed here: in rank order, in
+float32 or float64.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ from fused_tp.transport.gloo import (
     outlive,
 )
 
-# Up to this many bytes per rank an all-reduce sends every term to everyone (one step); above, it is a reduce-scatter
+# Up to this many bytes per rank an all-reduce sends every term to all ranks (one step); above it is a reduce-scatter
 # and an all-gather (two steps, 2/W of the bytes).
 ONE_SHOT_BYTES = 64 * 1024
 
 _SIGNATURE_BYTES = 512
-_GONE_SECONDS = 1.0  # what came before a connection was closed has been dealt with then
-_SPENT_SECONDS = 5.0  # and what others had to give each other, where all of them had come
+_GONE_SECONDS = 1.0  # by then gloo has processed all data that arrived before a connection was closed
+_SPENT_SECONDS = 5.0  # by then the remaining ranks, if all had arrived, have exchanged their data
 _TIMED_OUT = ("timed out", "timeout")
 _LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
 
 
 class TorchDist(GroupCalls):
-    """One group's movements over torch.distributed.
+    """Transfers of one group over torch.distributed.
 
-    After an error between ranks the group is unusable: on gloo its connections are closed, so that no peer waits on.
-    A timeout names the ranks that had not arrived. One that had, but computed on until after the others' deadlines,
-    could not say so and is named with them. NCCL's errors come from its watchdog, which does not tell.
+    After an error between ranks the group is unusable: on gloo its connections are closed, which ends peers' waits. A
+    timeout names the ranks that had not arrived. A rank that had started the call but computed past the others'
+    deadlines, and so published no status, is named too. NCCL's watchdog, which raises its errors, names no rank.
 
-    Tensors that move are contiguous and are cut along dim 0. Shards follow `torch.chunk`, so all but the last non-empty
-    one have equal length; that is why a gather of padded shards leaves the real rows next to each other.
+    Tensors to move are contiguous and sharded along dim 0. Shards follow `torch.chunk`: all but the last non-empty one
+    have equal length, so a gather of padded shards leaves the real rows contiguous.
     """
 
     def __init__(self, group: Group, device_type: str, backend: str | None = None) -> None:
         own = f"{backend.lower()}/" if backend is not None else ""
         super().__init__(group, backend or backend_of(group, device_type), f"fused_tp/{own}{device_type}")
         self.reduces_in_place = self.backend == "nccl"
-        self._collectives: list[Any] = []  # under way on gloo
+        self._collectives: list[Any] = []  # works under way on gloo
         self._met = self.backend != "nccl"
         self._by_host = self.backend == "gloo" and device_type != "cpu"
 
@@ -85,13 +85,13 @@ class TorchDist(GroupCalls):
         return After(lambda: self._wait(call, work))
 
     def _wait(self, call: Call, work: Any) -> None:
-        if self.broken is not None:  # and this movement has ended with the one that failed
+        if self.broken is not None:  # this transfer has ended with the one that failed
             raise self.unusable()
         deadline = time.perf_counter() + settings.timeout_seconds()
         try:
             with tracing.waiting(call.op):
                 for one in work if isinstance(work, list) else [work]:
-                    # NCCL's wait only orders streams; its watchdog keeps the deadline. With a timeout it would block.
+                    # NCCL's wait only orders streams; its watchdog enforces the deadline. A timeout would block.
                     if self.backend == "nccl":
                         one.wait()
                     else:
@@ -105,7 +105,7 @@ class TorchDist(GroupCalls):
                 self._collectives.remove(work)
 
     def _wait_in_slices(self, call: Call, work: Any, deadline: float) -> None:
-        """Waits until `deadline`, and looks now and then whether a peer has given up, or has left."""
+        """Wait until `deadline`, and poll for peers that have given up or left."""
         posted = False
         gone_since: dict[int, float] = {}
         while not _ended(work, min(LOOK_SECONDS, deadline - time.perf_counter())):
@@ -122,15 +122,15 @@ class TorchDist(GroupCalls):
                 raise self.abort_peer_lost(call)
 
     def _cannot_end(self, call: Call, work: Any, gone: dict[int, float]) -> bool:
-        """Whether `work` waits for a peer that has left; `gone`: seconds since its connection was closed, by rank.
+        """True if `work` waits for a peer that has left; `gone`: seconds since its connection was closed, by rank.
 
-        gloo itself does not notice where it was closed in the middle of a message (`transport.gloo`). A peer may also
-        have left because its part of a collective was done, while others take their time; so of a collective it is said
-        only where all the others have reached it too, and have had time to exchange what they had.
+        gloo itself does not notice a connection closed in the middle of a message (`transport.gloo`). A peer may also
+        have left because its part of a collective was done, while other ranks are still working. So for a collective it
+        is true only if all remaining ranks have started it too, and have had time to exchange their data.
         """
         if isinstance(work, Messages):
             return gone.get(-1 if work.peer is None else work.peer, 0.0) > _GONE_SECONDS
-        if min(gone.values(), default=0.0) <= _GONE_SECONDS:  # none, or one whose last part may just have arrived
+        if min(gone.values(), default=0.0) <= _GONE_SECONDS:  # none has left, or its last data may just have arrived
             return False
         others = set(range(self.world_size)) - gone.keys() - {self.rank}
         if others and max(gone.values()) <= _SPENT_SECONDS:
@@ -141,7 +141,7 @@ class TorchDist(GroupCalls):
     # -- failing ------------------------------------------------------------------------------------------------------
 
     def _failure(self, call: Call, error: RuntimeError) -> FusedTPError:
-        """What to raise for an error of torch.distributed. From here on the group is unusable, and its peers know."""
+        """Return the error to raise for one of torch.distributed. Makes the group unusable and notifies peers."""
         if self.broken is not None:
             return self.unusable()
         reason = str(error).splitlines()[0]
@@ -154,7 +154,7 @@ class TorchDist(GroupCalls):
             return self.abort_timed_out(call, reason)
         if lost:
             what = " lost a peer: {reason}"
-        elif late:  # its watchdog raises on the host long after the ranks have enqueued other calls: theirs say nothing
+        elif late:  # the watchdog raises long after the ranks have enqueued other calls, so statuses show nothing
             what = (
                 f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, torch's "
                 "flight recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: "
@@ -172,15 +172,15 @@ class TorchDist(GroupCalls):
         return closed_peers(self.process_group) if self.backend == "gloo" else []
 
     def check(self, op: str, dims: Sequence[float], dtype: torch.dtype, device: torch.device) -> None:
-        """With FUSED_TP_CHECK=1, compare what all ranks are about to do.
+        """Compare the call that all ranks are about to make, if FUSED_TP_CHECK=1.
 
         Raises:
-            RankMismatchError: on every rank, naming both sides, when they differ.
+            RankMismatchError: the calls differ; raised on every rank, naming both sides.
         """
         if not settings.check_ranks():
             return
         text = f"{op}(dims={list(dims)}, dtype={dtype})".encode()
-        # The checksum is of all of it; only what fits is shown.
+        # The checksum covers the whole text; only the part that fits is shown.
         signature = zlib.crc32(text).to_bytes(4, "little") + text
         mine = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(signature)] = torch.frombuffer(bytearray(signature[:_SIGNATURE_BYTES]), dtype=torch.uint8)
@@ -196,7 +196,7 @@ class TorchDist(GroupCalls):
     # -- movements ----------------------------------------------------------------------------------------------------
 
     def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
-        """Everyone's `x` [n, ...], all of one shape, one after the other: [W * n, ...]."""
+        """Gather all ranks' `x` [n, ...], of equal shape, in rank order: [W * n, ...]."""
         out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         if out.numel() == 0:
             return Done(out)
@@ -204,7 +204,7 @@ class TorchDist(GroupCalls):
         return when(moving, out)
 
     def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
-        """Rows [sum(send_sizes), ...] go to the ranks in turn; returns the rows received, by source rank."""
+        """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
         out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
         moving = self._start(
             op,
@@ -215,10 +215,10 @@ class TorchDist(GroupCalls):
         return when(moving, out)
 
     def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
-        """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` does not travel.
+        """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` is not sent.
 
-        gloo has no messages of a GPU's memory, so these go by way of the host: the host waits until the current stream
-        has made `x`, and `out` is written in the stream that is current in `wait`.
+        gloo has no messages from or to GPU memory, so these pass through the host: the host waits until the current
+        stream has computed `x`, and `out` is written on the stream that is current in `wait`.
         """
         self._meet(op, x)
         group = self.process_group
@@ -235,7 +235,7 @@ class TorchDist(GroupCalls):
                 ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
                 peers.append(to)
             works = dist.batch_isend_irecv(ops) if ops else []
-            if self.backend != "gloo":  # of NCCL one work for all of them, or none
+            if self.backend != "gloo":  # NCCL has one work for all of them, or none
                 return works
             # The waiting rank raises at the deadline, before gloo does.
             return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)
@@ -252,10 +252,10 @@ class TorchDist(GroupCalls):
         return After(finish)
 
     def _meet(self, op: str, like: Tensor) -> None:
-        """Once, for all ranks to make the group's communicator together.
+        """Make the group's communicator, at the first shift, together with all ranks.
 
-        torch does that at the first call, and where that is a batch of sends and receives, all ranks must have some
-        (see batch_isend_irecv). In a shift some may have none: of a window most ranks see nothing of most others.
+        torch makes it at the first call, and if that is a batch of sends and receives, all ranks must have some (see
+        batch_isend_irecv). In a shift some may have none: with a sliding window most pairs of ranks exchange nothing.
         """
         if not self._met:
             self._met = True
@@ -263,7 +263,7 @@ class TorchDist(GroupCalls):
             self._start(op, lambda: dist.all_reduce(word, group=self.process_group, async_op=True)).wait()
 
     def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
-        """This rank's rows of the sum over ranks of `x` [sum(sizes), ...], plus `bias`."""
+        """Return the rows of this rank of the sum over ranks of `x` [sum(sizes), ...], plus `bias`."""
         own = sizes[self.rank]
         if self.backend == "nccl" and len(set(sizes)) == 1:
             out = x.new_empty((own, *x.shape[1:]))
@@ -273,12 +273,12 @@ class TorchDist(GroupCalls):
         return After(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
 
     def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
-        """The sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; the same bits on every rank."""
+        """Return the sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; same bits on all ranks."""
         first = self.all_reduce_steps(op, x, bias)
         return After(lambda: first.wait().wait())
 
     def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
-        """`all_reduce` in the two steps it may take, so that a caller can have the next sum's first step under way."""
+        """`all_reduce` in up to two steps, so that a caller can start the next sum's first step before the second."""
         if self.backend == "nccl":
             moving = self._start(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
             total = _plus(bias, when(moving, x))
@@ -289,7 +289,7 @@ class TorchDist(GroupCalls):
         return self._two_shot(op, x, bias)
 
     def _two_shot(self, op: str, x: Tensor, bias: Tensor | None) -> Pending[Pending[Tensor]]:
-        # Cut by elements, not by rows: a sum of few long rows is shared out as evenly as one of many short rows.
+        # Split by elements, not by rows: a sum of few long rows is shared as evenly as one of many short rows.
         count = x.numel()
         chunk = -(-count // self.world_size)
         flat = x.view(-1)
@@ -317,7 +317,7 @@ def _shown(signature: Tensor) -> str:
 
 
 def _ended(work: Any, seconds: float) -> bool:
-    """Whether `work` has ended; waits no longer than `seconds`."""
+    """True if `work` has ended; waits no longer than `seconds`."""
     if isinstance(work, Messages):
         return work.wait_for(seconds)
     try:
@@ -327,12 +327,12 @@ def _ended(work: Any, seconds: float) -> bool:
             raise
         if not work.is_completed():
             return False
-        work.wait(AT_ONCE)  # it ended just after, or by a timeout of the process group's own: this says which
+        work.wait(AT_ONCE)  # returns if it ended after the check, raises if by the process group's own timeout
     return True
 
 
-_BACKENDS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by type of device
-_TRANSPORTS: GroupSlot[dict[str, TorchDist]] = GroupSlot(lambda group: {})  # by type of device
+_BACKENDS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by device type
+_TRANSPORTS: GroupSlot[dict[str, TorchDist]] = GroupSlot(lambda group: {})  # by device type
 
 
 def backend_of(group: Group, device_type: str) -> str:
@@ -364,7 +364,7 @@ def torch_dist(group: Group, device_type: str) -> TorchDist:
 
 @on_destroy
 def _leave(group: Group) -> None:
-    """Closes its connections, as torch does once nobody holds the process group: peers may wait for this rank."""
+    """Close the group's connections, as torch does once the process group is freed: peers may wait for this rank."""
     for made in _TRANSPORTS.get(group, {}).values():
         if made.broken is None:
             made.broken = made.error(FusedTPError, made.last_call("a call"), ": its process group was destroyed.")
@@ -372,5 +372,5 @@ def _leave(group: Group) -> None:
 
 
 def known_torch_dist(group: Group, device_type: str) -> TorchDist | None:
-    """What `torch_dist` has made, if it has."""
+    """The transport that `torch_dist` has made, or None."""
     return _TRANSPORTS[group].get(device_type)

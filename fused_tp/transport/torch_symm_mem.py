@@ -1,16 +1,15 @@
-"""torch's own `symm_mem` ops for one group: which there are, the memory that they work in, and one at a time.
+"""torch's own `symm_mem` ops for one group: their lookup, their memory, and their serialization.
 
-The API is alpha and differs between versions of torch, so each op is looked up, and taken only where its arguments are
-those that are passed here. Ranks take the ops that all of them have.
+The API is alpha and differs between versions of torch, so each op is looked up, and used only if its arguments have the
+expected types. The ranks use the ops that all of them have.
 
-Memory: torch keeps one workspace for each group and every op carves its buffers from offset 0, so two ops on different
-streams would overwrite each other. Here an op waits for the one before, on whatever stream that is, and for our own
-kernels on the device. torch grows the workspace within an op, and a rank that does so alone would wait without a
-deadline; so it is grown here first, by all ranks together, and where one of them has no memory left for it, by none.
-Sums have a buffer of their own.
+Memory: torch keeps one workspace per group, and every op places its buffers from offset 0, so two ops on different
+streams would overwrite each other. Here an op waits for the previous one, on any stream, and for our own kernels on the
+device. torch grows the workspace within an op, where a rank that grows it alone would wait without a deadline. So all
+ranks grow it here first, together, or none does if one of them has too little memory. Sums use a separate buffer.
 
-Deadlines: setting up keeps `FUSED_TP_TIMEOUT`, and a peer that has ended is noticed before the next call. The kernels
-themselves poll without a deadline, and nothing ends them: a peer that is lost in the middle of an op leaves the GPU
+Deadlines: set-up is bounded by `FUSED_TP_TIMEOUT`, and a peer that has ended is noticed before the next call. The
+kernels poll without a deadline, and nothing ends them: a peer that is lost in the middle of an op leaves the GPU
 waiting.
 """
 
@@ -30,10 +29,10 @@ from fused_tp.transport.store import exchange
 from fused_tp.transport.symm_mem import GroupMemory, NoSymmetricMemory, check_not_capturing, make_torch_workspace
 from fused_tp.transport.workspace import Workspaces, rounded
 
-# torch's dispatch keys by type of device.
+# torch's dispatch keys by device type.
 KEYS = {"cuda": "CUDA"}
 
-# The types of the arguments that are passed, by op. Others may follow where they have defaults.
+# Types of the arguments passed to each op. An op may have further arguments if they have defaults.
 NEEDED = {
     "fused_all_gather_matmul": ("Tensor", "List[Tensor]", "int", "str", "bool"),
     "fused_matmul_reduce_scatter": ("Tensor", "Tensor", "str", "int", "str"),
@@ -53,8 +52,8 @@ _ROUNDED_TO = 64 << 20
 
 
 def torch_op(name: str, device_type: str) -> Any:
-    """torch's op `symm_mem::<name>` for tensors on such a device, or an `Availability` that says why there is none."""
-    import torch.distributed._symmetric_memory  # defines those that are written in Python
+    """torch's op `symm_mem::<name>` for tensors on such a device, or an `Availability` with the reason if none fits."""
+    import torch.distributed._symmetric_memory  # defines the ops that are written in Python
 
     found = getattr(getattr(torch.ops.symm_mem, name, None), "default", None)
     key = KEYS.get(device_type)
@@ -70,19 +69,19 @@ def torch_op(name: str, device_type: str) -> Any:
 
 
 def torch_ops_on(device: torch.device) -> Availability:
-    """True if this torch has the ops that the schedule cannot do without, for tensors on `device`."""
+    """True if this torch has the ops that the schedule requires, for tensors on `device`."""
     if device.type not in KEYS:
         return unavailable(f"torch's symm_mem ops are for {', '.join(KEYS)}; this is {device.type}")
     return next((one for name in NEEDED if isinstance(one := torch_op(name, device.type), Availability)), AVAILABLE)
 
 
 class TorchSymmMem(Workspaces):
-    """The ops of one group on one device, and the memory that they work in.
+    """The ops of one group on one device, and their memory.
 
     Attributes:
-        ops: by name, those that all ranks have.
-        name: of the group, as torch's ops take it.
-        multicast: the `multimem` ops can run.
+        ops: the ops that all ranks have, by name.
+        name: name of the group, as torch's ops take it.
+        multicast: True if the `multimem` ops can run.
     """
 
     def __init__(self, memory: GroupMemory, messages: GroupCalls | None = None) -> None:
@@ -97,18 +96,18 @@ class TorchSymmMem(Workspaces):
         self._workspace_bytes = 0
         self._sums: Tensor | None = None
         self._kept: list[Tensor] = []  # outgrown memory that a CUDA graph may still use
-        self._refused: dict[str, int] = {}  # fewest bytes that some rank had no memory for, by what they were for
+        self._refused: dict[str, int] = {}  # by kind of memory, the smallest size that some rank could not allocate
 
     def has_room(self, op: str, *, workspace: int = 0, sums: int = 0) -> bool:
-        """True if `turn` may be called: the memory is there. Makes it where it is not, on all ranks or on none.
+        """True if the memory for `turn` exists. Makes it if it does not, on all ranks or on none.
 
         Args:
-            workspace: bytes that torch will ask of its own workspace, the same on all ranks.
+            workspace: bytes that torch will require of its own workspace, the same on all ranks.
             sums: bytes for `summand`.
 
         Raises:
             RuntimeError: memory would have to grow while a CUDA graph is being captured.
-            Also what `raise_if_failed` raises.
+            Also the errors of `raise_if_failed`.
         """
         self.raise_if_failed()
         have = 0 if self._sums is None else self._sums.numel()
@@ -122,7 +121,8 @@ class TorchSymmMem(Workspaces):
         check_not_capturing(
             self.device, f"{op} needs {nbytes} bytes of symmetric memory for torch's op, and the group has {have}"
         )
-        # No rank frees what another may still read: each waits for its own ops, then making the new waits for all.
+        # No rank may free memory that another may still read: each waits for its own ops, and making the new memory
+        # waits for all ranks.
         if self._turn.done is not None:
             self._turn.done.synchronize()
         size = rounded(nbytes, _LEAST_BYTES, _ROUNDED_TO)
@@ -143,13 +143,13 @@ class TorchSymmMem(Workspaces):
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Scope of one op that `has_room`: its launches run after those of the op before, on the group's device."""
+        """Scope of one op that `has_room`: its launches run after those of the previous op, on the group's device."""
         self.calls += 1
         with self.in_turn():
             yield
 
     def summand(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """This rank's term of a sum, in memory of all ranks and without values yet; inside of its `turn`."""
+        """Uninitialized tensor in memory of all ranks for this rank's term of a sum; valid inside its `turn`."""
         assert self._sums is not None
         return self._sums[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 

@@ -1,9 +1,8 @@
-"""A group of several hosts: which ranks share a host, the groups inside of a host and across hosts that this gives, and
-how they fail together.
+"""Groups of several hosts: the layout of ranks on hosts, the groups inside and across hosts, and common failures.
 
-A rank that waits on one level may wait for a rank that has failed on the other. So a rank that fails publishes that in
-the whole group, then leaves every level, which ends all waits for it; and those that lose it there look in the whole
-group for the reason. Errors name the whole group and its ranks: users do not know the groups of the levels.
+A rank that waits on one level may wait for a rank that has failed on the other. So a rank that fails publishes its
+error in the whole group, then leaves every level, which ends all waits for it. Ranks that lose it on a level look for
+the reason in the whole group. Errors name the whole group and its ranks, because users do not know the levels' groups.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from fused_tp.transport.store import exchange, made_together, publish_failure
 
 
 def own_host() -> str:
-    """Names the running host, not its address: containers of one host may share memory and GPUs.
+    """Name of the running host, not its address: containers of one host may share memory and GPUs.
 
-    Where they do not, `FUSED_TP_HOST` gives each a name of its own.
+    If they do not, `FUSED_TP_HOST` must name each container differently.
     """
     given = settings.host_name()
     if given is not None:
@@ -48,7 +47,7 @@ def own_host() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """A group of `count` hosts with equally many ranks each, rank = host * ranks per host + place."""
+    """A group of `count` hosts with equally many ranks each: rank = host * ranks per host + place."""
 
     inside: Group  # the ranks of this rank's host, by place
     across: Group  # the ranks of this rank's place, by host
@@ -59,7 +58,7 @@ class Hosts:
 
     @property
     def own(self) -> int:
-        """Number of this rank's host."""
+        """Index of this rank's host."""
         return self.across.rank
 
 
@@ -67,10 +66,10 @@ _HOSTS: GroupSlot[Hosts | Availability | FusedTPError] = GroupSlot()
 
 
 def hosts_of(group: Group) -> Hosts | Availability:
-    """The hosts of `group`, or why it does not consist of such. The first time, all ranks must ask together.
+    """The hosts of `group`, or the reason why it is not laid out in hosts. All ranks make the first call together.
 
     Raises:
-        CollectiveTimeoutError: some rank did not ask, or was not there when the parts of the group were made.
+        CollectiveTimeoutError: some rank did not call, or was absent when the parts of the group were made.
     """
     return made_together(_HOSTS, group, _find)
 
@@ -95,7 +94,7 @@ def _sorted(group: Group) -> Availability:
 
 
 def ranks_per_host(names: list[str]) -> int | Availability:
-    """How many ranks each host has, from the ranks' host names; or why they are not laid out host by host.
+    """Number of ranks on each host, from the ranks' host names; or the reason why they are not laid out host by host.
 
     Example:
         >>> ranks_per_host(["a", "a", "b", "b"])
@@ -116,11 +115,11 @@ def ranks_per_host(names: list[str]) -> int | Availability:
 
 
 def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
-    """(This rank's part of `group`, `size` ranks next to each other, and the ranks of its place in all such parts); or
-    why torch cannot make them. All ranks must ask together.
+    """Return (the block of `size` consecutive ranks with this rank, the ranks at its place in all blocks) as groups; or
+    the reason why torch cannot make them. All ranks must call together.
 
     Raises:
-        CollectiveTimeoutError: some rank was not there when the parts of the group were made.
+        CollectiveTimeoutError: some rank was absent when the parts of the group were made.
     """
     if not (possible := _sorted(group)):
         return possible
@@ -132,7 +131,7 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
     made: list[Group] = []
     counted = _world.group_count + count + size
     for parts, own in ((inside, inside[part]), (across, across[place])):
-        # Only members make a part of a part of the world.
+        # If `group` is not the whole world, only the members of a part make it.
         if not whole_world and not (possible := _parts_possible(group, own)):
             return possible
         for ranks in parts if whole_world else [own]:
@@ -140,8 +139,8 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
                 process_group = _part(group, ranks, whole_world)
             except FusedTPError:
                 if whole_world:
-                    # torch numbers the world's groups, and waits for ranks that number the next one alike: as if all
-                    # parts had been made, which some ranks may have done.
+                    # torch numbers the world's groups, and waits for ranks that give the next one the same number.
+                    # Count as if all parts had been made, because some ranks may have made them.
                     _world.group_count = counted
                 raise
             if ranks == own:
@@ -151,14 +150,14 @@ def split(group: Group, size: int) -> tuple[Group, Group] | Availability:
 
 
 def _parts_possible(group: Group, ranks: tuple[int, ...]) -> Availability:
-    """Whether torch can make groups of some ranks of `group` without the rest of the world: one answer for all."""
+    """Availability of subgroups of `group` without the rest of the world in torch; the same answer on all ranks."""
     mine: str | int
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         mine = "the default group is bound to a device, and torch would split its communicator, which takes all ranks"
     elif _process_group_name(list(ranks), use_hashed_name=True) in _world.pg_names.values():
         mine = "torch has given the name of a part that it would need to another group"
     else:
-        # That name also says how many groups this process is in already.
+        # That name also contains the number of groups that this process is in.
         mine = len(_world.pg_names)
     answers = exchange(group, "parts of it", mine)
     for rank, answer in enumerate(answers):
@@ -180,7 +179,7 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
             backend=dist.get_backend_config(group.process_group),
             use_local_synchronization=not whole_world,
         )
-    except RuntimeError as error:  # torch's DistStoreError, or what a backend says that cannot connect
+    except RuntimeError as error:  # torch's DistStoreError, or the error of a backend that cannot connect
         numbers = [group.ranks.index(rank) for rank in ranks]
         assert group.process_group is not None
         told = "gloo" in dist.get_backend_config(group.process_group)
@@ -202,8 +201,8 @@ def _part(group: Group, ranks: tuple[int, ...], whole_world: bool) -> dist.Proce
 
 
 class TwoLevelGroup:
-    """What the groups inside of a group of several hosts have in common with it: when one fails, all do. `flat` is over
-    all of the group; who leaves it leaves the levels too."""
+    """Failures of a group of several hosts and of the groups of its levels: if one fails, all fail. `flat` spans the
+    whole group; leaving it leaves the levels too."""
 
     def __init__(self, hosts: Hosts, flat: GroupCalls) -> None:
         self._hosts = hosts
@@ -212,14 +211,14 @@ class TwoLevelGroup:
         flat.also_depart = self._leave
 
     def call(self, op: str) -> LevelScope:
-        """One call of the group over its levels, to be entered around all of it, or around each part.
+        """Begin one call of the group over its levels; enter the result around all of the call, or around each part.
 
         Raises:
-            FusedTPError: an earlier one has failed.
+            FusedTPError: an earlier call has failed.
         """
         flat = self._flat
         if flat.broken is None:
-            # Why a level is unusable, though no call of the group has failed: asynchronous work reports it late.
+            # A level may be broken although no call of the group has failed: asynchronous work reports errors late.
             flat.broken = next((self._of_group(one.broken) for one in self._calls() if one.broken is not None), None)
         if flat.broken is not None:
             self._leave()
@@ -227,12 +226,12 @@ class TwoLevelGroup:
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
-        """As `GroupCalls.abort_scope`, on all levels."""
+        """`GroupCalls.abort_scope` for all levels."""
         flat, before = self._flat, self._all_started()
         call = flat.last_call(op)
         try:
             yield
-        except FusedTPError:  # of one of the calls, which has notified the peers
+        except FusedTPError:  # from one of the calls, which has notified the peers
             raise
         except BaseException as error:
             if flat.broken is None and (before is None or self._all_started() != before):
@@ -240,12 +239,12 @@ class TwoLevelGroup:
             raise
 
     def abort(self, call: Call, error: BaseException) -> BaseException:
-        """What to raise for an error on some level. From here on the group is unusable, and its peers know."""
+        """Return the error to raise for an error on some level. The group becomes unusable, and peers are notified."""
         flat = self._flat
         if flat.broken is not None:
             return error
         if not isinstance(error, FusedTPError):
-            flat.abort_midway(call, error)  # no peer's doing
+            flat.abort_midway(call, error)  # not caused by a peer
             return error
         cause = self._of_group(error)
         if isinstance(error, PeerLostError):
@@ -254,10 +253,10 @@ class TwoLevelGroup:
         by_itself = late and time.perf_counter() - call.started > 0.9 * settings.timeout_seconds()
         try:
             flat.post_status(call, failed=True)
-            # A rank that a failed peer has left fails too; that peer has published its error before it left.
+            # A rank that a failed peer has left fails too; that peer published its error before it left.
             if first_failure(flat.statuses_within(0.0 if by_itself else REASON_SECONDS)) is not None:
                 return flat.abort_following_peer(call)
-        except BaseException:  # Ctrl-C, most likely: peers must not wait for this rank
+        except BaseException:  # most likely Ctrl-C: peers must not wait for this rank
             self._leave()
             raise
         if late:
@@ -265,17 +264,17 @@ class TwoLevelGroup:
         return flat.abort(call, flat.error(type(error), call, " failed: {cause}", cause=cause))
 
     def started(self) -> int | None:
-        """Counts the exchanges, on any level, that peers may have had a part of; None where that is not known."""
+        """Number of exchanges, on any level, in which peers may have taken part; None if unknown."""
         shared = known_shm_transport(self._hosts.inside)
         return None if shared is None else sum(level.calls for level in self._calls()) + int(shared.core_group.calls)
 
     def _all_started(self) -> int | None:
-        """Counts those of the flat transport too."""
+        """`started`, including the exchanges of the flat transport."""
         started = self.started()
         return None if started is None else started + self._flat.calls
 
     def _leave(self) -> None:
-        """Leave the levels, which ends the waits of all who wait for this rank there."""
+        """Leave the levels, which ends all waits for this rank there."""
         if self._left:
             return
         self._left = True
@@ -288,7 +287,7 @@ class TwoLevelGroup:
         return [*calls_of(self._hosts.inside), *calls_of(self._hosts.across)]
 
     def _of_group(self, error: FusedTPError) -> FusedTPError:
-        # Shared memory is that of the host, and does not name its group.
+        # An error of shared memory comes from the level inside the host, and does not name its group.
         level = self._hosts.across if error.group == self._hosts.across.name else self._hosts.inside
         return error_of_group(error, level, self._flat.group)
 
@@ -310,7 +309,7 @@ class LevelScope:
         if error is None:
             return
         if not isinstance(error, FusedTPError) and self._before is not None and self._levels.started() == self._before:
-            return  # nothing has happened yet
+            return  # no exchange has started
         raised = self._levels.abort(self._call, error)
         if raised is not error:
             raise raised from error
@@ -318,8 +317,8 @@ class LevelScope:
 
 @contextmanager
 def errors_of_group(group: Group, level: Group) -> Iterator[None]:
-    """Scope in which errors on `level`, which users do not know, are raised as errors of `group`. Other ranks of the
-    group need not wait for this one."""
+    """Scope in which errors on `level`, which users do not know, are raised as errors of `group`, whose other ranks are
+    notified so that they do not wait for this one."""
     try:
         yield
     except FusedTPError as error:
@@ -329,11 +328,11 @@ def errors_of_group(group: Group, level: Group) -> Iterator[None]:
 
 
 def error_of_group(error: FusedTPError, level: Group, group: Group) -> FusedTPError:
-    """An error on `level`, restated for `group`, of which it is a part."""
+    """Restate an error on `level` for `group`, which contains the level."""
     ranks = [group.ranks.index(rank) for rank in level.ranks]
     if error.group:
         return error.in_ranks_of(group.name, group.size, ranks)
-    # Without a group: of kernels, with the ranks in fields, or of native shared memory, which is only a sentence.
+    # Errors without a group: of kernels, which have ranks in fields, or of native shared memory, which are sentences.
     sentence = f"{{reason}} (Its ranks are ranks {listed(map(str, ranks))} of group {{group!r}}.)"
     missing = {ranks[rank]: heard for rank, heard in error.missing.items()}
     return type(error)(sentence, group=group.name, rank=group.rank, size=group.size, missing=missing, reason=str(error))
