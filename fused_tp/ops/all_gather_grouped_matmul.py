@@ -42,7 +42,7 @@ def all_gather_grouped_matmul(
             experts.
         tokens: int64 [S], the tokens, all dims of the gathered x but the last counted as one; sorted by expert. Ranks
             may differ.
-        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         gather_dim: any dim but the last; may be negative.
         gather_size: length of `gather_dim` over all ranks, if the shards (as by torch.chunk) are not all equal.

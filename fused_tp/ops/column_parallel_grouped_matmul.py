@@ -30,7 +30,7 @@ def column_parallel_grouped_matmul(
         x: [..., K], the same on all ranks; float16, bfloat16, float32 or float64.
         weight: [experts, N, K], this rank's rows of every expert's weight, or this rank's experts.
         tokens: int64 [S], the tokens, all dims of x but the last counted as one; sorted by expert. Ranks may differ.
-        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:

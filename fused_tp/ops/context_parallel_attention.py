@@ -82,7 +82,7 @@ def context_parallel_attention(
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; see
             `ulysses_attention`.
         causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p: as for `ring_attention`.
-        cu_seqlens, cu_seqlens_kv, seq_len, seq_len_kv: the same; lengths are those of the whole sequence.
+        cu_seqlens, cu_seqlens_kv, seq_len, seq_len_kv: as for `ring_attention`, lengths of the whole sequence.
 
     Returns:
         The same as `ring_attention`. Sum gradients of alibi_slopes and sinks over all ranks of the mesh.

@@ -117,7 +117,7 @@ def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
         for length in a.cache_seqlens.tolist():
             held = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
             yield from ((h, q, d, held), (h, q, held, a.v.shape[3]))
-    elif "grouped" in name:  # once for what each half of backward computes
+    elif "grouped" in name:  # one product for each gradient that is needed
         rows, times = len(a.routing.tokens), sum(getattr(a, need, False) for need in _GRADS) or "backward" not in name
         yield from [(1, rows, *a.weight.shape[1:])] * times
     elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):

@@ -92,7 +92,7 @@ def explain(
         op: name of an op that communicates, as in `fused_tp.<op>`.
         shapes: shapes of the op's first tensors on this rank: x and weight; q, k and v; one tensor for other ops. All
             ranks are assumed to hold equal shards. Tensors may be passed instead of shapes; for x and weight the
-            result then also tells if the kernels for few rows multiply them, or why not.
+            result then also reports if the kernels for few rows multiply them, or why not.
         dtype: dtype of the tensors; None: that of the tensors passed, otherwise bfloat16.
         device: device of the tensors; None: that of the tensors passed, otherwise the CPU.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must call `explain`: if needed,

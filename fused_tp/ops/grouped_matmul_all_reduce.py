@@ -48,7 +48,7 @@ def grouped_matmul_all_reduce(
         x: [S, k], rows sorted by expert, this rank's shard of the features; float16, bfloat16, float32 or float64.
         weight: [experts, N, k], this rank's columns of every expert's weight, or this rank's experts.
         tokens: int64 [S], the token of each row, all dims of `shape` counted as one. Ranks may differ.
-        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
         scale: [S], such as routing weights, or None for ones. Its gradient covers this rank's term only, as x's does.
         shape: shape of the tokens.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.

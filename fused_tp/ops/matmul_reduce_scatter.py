@@ -99,7 +99,7 @@ def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
     return found
 
 
-# -- backward: dx is an all_gather_matmul of dy, and the dy it gathers gives dW and db --------------------------------
+# -- backward: dx is an all_gather_matmul of dy; dW and db use the gathered dy ----------------------------------------
 
 
 def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:

@@ -33,7 +33,7 @@ class SequenceBalance:
 
     @property
     def balance(self) -> float:
-        """Mean work divided by the highest: the mean fraction of time that ranks are busy; 1.0 is perfect."""
+        """Mean work divided by the highest, which is the mean fraction of time that ranks are busy; 1.0 is perfect."""
         return sum(self.work) / (len(self.work) * max(self.work)) if any(self.work) else 1.0
 
     def __str__(self) -> str:

@@ -231,7 +231,7 @@ def _situations(
             for mine, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
                 mine.copy_(given)
             graph.replay()
-            # The graph has no gradients; those of a call outside of it also put other calls between the replays.
+            # The graph has no gradients: compute them in a call outside, which also tests calls between replays.
             rest = _outcome(example, sets[call % 2], group)[len(results) :]
             yield call % 2, [*(t.clone() for t in results), *rest]
 

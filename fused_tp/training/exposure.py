@@ -117,7 +117,7 @@ def _rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[RankT
 
 
 def _cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_for: float) -> tuple[str, float]:
-    """Module, or op, in which this rank spends more of a step than its peers, with that time; ("", 0) if there is none."""
+    """Return (module or op, additional time per step) that made this rank late; ("", 0) if no module explains it."""
     if waited_for <= _LATE * trace.seconds:  # both may be zero
         return "", 0.0
     labels = set(trace.spent) - {""}
