@@ -249,7 +249,7 @@ class Op(Generic[A]):
         return result
 
     def named(self, *values: Any) -> Any:
-        """Call the op from another op's backward, with prepared arguments and a group's name as the last."""
+        """Run the op on prepared arguments, the last a group's name; for calls from other ops and from backward."""
         if is_dynamo_compiling():
             return self.overload(*values)
         return self(*values[:-1], GroupName(values[-1]))
