@@ -1,7 +1,7 @@
-"""fused_tp: tensor and context parallelism whose communication hides behind its compute.
+"""fused_tp: tensor and context parallelism that overlaps communication with compute.
 
-Importing it needs no GPU, no compiler, no initialised process group and none of the libraries it integrates with. What
-needs DTensor (layers, `parallelize`, parallel styles) is loaded at first use.
+Importing it needs no GPU, no compiler, no initialised process group and none of the libraries it integrates with.
+Modules that need DTensor (layers, `parallelize`, parallel styles) are loaded at first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m fused_tp` is `fused-tp`."""
+"""Run the `fused-tp` command as `python -m fused_tp`."""
 
 import sys
 

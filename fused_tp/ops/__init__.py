@@ -1,1 +1,1 @@
-"""The public ops, one file each: checks, custom op, fake, autograd formula."""
+"""Public ops, one file each: argument checks, custom op, fake, autograd formula."""

@@ -1,4 +1,4 @@
-"""Gather the token shards of x and multiply each token by its experts: up projections under sequence parallelism."""
+"""All-gather x and multiply each token by its experts' weights: up projections under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ def all_gather_grouped_matmul(
     gather_dim: int = 0,
     gather_size: int | None = None,
 ) -> Tensor:
-    """y[s] = x[tokens[s]] @ weight[e(s)]^T for x = all_gather(x_shard, gather_dim), a row for each token and expert.
+    """y[s] = x[tokens[s]] @ weight[e(s)]^T for x = all_gather(x_shard, gather_dim), one row per token and expert.
 
-    Backward adds up by token and over ranks, and scatters: one `grouped_matmul_reduce_scatter`. It saves only the
-    shard; dW uses x gathered again.
+    Only the shard is saved for backward.
+
+    =======  ==========================================================================
+    forward  y [S, N]: y[s] = all_gather(x_shard)[tokens[s]] @ weight[e(s)]^T
+    dgrad    dx_shard [..., m, ..., K] = reduce_scatter(sum by token of dy[s] @ weight[e(s)])
+    wgrad    dW [experts, N, K]: dW[e] = sum over rows s of e of dy[s]^T @ x[tokens[s]], x gathered again during dgrad
+    dbias    none: the op has no bias
+    =======  ==========================================================================
 
     Args:
         x_shard: [..., m, ..., K], this rank's tokens along `gather_dim`; float16, bfloat16, float32 or float64.
@@ -36,10 +42,10 @@ def all_gather_grouped_matmul(
             experts.
         tokens: int64 [S], the tokens, all dims of the gathered x but the last counted as one; sorted by expert. Ranks
             may differ.
-        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         gather_dim: any dim but the last; may be negative.
-        gather_size: length of `gather_dim` over all ranks, where the shards (as torch.chunk cuts) are not all equal.
+        gather_size: length of `gather_dim` over all ranks, if the shards (as by torch.chunk) are not all equal.
 
     Returns:
         y [S, N].
@@ -47,7 +53,7 @@ def all_gather_grouped_matmul(
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
             `offsets` are compared on CPU only.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         chosen, order = experts.view(-1).sort(stable=True)  # experts [tokens, 2]: those of each token
@@ -91,7 +97,7 @@ def _prepare(a: _Args) -> _Args:
 
 
 def _shape(a: _Args | _Grads) -> list[int]:
-    """Of the gathered x."""
+    """Shape of the gathered x."""
     return resized(a.x_shard, a.gather_dim, a.gather_size)
 
 

@@ -1,4 +1,4 @@
-"""Gather the token shards of x while multiplying them: the column-parallel linear under sequence parallelism."""
+"""Overlapped all-gather and matmul: the column-parallel linear under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -88,8 +88,14 @@ def all_gather_matmul(
 ) -> Any:
     """y = all_gather(x_shard, gather_dim) @ weight^T + bias, with the gather and the matmul overlapped.
 
-    Several weights that read the same input (q, k, v; gate, up) share one gather. Backward saves only the shard:
-    dx_shard is a `matmul_reduce_scatter`, and dW uses x gathered again while that runs.
+    Several weights that read the same input (q, k, v; gate, up) share one gather. Only the shard is saved for backward.
+
+    =======  ==========================================================================
+    forward  y [..., M, ..., N] = all_gather(x_shard [..., m, ..., K]) @ weight^T + bias
+    dgrad    dx_shard [..., m, ..., K] = reduce_scatter(dy @ weight): a `matmul_reduce_scatter`
+    wgrad    dW [N, K] = dy^T @ all_gather(x_shard), gathered again and overlapped with dgrad
+    dbias    db [N] = sum of dy over tokens; local
+    =======  ==========================================================================
 
     Args:
         x_shard: [..., m, ..., K], this rank's tokens along `gather_dim`; float16, bfloat16, float32 or float64.
@@ -97,7 +103,7 @@ def all_gather_matmul(
         bias: [N] or None; for a list of weights a list of these, or None.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         gather_dim: any dim but the last; may be negative.
-        gather_size: length of `gather_dim` over all ranks, where the shards (as torch.chunk cuts) are not all equal.
+        gather_size: length of `gather_dim` over all ranks, if the shards (as by torch.chunk) are not all equal.
         return_gathered: also return the gathered x, which is differentiable too.
 
     Returns:
@@ -105,7 +111,7 @@ def all_gather_matmul(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         q, k, v = all_gather_matmul(x_shard, [w_q, w_k, w_v], group=mesh["tp"], gather_dim=1)
@@ -195,7 +201,7 @@ def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
 def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
     """[dx_shard (empty where not needed), *dW of the weights that need one].
 
-    dx_shard is dY @ W summed over ranks and scattered, plus what reached the gathered x directly; dW is dY^T @ x.
+    dx_shard = reduce_scatter(dY @ W), plus reduce_scatter of the gradient of the returned gathered x; dW = dY^T @ x.
     """
     d_weights: list[Tensor] = []
     with schedule.abort_scope("all_gather_matmul_backward"):

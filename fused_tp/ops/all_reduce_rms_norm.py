@@ -1,4 +1,4 @@
-"""Sum over ranks, add to the residual, RMS norm: the seam between two blocks of a transformer."""
+"""Fused all-reduce, residual addition and RMS norm, between two blocks of a transformer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from fused_tp.transport.base import accumulate_dtype
 def all_reduce_rms_norm(
     partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, *, group: GroupLike
 ) -> tuple[Tensor, Tensor]:
-    """new_residual = residual + sum over ranks(partial); normed = new_residual / rms(new_residual) * norm_weight.
+    """new_residual = residual + all_reduce(partial); normed = new_residual / rms(new_residual) * norm_weight.
 
     Everything but `partial` is the same on all ranks, so backward is local and all its gradients are complete.
 
+    =======  ==========================================================================
+    forward  (normed, new_residual), both [..., N], as above
+    dgrad    d_partial = d_residual [..., N] = d_new_residual + rms_norm_backward(d_normed); local
+    wgrad    d_norm_weight [N] = sum over tokens of d_normed * new_residual / rms; local
+    dbias    none: the op has no bias
+    =======  ==========================================================================
+
     Args:
         partial: [..., N], this rank's term of the sum.
-        residual: [..., N], the residual stream. Under autocast `partial` may have another dtype; the sum then has
+        residual: [..., N], the residual stream. Under autocast `partial` may have another dtype; it is then cast to
             residual's.
         norm_weight: [N].
         eps: added to the mean square, > 0.
@@ -34,7 +41,7 @@ def all_reduce_rms_norm(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         hidden, residual = all_reduce_rms_norm(partial, residual, norm.weight, 1e-6, group=mesh["tp"])
@@ -55,7 +62,7 @@ class _Args(NamedTuple):
 
 def _prepare(a: _Args) -> _Args:
     partial, residual, norm_weight, eps, group = a
-    # Under autocast matmuls give float16 or bfloat16 while the residual stream stays float32, as the sum then does.
+    # Under autocast, matmuls return float16 or bfloat16; the residual stream, and with it the sum, stays float32.
     if isinstance(partial, Tensor) and isinstance(residual, Tensor) and torch.is_autocast_enabled(partial.device.type):
         partial = partial.to(residual.dtype)
     check_tensor("partial", partial)
@@ -64,7 +71,7 @@ def _prepare(a: _Args) -> _Args:
 
 
 def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_weight: Any, eps: Any) -> None:
-    """`residual`, `norm_weight` and `eps` that fit a sum of `shape`."""
+    """Check that `residual`, `norm_weight` and `eps` fit a sum of `shape`."""
     check_like("residual", residual, like_name, like)
     check_shape("residual", residual, shape, "the shape of the sum it is added to")
     check_like("norm_weight", norm_weight, like_name, like)

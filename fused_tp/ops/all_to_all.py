@@ -1,4 +1,4 @@
-"""The all-to-alls around attention by heads, each the backward of the other. Internal: `ulysses_attention` checks."""
+"""All-to-alls around attention by heads, each the backward of the other. Internal: `ulysses_attention` checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OP = "ulysses_attention"
 
 @dataclass(frozen=True)
 class Heads:
-    """How heads are shared out to `ranks` ranks: query heads equally, and to each the key heads that they read."""
+    """Assignment of heads to `ranks` ranks: query heads equally; each rank gets the key heads that these read."""
 
     heads: int
     kv_heads: int
@@ -34,16 +34,16 @@ class Heads:
 
     @property
     def own(self) -> int:
-        """Query heads of each rank."""
+        """Number of query heads per rank."""
         return self.heads // self.ranks
 
     @property
     def repeated(self) -> bool:
-        """Whether a key head goes to several ranks."""
+        """True if key heads are sent to more than one rank."""
         return self.kv_heads % self.ranks != 0
 
     def of(self, kind: str, rank: int) -> range:
-        """The heads of `rank`: kind "q" or "k"."""
+        """Heads of `rank`, of kind "q" or "k"."""
         first, stop = rank * self.own, (rank + 1) * self.own
         if kind == "q":
             return range(first, stop)
@@ -51,7 +51,7 @@ class Heads:
         return range(first // per_kv_head, (stop - 1) // per_kv_head + 1)
 
     def dtype(self, kind: str, dtype: torch.dtype) -> torch.dtype:
-        """Of a tensor by heads. Key heads that go to several ranks are in fp32, so that their gradients come so."""
+        """Dtype of a tensor sharded by heads: fp32 for key heads sent to several ranks, so that gradients are, too."""
         return accumulate_dtype(dtype) if kind == "k" and self.repeated else dtype
 
 
@@ -66,17 +66,17 @@ def check_shared(heads: int, ranks: int) -> None:
 
 
 def moved_columns(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> int:
-    """Elements of one token of q, k and v, of these shapes, of all heads."""
+    """Number of elements of one token over all heads of q, k and v, given their shapes."""
     return q[2] * q[3] + k[2] * (k[3] + v[3])
 
 
 class HeadsExchange(NamedTuple):
-    """What is exchanged for what.
+    """Parameters of one exchange of tokens for heads.
 
     Attributes:
-        kinds: "q" or "k" for each tensor: it has the tokens and heads of queries or of keys.
-        columns: elements of q, k and v for each token, so that all exchanges of one call have one schedule.
-        has_slopes, has_sinks, return_lse: whether the call has these.
+        kinds: "q" or "k" for each tensor: its tokens and heads are those of queries or of keys.
+        columns: elements of q, k and v per token, so that all exchanges of one call select the same schedule.
+        has_slopes, has_sinks, return_lse: True if the call has these arguments.
         parts, first_part, stride: rank i of the group holds part first_part + i * stride of `parts` of the layout.
     """
 
@@ -110,19 +110,19 @@ class _Args(NamedTuple):
         return self.moved.first_part + rank * self.moved.stride
 
     def rows(self, kind: str, rank: int) -> int:
-        """How many tokens a rank holds."""
+        """Number of tokens that `rank` holds."""
         length = self.attention.seq_len if kind == "q" else self.attention.seq_len_kv
         return local_length(length, self.moved.parts, self.part(rank), self.attention.layout)
 
     def dtypes(self, to_heads: bool) -> list[torch.dtype]:
-        """Of the results: key heads that go to several ranks are in fp32, in heads alone."""
+        """Dtypes of the results; only tensors by heads are in fp32, for key heads sent to several ranks."""
         both = zip(self.moved.kinds, self.xs, strict=True)
         if to_heads:
             return [self.shared.dtype(kind, x.dtype) for kind, x in both]
         return [x.dtype if kind == "q" else self.xs[0].dtype for kind, x in both]
 
     def exchange(self, to_heads: bool) -> tuple[Exchange, str]:
-        """With what its checksum stands for.
+        """Return the exchange and the description that its checksum covers.
 
         Raises:
             ValueError: cu_seqlens are not the bounds of the sequence.
@@ -148,7 +148,7 @@ class _Args(NamedTuple):
 
 
 def _key(a: _Args) -> DispatchKey:
-    """By what the first exchange of a call moves: q, k and v."""
+    """Key for dispatch by the size of the first exchange of a call: q, k and v."""
     tokens = a.attention.seq_len * a.xs[0].shape[0]
     return DispatchKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.moved.columns)
 
@@ -178,8 +178,7 @@ def _to_sequence_fake(a: _Args) -> list[Tensor]:
     return found
 
 
-# Gradients of all results move, zeros for unused ones: which these are may differ between ranks, what is
-# sent may not.
+# Gradients of all results are sent, zeros for unused ones: unused results may differ between ranks, messages must not.
 def _backward(way_back: str, s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
     return {"xs": OPS[way_back](grads, *s.args.moved, *s.args.attention, s.args.group)}
 
@@ -206,7 +205,7 @@ SEQUENCE_TO_HEADS: Op[_Args] = Op(
     backward=partial(_backward, "heads_to_sequence"),
 )
 
-# The way back.
+# The inverse of SEQUENCE_TO_HEADS.
 HEADS_TO_SEQUENCE: Op[_Args] = Op(
     "heads_to_sequence",
     _Args,

@@ -1,6 +1,6 @@
-"""Checks of what callers pass: every complaint names the argument, says what it was and what is needed.
+"""Argument checks: every error names the argument, its value and the required form.
 
-They run before anything is sent, so a bad call on one rank never leaves the others with half an op.
+They run before anything is sent, so that a bad call on one rank never leaves its peers inside an op.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 def check_local(name: str, t: Any) -> None:
-    """A dense tensor that is this rank's own, of any dtype."""
+    """Check that `t` is a dense tensor local to this rank, of any dtype."""
     plain = type(t) is Tensor or type(t) is Parameter
     if not plain and not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, not {type(t).__name__}.")
     if not is_dynamo_compiling():
         _check_memory(name, t, plain)
-    if not plain and hasattr(t, "to_local"):  # importing DTensor to ask for it costs every program 0.6 s
+    if not plain and hasattr(t, "to_local"):  # not isinstance: importing DTensor costs every program 0.6 s
         raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's part of it, {name}.to_local().")
 
 
 def _check_memory(name: str, t: Tensor, plain: bool) -> None:
-    """Memory that holds what `t` shows: native code and peers read it. That of a subclass is its own affair."""
+    """Check that memory holds the values of `t`: native code and peers read it. Memory of subclasses is not checked."""
     if t.layout is not torch.strided or t.is_nested:
         kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.").removeprefix("_")
         raise TypeError(f"{name} is a {kind} tensor; pass a dense one ({name}.to_dense(), or a nested one padded).")
@@ -47,7 +47,7 @@ def _check_memory(name: str, t: Tensor, plain: bool) -> None:
 
 
 def check_tensor(name: str, t: Any, *, least_dims: int = 1) -> None:
-    """A local floating-point tensor with at least `least_dims` dims."""
+    """Check that `t` is a local floating-point tensor with at least `least_dims` dims."""
     check_local(name, t)
     if t.dtype not in _DTYPES:
         raise TypeError(f"{name} has dtype {t.dtype}; the op takes float16, bfloat16, float32 and float64.")
@@ -56,7 +56,7 @@ def check_tensor(name: str, t: Any, *, least_dims: int = 1) -> None:
 
 
 def check_like(name: str, t: Any, like_name: str, like: Tensor) -> None:
-    """A tensor with the dtype and on the device of another."""
+    """Check that `t` has the dtype and device of `like`."""
     check_tensor(name, t)
     if t.dtype != like.dtype:
         raise TypeError(f"{name} has dtype {t.dtype}, but {like_name} has {like.dtype}; convert one of them.")
@@ -64,19 +64,19 @@ def check_like(name: str, t: Any, like_name: str, like: Tensor) -> None:
 
 
 def check_device(name: str, t: Tensor, like_name: str, like: Tensor) -> None:
-    """A tensor on the device of another."""
+    """Check that `t` is on the device of `like`."""
     if t.device != like.device:
         raise ValueError(f"{name} is on {t.device}, but {like_name} is on {like.device}; move one of them.")
 
 
 def check_shape(name: str, t: Tensor, shape: Sequence[int], why: str) -> None:
-    """A tensor of exactly `shape`; `why` says where that comes from."""
+    """Check that `t` has exactly `shape`; `why` explains the shape in the error."""
     if tuple(t.shape) != tuple(shape):
         raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be {tuple(shape)}, {why}.")
 
 
 def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "") -> None:
-    """`x` [..., K], and `weight` [N, K] and `bias` [N] or None that fit it. `suffix` tells members of a list apart."""
+    """Check that `x` [..., K], `weight` [N, K] and `bias` [N] or None fit; `suffix`: index in a list of weights."""
     check_tensor(x_name, x)
     check_like(f"weight{suffix}", weight, x_name, x)
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
@@ -90,20 +90,20 @@ def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast wants matmul operands in, or None where it is off or has nothing to say (float64)."""
-    # Of meta, which autocast does not know, torch would raise.
+    """Dtype to which autocast casts matmul operands; None if autocast is off or does not apply (float64)."""
+    # torch raises for the meta device, which autocast does not support.
     if isinstance(x, Tensor) and (device := x.device.type) != "meta" and torch.is_autocast_enabled(device):
         return None if x.dtype == torch.float64 else torch.get_autocast_dtype(device)
     return None
 
 
 def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    """Floating-point tensors in `dtype`, differentiably; anything else as it is, for the checks to refuse."""
+    """Cast floating-point tensors to `dtype`, differentiably; leave anything else to the checks, which refuse it."""
     return [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
 
 
 def checked_linear(x_name: str, x: Any, weight: Any, bias: Any, *, least_dims: int = 1) -> tuple[Any, Any, Any]:
-    """`x`, `weight` and `bias` as a matmul takes them: in autocast's dtype, and fitting each other."""
+    """Cast `x`, `weight` and `bias` to autocast's dtype and check that they fit each other."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight, bias = cast(dtype, x, weight, bias)
@@ -115,7 +115,7 @@ def checked_linear(x_name: str, x: Any, weight: Any, bias: Any, *, least_dims: i
 def checked_linears(
     x_name: str, x: Any, weights: list[Any], biases: list[Any], has_bias: Sequence[bool], *, least_dims: int = 1
 ) -> tuple[Any, list[Any], list[Any]]:
-    """`checked_linear` of every weight, with those biases that there are."""
+    """Apply `checked_linear` to every weight, and to its bias if it has one."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         (x,), weights, biases = cast(dtype, x), cast(dtype, *weights), cast(dtype, *biases)
@@ -128,7 +128,7 @@ def checked_linears(
 def checked_grouped(
     x_name: str, x: Any, weight: Any, tokens: Any, offsets: Any, scale: Any = None, *, least_dims: int = 1
 ) -> tuple[Any, Any]:
-    """`x` [..., K] and `weight` [experts, N, K] as a grouped matmul takes them, and what says which rows go where."""
+    """Cast `x` [..., K] and `weight` [experts, N, K] to autocast's dtype; check them and the routing tensors."""
     dtype = autocast_dtype(x)
     if dtype is not None:
         x, weight = cast(dtype, x, weight)
@@ -155,7 +155,7 @@ def checked_grouped(
 
 
 def check_rows(x: Tensor, tokens: Tensor) -> None:
-    """`x` [S, k] with a row for each of `tokens` [S]."""
+    """Check that `x` [S, k] has one row for each of `tokens` [S]."""
     if x.ndim != 2 or len(x) != len(tokens):
         raise ValueError(
             f"x has shape {tuple(x.shape)}; it must be [{len(tokens)}, features], a row for each of tokens."
@@ -163,7 +163,7 @@ def check_rows(x: Tensor, tokens: Tensor) -> None:
 
 
 def checked_sizes(name: str, sizes: Any) -> list[int]:
-    """A list of one or more lengths."""
+    """Check a nonempty sequence of lengths and return it as a list."""
     if not isinstance(sizes, (list, tuple)):
         raise TypeError(f"{name} must be a sequence of ints, not {type(sizes).__name__}.")
     if not sizes:
@@ -174,7 +174,7 @@ def checked_sizes(name: str, sizes: Any) -> list[int]:
 
 
 def example_routing(x: Tensor, weight: Tensor) -> Routing:
-    """A row for each token of `x`, for `explain`, which looks at no number."""
+    """Uninitialized routing with one row per token of `x`, for `explain`, which reads no values."""
     return Routing(
         torch.empty(prod(x.shape[:-1]), dtype=torch.int64, device=x.device),
         torch.empty(len(weight), dtype=torch.int32, device=x.device),
@@ -182,9 +182,9 @@ def example_routing(x: Tensor, weight: Tensor) -> Routing:
 
 
 def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
-    """Weights, the biases that there are, and which weights have one, of one weight or several that read one input.
+    """Return (weights, biases without None, one bool per weight: it has a bias).
 
-    autograd follows lists of tensors, and none in which some are None.
+    Biases that are None are left out because autograd does not track lists that contain None.
     """
     if not isinstance(weight, (list, tuple)):
         if isinstance(bias, (list, tuple)):
@@ -203,7 +203,7 @@ def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
 
 
 def spread(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
-    """A bias or None for each weight, from what `as_lists` has made of them."""
+    """Invert `as_lists`: return one bias or None for each weight."""
     given = iter(biases)
     return [next(given) if has else None for has in has_bias]
 
@@ -211,13 +211,13 @@ def spread(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | 
 def bias_grads(
     d_outputs: Sequence[Tensor | None], has_bias: Sequence[bool], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """A gradient or None for each of the biases that there are."""
+    """Return a gradient or None for each bias that is not None."""
     owners = [d for d, has in zip(d_outputs, has_bias, strict=False) if has]
     return [bias_grad(d) if needed and d is not None else None for d, needed in zip(owners, needs, strict=True)]
 
 
 def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
-    """`dim` as a non-negative dim of `t` that is not the last: the last is what the matmul reduces or makes."""
+    """Normalize `dim` of `t` to be non-negative; refuse the last dim, which the matmul reduces or creates."""
     dim = any_dim(name, dim, t_name, t)
     if dim == t.ndim - 1:
         raise ValueError(
@@ -227,7 +227,7 @@ def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
 
 
 def any_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
-    """`dim` as a non-negative dim of `t`."""
+    """Normalize `dim` of `t` to be non-negative."""
     check_int(name, dim)
     if not -t.ndim <= dim < t.ndim:
         raise ValueError(f"{name}={dim} is out of range for {t_name} of shape {tuple(t.shape)}.")
@@ -235,17 +235,17 @@ def any_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
 
 
 def resized(t: Tensor, dim: int, size: int) -> list[int]:
-    """The shape of `t`, with another size of `dim`."""
+    """Shape of `t` with `dim` replaced by `size`."""
     return [*t.shape[:dim], size, *t.shape[dim + 1 :]]
 
 
 def is_int(value: Any) -> bool:
-    """An integer; a bool is none."""
+    """True if `value` is an integer and not a bool."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def check_int(name: str, value: Any, least: int | None = None, what: str = "") -> None:
-    """An integer, at least `least`, which is explained by `what`; a bool is none."""
+    """Check that `value` is an integer (not a bool) of at least `least`; `what` explains the bound in the error."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}.")
     if least is not None and value < least:
@@ -255,14 +255,14 @@ def check_int(name: str, value: Any, least: int | None = None, what: str = "") -
 
 
 def check_integers(name: str, t: Any) -> None:
-    """A local tensor of int32 or int64."""
+    """Check that `t` is a local tensor of int32 or int64."""
     check_local(name, t)
     if t.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {t.dtype}; it must be int32 or int64.")
 
 
 def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed: str, kind: str = "a float") -> float:
-    """A float of which `holds` is true, which is what `needed` says."""
+    """Convert `value` to float and check `holds(value)`; `needed` describes that condition in the error."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}, not {type(value).__name__}.")
     try:
@@ -275,14 +275,14 @@ def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed
 
 
 def check_bool(**given: Any) -> None:
-    """True or False, by name, and not what only counts as one of them: "False" counts as True."""
+    """Check that each value is a bool: the string "False" would count as True."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, not {type(value).__name__}.")
 
 
 def total_size(name: str, given: Any, length: int, world_size: int, rank: int, what: str) -> int:
-    """Length over all ranks of a dim of which this rank holds `length`; `given` None means equal lengths."""
+    """Length over all ranks of a dim whose shard here has `length`; `given` None means equal shards."""
     if given is None:
         return length * world_size
     check_int(name, given)

@@ -1,7 +1,7 @@
-"""What the ops of context parallel attention are called with: checked in one place, the same for all of them.
+"""Arguments shared by all ops of context parallel attention, and their checks.
 
-Plans are made of the values of cu_seqlens, on the host. A public function takes the tensor through `on_host`, which
-reads no value and so can be traced by a compiler; the op, which runs on real tensors only, reads them.
+Plans depend on the values of cu_seqlens, read on the host. A public function passes the tensor through `on_host`, which
+reads no values, so that a compiler can trace it; the op, which runs only on real tensors, reads the values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ScoreKeywords(TypedDict, total=False):
-    """Keywords of the scores, in training and over a cache, stated once for type checkers; see `ring_attention`."""
+    """Keywords of the scores, in training and over a cache, for type checkers; see `ring_attention`."""
 
     causal: bool
     scale: float | None
@@ -46,7 +46,7 @@ class ScoreKeywords(TypedDict, total=False):
 
 
 class AttentionKeywords(ScoreKeywords, total=False):
-    """Those of attention over a sequence that is cut over ranks."""
+    """Keywords of attention over a sharded sequence."""
 
     layout: str
     dropout_p: float
@@ -60,7 +60,7 @@ A = TypeVar("A", bound=Any)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# Of functions that return (out, lse) where `return_lse` is True, and out alone where it is not.
+# Keywords of overloads: with return_lse=True the result is (out, lse), otherwise out alone.
 class OutKeywords(AttentionKeywords, total=False):
     return_lse: Literal[False]
 
@@ -78,8 +78,8 @@ class ScoreOutAndLseKeywords(ScoreKeywords, total=False):
 
 
 def with_keywords(keywords: Any, arguments: type[Any] = AttentionArguments) -> Callable[[F], F]:
-    """Decorator of a function whose `**keywords` are those of a TypedDict, with the defaults of the NamedTuple
-    `arguments`: `inspect.signature` and `help` name them one by one."""
+    """Decorate a function so that `inspect.signature` and `help` list its `**keywords` by name: the fields of the
+    TypedDict `keywords`, with defaults from the NamedTuple `arguments`."""
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
@@ -99,33 +99,33 @@ def with_keywords(keywords: Any, arguments: type[Any] = AttentionArguments) -> C
     return decorate
 
 
-# Compilers do not trace a look at the annotations.
+# Evaluated here, because compilers cannot trace access to annotations.
 _ATTENTION_KEYWORDS = frozenset(AttentionKeywords.__annotations__)
 SCORE_KEYWORDS = frozenset(ScoreKeywords.__annotations__)
 
 
 def check_keywords(op: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raise TypeError for names that the public function `op` does not have."""
+    """Raise TypeError for keywords that the public function `op` does not accept."""
     for name in given:
         if name not in known:
             raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
 
 
 def arguments_of(op: str, keywords: Mapping[str, Any], **inner: Any) -> AttentionArguments:
-    """What the ops take behind q, k and v for these keywords of the public function `op`; not checked yet."""
+    """Build an op's arguments after q, k and v from keywords of the public function `op`; not checked yet."""
     check_keywords(op, keywords, _ATTENTION_KEYWORDS)
     dropout_p = checked_number("dropout_p", keywords.get("dropout_p", 0.0), lambda p: 0 <= p < 1, "in [0, 1)")
-    # Of the CPU's generator, whatever the device: reading it on the host waits for nothing. Before the other checks,
-    # which a plan spares: a call that they refuse has drawn, too.
+    # Drawn from the CPU's generator on any device: reading it on the host never waits. Drawn before the other checks,
+    # which a cached plan skips, so that a refused call advances the generator as well.
     seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p else None
     return AttentionArguments(**{**keywords, **inner, "seed": seed})
 
 
 def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: int, rank: int) -> AttentionArguments:
-    """`given` as the ops take them, of rank `rank` among `size` that share the sequence.
+    """Check and complete `given` for rank `rank` of the `size` ranks that share the sequence.
 
     Raises:
-        TypeError, ValueError: one of them does not fit.
+        TypeError, ValueError: an argument does not fit.
     """
     check_heads(q, k, v)
     check_bool(causal=given.causal)
@@ -157,7 +157,7 @@ def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: i
 
 
 def checked_scores(given: A, q: Tensor) -> A:
-    """`given`, a NamedTuple with all ScoreKeywords, with those but `causal` checked."""
+    """Check all ScoreKeywords except `causal` in the NamedTuple `given`."""
     for name in ("alibi_slopes", "sinks"):
         check_per_head(name, getattr(given, name), q)
     scale = given.scale
@@ -172,9 +172,9 @@ def checked_scores(given: A, q: Tensor) -> A:
 
 
 def describe(arguments: AttentionArguments, mask: AttentionMask, **given: bool) -> str:
-    """What ranks must agree on besides shapes; `given`: which other arguments there are.
+    """Describe everything besides shapes that ranks must agree on; `given` adds flags for further arguments.
 
-    Ranks compare at most eight numbers (those of shared memory): the checksum of all of this is one of them.
+    Ranks compare at most eight numbers (the limit of shared memory); the checksum of this text is one of them.
     """
     bounds = mask.cu_seqlens, mask.cu_seqlens_kv
     documents = f"checksum {checksum(repr(bounds))}" if any(bounds) else "one length"
@@ -185,7 +185,7 @@ def describe(arguments: AttentionArguments, mask: AttentionMask, **given: bool) 
 
 @contextmanager
 def annotate_mismatch(op: str, rank: int, words: str) -> Iterator[None]:
-    """Scope in which a RankMismatchError also says what this rank's checksum stands for."""
+    """Context manager that adds the meaning of this rank's checksum to a RankMismatchError."""
     try:
         yield
     except RankMismatchError as error:
@@ -196,10 +196,10 @@ def annotate_mismatch(op: str, rank: int, words: str) -> Iterator[None]:
 
 
 def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
-    """`cu_seqlens` on the CPU, None for None; copied there once if it is not, which waits for its device.
+    """Return `cu_seqlens` on the CPU, or None for None; a copy from another device waits for that device.
 
     Raises:
-        TypeError, ValueError: it is not a 1-D tensor of int32 or int64.
+        TypeError, ValueError: `cu_seqlens` is not a 1-D tensor of int32 or int64.
     """
     if cu_seqlens is None:
         return None
@@ -229,14 +229,14 @@ def check_heads(q: Any, k: Any, v: Any) -> None:
 
 
 def check_dtypes(q: Any, k: Any, v: Any, of: str = "") -> None:
-    """One dtype and device; `of` ends the names of k and v."""
+    """Check that q, k and v share dtype and device; `of` is appended to the names of k and v."""
     check_tensor("q", q)
     check_like(f"k{of}", k, "q", q)
     check_like(f"v{of}", v, "q", q)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, of: str = "", *, batch: bool = True) -> None:
-    """Heads, head_dim and, where `batch`, batch that fit, of 4-D tensors; `of` ends the names of k and v."""
+    """Check heads, head_dim and, if `batch`, the batch of 4-D tensors; `of` is appended to the names of k and v."""
     if batch and k.shape[0] != q.shape[0]:
         raise ValueError(f"k{of} has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
     if k.shape[3] != q.shape[3]:
@@ -248,7 +248,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, of: str = "", *, batch: bool =
 
 
 def total_length(name: str, given: Any, of: str, length: int, size: int, rank: int, layout: str) -> int:
-    """Tokens of all ranks, of which this one holds `length` in the tensor named `of`; `given` None: equally many."""
+    """Number of tokens over all ranks; tensor `of` holds `length` on this rank, or on every rank if `given` is None."""
     if given is None:
         return length * size
     check_int(name, given, least=0)
@@ -274,7 +274,7 @@ def checked_window(window: Any) -> tuple[int, int]:
     if not all(map(is_int, window)):
         raise TypeError(f"window is {tuple(window)}; each side must be an int, and -1 where there is no limit.")
     for side in window:
-        check_int("window", side)  # of 64 bits
+        check_int("window", side)  # must fit in 64 bits
     if min(window) < UNLIMITED:
         raise ValueError(f"window is {tuple(window)}; each side must be at least 0, or -1 for no limit.")
     left, right = window

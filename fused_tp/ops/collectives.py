@@ -1,8 +1,19 @@
-"""Differentiable collectives for layers: the plain movements around a model's parallel part.
+"""Differentiable collectives for layers: communication around the parallel part of a model.
 
-Gradients follow Megatron's convention: a replicated output gets the same gradient on all ranks, counted once. So there
-are two gathers and two scatters, which differ in backward: `all_gather` feeds rank-local work (its gradient is summed),
-`gather` makes a replicated result (its gradient is cut).
+Gradients follow Megatron's convention: a replicated output gets the same gradient on all ranks, counted once. There are
+therefore two gathers: the result of `all_gather` feeds rank-local work, the result of `gather` is replicated. M is the
+length of `dim` over all ranks, m that of this rank's shard.
+
+================  ===============================================  ===================================
+op                forward                                          backward
+================  ===============================================  ===================================
+`all_gather`      x [M, K] = all_gather(x_shard [m, K])            dx_shard [m, K] = reduce_scatter(dx)
+`reduce_scatter`  y_shard [m, K] = reduce_scatter(x [M, K])        dx [M, K] = all_gather(dy_shard)
+`all_reduce`      y = all_reduce(x)                                dx = dy; local
+`copy_to_group`   y = x; local                                     dx = all_reduce(dy)
+`scatter`         y_shard [m, K] = slice of x [M, K]; local        dx [M, K] = all_gather(dy_shard)
+`gather`          x [M, K] = all_gather(x_shard [m, K])            dx_shard [m, K] = slice of dx; local
+================  ===============================================  ===================================
 """
 
 from __future__ import annotations
@@ -22,16 +33,16 @@ from fused_tp.schedules.base import Schedule
 
 
 def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
-    """Everyone's `x_shard` along `dim`, for work that differs by rank; backward is `reduce_scatter`.
+    """Gather the shards of all ranks along `dim` for work that differs by rank; backward is `reduce_scatter`.
 
     Args:
-        x_shard: this rank's part, cut along `dim` as torch.chunk does; float16, bfloat16, float32 or float64.
+        x_shard: this rank's shard, split along `dim` as by torch.chunk; float16, bfloat16, float32 or float64.
         dim: any dim; may be negative.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        gather_size: length of `dim` over all ranks, where the parts are not equally long.
+        gather_size: length of `dim` over all ranks, if the shards are not equally long.
 
     Returns:
-        The parts in the order of the ranks, `gather_size` along `dim`.
+        The shards in rank order, `gather_size` along `dim`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -44,15 +55,15 @@ def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int 
 
 
 def reduce_scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
-    """This rank's slice along `dim` of the sum of `x` over ranks; backward is `all_gather`.
+    """Sum `x` over ranks and return this rank's slice along `dim`; backward is `all_gather`.
 
     Args:
         x: this rank's term of the sum, of one shape on all ranks; float16, bfloat16, float32 or float64.
-        dim: any dim; may be negative. Cut as torch.chunk does.
+        dim: any dim; may be negative. Sharded as by torch.chunk.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:
-        Like `x`, with this rank's part of `dim`.
+        A tensor like `x`, with this rank's shard of `dim`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -65,14 +76,14 @@ def reduce_scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
 
 
 def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
-    """The sum of `x` over ranks, the same bits on every rank; backward is the identity.
+    """Sum `x` over ranks, bitwise equal on all ranks; backward is the identity.
 
     Args:
         x: this rank's term of the sum, of one shape on all ranks; float16, bfloat16, float32 or float64.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:
-        Like `x`.
+        A tensor like `x`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -85,14 +96,14 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
 
 
 def copy_to_group(x: Tensor, *, group: GroupLike) -> Tensor:
-    """`x`, which all ranks hold, as input of work that differs by rank: a view; backward is `all_reduce`."""
+    """Return a view of the replicated `x` as input of work that differs by rank; backward is `all_reduce`."""
     check_tensor("x", x, least_dims=0)
     result: Tensor = _CopyToGroup.apply(x, group_identity(group)[0])
     return result
 
 
 def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
-    """A copy of this rank's slice along `dim` of `x`, which all hold; backward is `gather`. Cut as torch.chunk does."""
+    """Copy this rank's slice (as by torch.chunk) of the replicated `x` along `dim`; backward is `gather`."""
     check_tensor("x", x)
     name, size, rank = group_identity(group)
     result: Tensor = _Scatter.apply(x, any_dim("dim", dim, "x", x), name, size, rank)
@@ -100,14 +111,14 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
 
 
 def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
-    """`all_gather` for a result that all ranks use in the same way; backward takes the own slice."""
-    given: Any = gather_size  # None too, which `prepare` replaces
+    """Gather shards into a result that all ranks use alike; backward takes this rank's slice."""
+    given: Any = gather_size  # may be None: `_prepare_all_gather` replaces it
     _, dim, total, _ = _prepare_all_gather(_AllGather(x_shard, dim, given, group))
     result: Tensor = _Gather.apply(x_shard, dim, total, *group_identity(group))
     return result
 
 
-# -- custom ops: what moves -------------------------------------------------------------------------------------------
+# -- custom ops: those that communicate -------------------------------------------------------------------------------
 
 
 class _AllGather(NamedTuple):
@@ -129,7 +140,7 @@ class _AllReduce(NamedTuple):
 
 
 def _key(op: str, x: Tensor, shape: Sequence[int]) -> DispatchKey:
-    """By the `shape` of the tensor that is the same on all ranks: by that of a shard the ranks might choose apart."""
+    """Key for dispatch by `shape` of the whole tensor: shards differ, and ranks could select different schedules."""
     rows, columns = (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
     return DispatchKey(op, x.dtype, x.device, rows, None, columns)
 
@@ -210,7 +221,7 @@ ALL_REDUCE: Op[_AllReduce] = Op(
 )
 
 
-# -- functions whose forward moves nothing, or whose backward does not: views are allowed here, not in custom ops -----
+# -- functions with a local forward or backward: they may return views, which custom ops may not ----------------------
 
 
 class _CopyToGroup(Function):

@@ -1,4 +1,4 @@
-"""Up projections of experts without sequence parallelism: nothing moves forward, a sum over ranks backward."""
+"""Up projections of experts without sequence parallelism: forward is local, backward sums over ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from fused_tp.schedules.grouped import GroupedProduct, Routing, grouped_linear, 
 def column_parallel_grouped_matmul(
     x: Tensor, weight: Tensor, tokens: Tensor, offsets: Tensor, *, group: GroupLike
 ) -> Tensor:
-    """y[s] = x[tokens[s]] @ weight[e(s)]^T, a row for each token and expert, for x that all ranks hold.
+    """y[s] = x[tokens[s]] @ weight[e(s)]^T, one row per token and expert, for x replicated over ranks.
 
-    Backward adds dx up by token and over ranks, and computes dW meanwhile.
+    =======  ==========================================================================
+    forward  y [S, N]: y[s] = x[tokens[s]] @ weight[e(s)]^T; local
+    dgrad    dx [..., K] = all_reduce(sum by token of dy[s] @ weight[e(s)]): a `grouped_matmul_all_reduce`
+    wgrad    dW [experts, N, K]: dW[e] = sum over rows s of e of dy[s]^T @ x[tokens[s]], overlapped with dgrad
+    dbias    none: the op has no bias
+    =======  ==========================================================================
 
     Args:
         x: [..., K], the same on all ranks; float16, bfloat16, float32 or float64.
         weight: [experts, N, K], this rank's rows of every expert's weight, or this rank's experts.
         tokens: int64 [S], the tokens, all dims of x but the last counted as one; sorted by expert. Ranks may differ.
-        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
+        offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:
@@ -33,7 +38,7 @@ def column_parallel_grouped_matmul(
 
     Raises:
         TypeError, ValueError: an argument does not fit. Numbers in `tokens` and `offsets` are compared on CPU only.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along (in backward).
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: in backward, a peer failed or made another call.
 
     Example:
         rows = column_parallel_grouped_matmul(x, w_gate_up, tokens, offsets, group=mesh["tp"])
@@ -62,7 +67,7 @@ class _Grads(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    group_identity(a.group)  # which refuses what is no group
+    group_identity(a.group)  # raises if it is not a group
     return _Args(*checked_grouped("x", a.x, a.weight, *a.routing), a.routing, a.group)
 
 

@@ -1,4 +1,4 @@
-"""The column-parallel linear without sequence parallelism: nothing moves forward, a sum over ranks backward."""
+"""Column-parallel linear without sequence parallelism: forward is local, backward sums over ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,16 @@ def column_parallel_matmul(
     *,
     group: GroupLike,
 ) -> Tensor | list[Tensor]:
-    """y = x @ weight^T + bias for x that all ranks hold; backward sums dx over ranks and computes dW meanwhile.
+    """y = x @ weight^T + bias for x replicated over ranks; backward overlaps the all-reduce of dx with dW.
 
-    Several weights that read the same input (q, k, v; gate, up) share one sum in backward.
+    Several weights that read the same input (q, k, v; gate, up) share one all-reduce in backward.
+
+    =======  ==========================================================================
+    forward  y [..., N] = x [..., K] @ weight^T + bias; local
+    dgrad    dx [..., K] = all_reduce(dy @ weight): a `matmul_all_reduce`
+    wgrad    dW [N, K] = dy^T @ x; local, overlapped with dgrad
+    dbias    db [N] = sum of dy over tokens; local
+    =======  ==========================================================================
 
     Args:
         x: [..., K], the same on all ranks; float16, bfloat16, float32 or float64.
@@ -46,7 +53,7 @@ def column_parallel_matmul(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along (in backward).
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: in backward, a peer failed or made another call.
 
     Example:
         gate, up = column_parallel_matmul(x, [w_gate, w_up], group=mesh["tp"])
@@ -77,7 +84,7 @@ class _Grads(NamedTuple):
 
 def _prepare(a: _Args) -> _Args:
     x, weights, biases = checked_linears("x", *a[:4])
-    group_identity(a.group)  # which refuses what is no group
+    group_identity(a.group)  # raises if it is not a group
     return _Args(x, weights, biases, a.has_bias, a.group)
 
 

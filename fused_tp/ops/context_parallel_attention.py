@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over a 2-D mesh: heads are shared out in one dim, a ring is in the other."""
+"""Attention over a sequence sharded over a 2-D mesh: Ulysses attention in one dim, ring attention in the other."""
 
 from __future__ import annotations
 
@@ -61,34 +61,35 @@ def context_parallel_attention(
     return_lse: bool = False,
     **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v over the whole sequence, of which each rank of `mesh` holds what `layout` gives it.
+    """softmax(scale * q k^T) v over the whole sequence, sharded over all ranks of `mesh` by `layout`.
 
-    What `ring_attention` computes over all ranks of the mesh, with the same arguments: the ranks of one mesh dim share
-    the heads out as in `ulysses_attention`, and those of the other pass keys as in `ring_attention`. The first is for
-    ranks with fast links, such as those of a host, the second for the rest. So there may be more ranks than heads, and
-    the ring is as short as can be.
+    Computes the same as `ring_attention` over all ranks of the mesh, with the same arguments. Ranks along one mesh dim
+    exchange tokens for heads as in `ulysses_attention`; ranks along the other form rings as in `ring_attention`. Use
+    the first for ranks with fast links, such as those of one host. There may be more ranks than heads, and the ring is
+    as short as possible. The table of forward and gradients is that of `ulysses_attention`, with a ring as the local
+    attention.
 
-    The sequence is cut over all ranks of the mesh in the mesh's own order, its last dim fastest: that of the group of a
-    mesh flattened, or of a world that the mesh spans. `shard_sequence` and the other helpers with that group and
-    `layout` tell what a rank holds. Ranks that share heads have their tokens together; for "zigzag" these are the ones
-    that zigzag over the ring alone would give (to a token or two), so causal work is equal on all ranks.
+    The sequence is sharded over all ranks of the mesh in mesh order, the last dim fastest: the order of the flattened
+    mesh's group, or of the world if the mesh spans it. `shard_sequence` and the other helpers with that group and
+    `layout` return a rank's tokens. Ranks that share heads hold, together, the tokens of one ring rank; for "zigzag"
+    these are those of a zigzag over the ring alone (to a token or two), so that causal work is equal on all ranks.
 
     Args:
         q, k, v: as for `ring_attention`; the size of `ulysses_dim` divides heads.
-        mesh: 2-D DeviceMesh; of a 1-D one all ranks form a ring, or share heads where `ulysses_dim` names its dim.
+        mesh: 2-D DeviceMesh; the ranks of a 1-D mesh form a ring, or share heads if `ulysses_dim` names its dim.
         ulysses_dim: mesh dim, by name or number, of ranks that share heads; None is the last.
-        ring_dim: mesh dim of the ranks of a ring; None is the other one.
+        ring_dim: mesh dim of the ranks of a ring; None is the other dim.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; see
             `ulysses_attention`.
         causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p: as for `ring_attention`.
-        cu_seqlens, cu_seqlens_kv, seq_len, seq_len_kv: the same; lengths are those of the whole sequence.
+        cu_seqlens, cu_seqlens_kv, seq_len, seq_len_kv: as for `ring_attention`, lengths of the whole sequence.
 
     Returns:
-        As `ring_attention`. Sum gradients of alibi_slopes and sinks over all ranks of the mesh.
+        The same as `ring_attention`. Sum gradients of alibi_slopes and sinks over all ranks of the mesh.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         mesh = init_device_mesh("cuda", (hosts, 8), mesh_dim_names=("ring", "ulysses"))
@@ -108,17 +109,17 @@ def context_parallel_attention(
         v,
         arguments_of("context_parallel_attention", keywords),
         *(ALONE if dim is None else group_identity(mesh.get_group(dim)) for dim in (inner, ring)),
-        # The ring's ranks are then neighbours in the mesh's order, and those that share heads are not.
+        # With the ring as the last dim, its ranks are adjacent in mesh order; ranks that share heads are not.
         strided=inner is not None and ring is not None and ring > inner,
         return_lse=return_lse,
     )
 
 
-_in_order: WeakSet[DeviceMesh] = WeakSet()  # those that were checked; weak, because meshes hold their process groups
+_in_order: WeakSet[DeviceMesh] = WeakSet()  # meshes already checked; weak, because meshes hold their process groups
 
 
 def _dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int | None]:
-    """Which mesh dims are for heads and for the ring."""
+    """Return the mesh dims of heads and of the ring; None for a dim that a 1-D mesh lacks."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}; for a group there is ring_attention.")
     if mesh.ndim > 2:

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache of keys and values that is cut over the ranks: decoding and chunked prefill."""
+"""Attention of new tokens over a sharded KV cache: decoding and chunked prefill."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from fused_tp.transport.base import accumulate_dtype, check_equal, checksum
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_GATHERED_BYTES = 64 << 20  # at a time
+_GATHERED_BYTES = 64 << 20  # limit per all-gather
 
 
 class DecodeArguments(NamedTuple):
-    """The arguments of one call, and what travels through torch.library once they are checked.
+    """Arguments of one call; after the checks also the arguments of the torch.library op.
 
     Attributes:
-        window: [left, right] once it has been checked.
-        tokens: a checksum of the new tokens, which ranks compare; 0 where the caller does not know them.
+        window: [left, right], once checked.
+        tokens: checksum of the new tokens, compared over ranks; 0 if the caller does not know the tokens.
     """
 
     q: Tensor
@@ -73,14 +73,14 @@ class DecodeArguments(NamedTuple):
 
     @property
     def queries_at_once(self) -> int:
-        """All ranks' parts of a long prompt would be W times what is computed of it: some of its queries at a time."""
+        """Number of queries per all-gather: the partial outputs of W ranks take W times the memory of the result."""
         q, v = self.q.shape, self.v.shape
         a_row = exchanged_numbers((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
         return max(1, _GATHERED_BYTES // (self.world_size * a_row))
 
     @property
     def limits(self) -> tuple[int, int]:
-        """How many keys before and after its place a query sees."""
+        """Number of keys before and after its position that a query sees."""
         left, right = self.window
         return left, 0 if self.causal else right
 
@@ -133,32 +133,32 @@ def context_parallel_decode(
     return_lse: bool = False,
     **keywords: Unpack[ScoreKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v of the newest tokens, which all ranks have, over a cache of which each holds a part.
+    """softmax(scale * q k^T) v of the newest tokens, replicated over ranks, over a cache sharded over ranks.
 
-    Each rank attends to the tokens that it holds, and one exchange of (out, lse) makes of these parts the whole, with
-    the same bits on all ranks. One new token is a step of decoding, a few are speculative decoding, many are a chunk of
-    a long prompt: each rank computes 1 / W of the attention. The cache holds the new tokens' keys and values already;
-    `fused_tp.nn.ContextKVCache` and `PagedContextKVCache` put them there.
+    Each rank attends to its cached tokens, and one exchange of partial (out, lse) combines them, bitwise equal on all
+    ranks. One new token is a step of decoding, a few are speculative decoding, many are a chunk of a long prompt: each
+    rank computes 1 / W of the attention. The cache must already contain the new tokens' keys and values;
+    `fused_tp.nn.ContextKVCache` and `PagedContextKVCache` append them. Forward only: there is no backward.
 
-    Who holds what: a block-cyclic layout. Token i of a sequence lies on rank (i // block) % W, in
-    row (i // (block * W)) * block + i % block of that sequence. How many a rank holds follows from `cache_seqlens`.
+    The layout is block-cyclic: token i of a sequence is on rank (i // block) % W, in row
+    (i // (block * W)) * block + i % block of that sequence. The number of tokens per rank follows from `cache_seqlens`.
 
     Args:
         q: [batch, new, heads, head_dim], the same on all ranks: the last tokens of each sequence; float16, bfloat16,
             float32 or float64.
         k_cache_shard: [batch, capacity, kv_heads, head_dim] with this rank's tokens in its first rows; with
-            `page_table` [pages, page_size, kv_heads, head_dim]. heads is a multiple of kv_heads. What lies behind the
-            tokens is never read.
-        v_cache_shard: the same with v_head_dim.
+            `page_table` [pages, page_size, kv_heads, head_dim]. heads is a multiple of kv_heads. Rows after the tokens
+            are never read.
+        v_cache_shard: like k_cache_shard, with v_head_dim.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        cache_seqlens: int32 or int64 [batch]: how many tokens of each sequence the whole cache holds, new ones
-            included. A sequence may have fewer than `new`: its first queries see nothing then. Best on the CPU:
-            elsewhere reading it waits for the device. A CUDA graph has the lengths that it was captured with.
-        causal: a new token sees those before it and itself; False: all of its sequence.
+        cache_seqlens: int32 or int64 [batch]: number of tokens of each sequence in the whole cache, new ones included.
+            If a sequence has fewer than `new`, its first queries see nothing. Best on the CPU: elsewhere reading it
+            waits for the device. A CUDA graph keeps the lengths of its capture.
+        causal: a new token sees itself and all tokens before it; False: all of its sequence.
         scale, window, softcap, alibi_slopes, sinks: as in `ring_attention`. Keys outside the window are not read.
         page_table: int32 or int64 [batch, most pages of a sequence]: row i of a sequence is row i % page_size of page
-            page_table[sequence, i // page_size], on this rank. Entries behind the last one in use may be anything.
-        block: as the cache was filled.
+            page_table[sequence, i // page_size], on this rank. Entries after the last one in use are ignored.
+        block: block size of the layout that the cache was filled with.
         return_lse: also return the log-sum-exp of the scores of every query, sinks included.
 
     Returns:
@@ -166,10 +166,10 @@ def context_parallel_decode(
         (out, lse) with lse [batch, heads, new] in float32 (float64 for float64), -inf for these.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or would need a gradient: a cache that is written in place has
-            none; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive, or were called with
-            other lengths or keywords (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
+        TypeError, ValueError: an argument does not fit, or requires a gradient (a cache that is written in place has
+            none); raised before anything is sent.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or was called with other
+            lengths or keywords (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
         with torch.no_grad():
@@ -187,7 +187,7 @@ def context_parallel_decode(
 
 
 def decode(args: DecodeArguments, *, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call whose arguments have not been checked; `alone`: over this rank, whatever the group."""
+    """Return (out, lse) for unchecked arguments; `alone`: over this rank only, for any group."""
     if torch.is_grad_enabled():
         for name, x in zip(_NAMES, (*args[:3], args.alibi_slopes, args.sinks), strict=True):
             if getattr(x, "requires_grad", False):
@@ -209,7 +209,7 @@ _NAMES = ("q", "k_cache_shard", "v_cache_shard", "alibi_slopes", "sinks")
 
 def _checked(args: DecodeArguments, world_size: int) -> DecodeArguments:
     if autocast_dtype(args.q) is not None and isinstance(args.k, Tensor):
-        (q,) = cast(args.k.dtype, args.q)  # a cache is not copied; what is appended to one is cast as matmuls are
+        (q,) = cast(args.k.dtype, args.q)  # casting the cache would copy it; appended tokens are cast by autocast
         args = args._replace(q=q)
     _check_cache(*args[:3], args.page_table)
     lengths, pages = _checked_integers("cache_seqlens", args.cache_seqlens, (args.q.shape[0],)).cpu(), args.page_table
@@ -252,10 +252,10 @@ def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
 
 
 def _key(a: DecodeArguments) -> DispatchKey:
-    """By the parts that move first."""
+    """Key for dispatch by the size of the first all-gather."""
     new = min(a.q.shape[1], a.queries_at_once)
     numbers = exchanged_numbers((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
-    # Of outputs that are still to be merged.
+    # Partial outputs are exchanged in the accumulation dtype.
     return DispatchKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
 
 
@@ -267,7 +267,7 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
         raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
     slopes = None if a.alibi_slopes is None else a.alibi_slopes.to(accumulate_dtype(q.dtype))
     scores = Scores(a.scale, a.softcap, slopes)
-    # Kernels take any strides but that of the last dim.
+    # Kernels take any strides, except that the last dim must be contiguous.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
     keys, values = _rows(k, v, a.page_table, layout, lengths)
     query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=a.scale > 0)
@@ -314,7 +314,7 @@ def _rows(
 
 
 def _everyone(mine: Tensor, words: str, tokens: int, schedule: Schedule, rank: int) -> Tensor:
-    """All ranks' `mine`, [W, ...], moved at once with checksums of what all of them must have been called with."""
+    """Gather `mine` of all ranks, [W, ...], together with checksums of the arguments that must be equal."""
     compared = [mine.new_full((1,), value) for value in (checksum(words), tokens)]
     flat = torch.cat([*compared, mine.reshape(-1)]).unsqueeze(0)
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()

@@ -1,7 +1,7 @@
-"""What torch's modes count of an op: CommDebugMode its collectives, FlopCounterMode its matmuls, forward and backward.
+"""Counts for torch's modes: CommDebugMode counts an op's collectives, FlopCounterMode its matmuls (both directions).
 
-Both see an op of torch.library as one call. Where they are active, and only there, the op shows them its parts: calls
-of torch's own ops that do nothing.
+Both modes see a torch.library op as one call. While a mode is active, and only then, the op shows it the parts as calls
+of torch's own ops that compute nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from fused_tp.attention.layout import BlockCyclicLayout
 from fused_tp.runtime.group import GroupName, group_by_name
 
-# Of the collectives behind what a schedule is asked for; of a ring, one of each of its W - 1 steps.
+# torch's name of the collective behind each key of dispatch; a ring counts one for each of its W - 1 steps.
 _KINDS = {
     "all_gather": "all_gather_into_tensor",
     "all_gather_matmul": "all_gather_into_tensor",
@@ -40,23 +40,23 @@ _counted: set[str] = set()  # ops whose collectives CommDebugMode counts
 
 
 def count_by_modes(op: Any) -> None:
-    """Makes FlopCounterMode count the matmuls of `op`, an `Op`, as those of its plain equivalent."""
+    """Make FlopCounterMode count the matmuls of `op`, an `Op`, as those of its plain equivalent."""
 
     def decompose(*values: Any) -> Any:
-        # A mode asks this of an op that it does not know. Whatever it is told: the op runs as it is.
+        # FlopCounterMode calls this for an op it does not know. NotImplemented makes it run the op itself.
         if type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__ == "_FlopCounterMode":
             for batch, m, k, n in _products(op.name, op.pack((*values[:-1], GroupName(values[-1])))):
                 a, b = (torch.empty((batch, *s), dtype=torch.float32, device="meta") for s in ((m, k), (k, n)))
                 torch.ops.aten.bmm.default(a, b)
         return NotImplemented
 
-    # Rejected: a kernel for CompositeImplicitAutograd, for which Inductor takes the op for one that it must decompose;
-    # register_flop_formula, whose module imports Triton, which takes a fifth of a second.
+    # Rejected: a CompositeImplicitAutograd kernel (Inductor would decompose the op); register_flop_formula (its module
+    # imports Triton, which takes 0.2 s).
     op.overload.decompose = decompose
 
 
 def count_collectives(ops: dict[str, Any]) -> None:
-    """Makes CommDebugMode, where it has been imported, count the collectives of these ops."""
+    """Make CommDebugMode, if it has been imported, count the collectives of these ops."""
     if (debug := sys.modules.get(_DEBUG)) is None:  # importing it costs seconds
         return
     for op in ops.values():
@@ -78,7 +78,7 @@ def _rule(op: Any) -> Callable[..., Any]:
 
 
 class _Collective:
-    """A collective of torch as CommDebugMode sees one."""
+    """Imitation of a torch collective that does nothing, for CommDebugMode to count."""
 
     def __init__(self, kind: str) -> None:
         self._overloadpacket = getattr(torch.ops.c10d_functional, kind)
@@ -117,7 +117,7 @@ def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
         for length in a.cache_seqlens.tolist():
             held = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
             yield from ((h, q, d, held), (h, q, held, a.v.shape[3]))
-    elif "grouped" in name:  # once for what each half of backward computes
+    elif "grouped" in name:  # one product for each gradient that is needed
         rows, times = len(a.routing.tokens), sum(getattr(a, need, False) for need in _GRADS) or "backward" not in name
         yield from [(1, rows, *a.weight.shape[1:])] * times
     elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):

@@ -1,6 +1,6 @@
-"""Send rows to the ranks they are for, and get those of others: how tokens come to their experts. Internal.
+"""All-to-all of rows with unequal counts: sends tokens to their experts. Internal.
 
-All ranks know how many rows each sends to each: `expert_parallel` asks before.
+Each rank knows the row counts for every peer in advance: `expert_parallel` exchanges them first.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fused_tp.schedules.registry import ALL_TO_ALL
 
 
 def exchange_rows(x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], *, group: GroupLike) -> Tensor:
-    """The rows [sum(recv_sizes), ...] that the ranks have for this one, in the order of the ranks.
+    """Exchange rows with all ranks; return the received rows [sum(recv_sizes), ...] in rank order.
 
     Args:
         x: [sum(send_sizes), ...], `send_sizes[r]` rows for each rank r in turn.
-        recv_sizes: how many rows each rank has for this one.
+        recv_sizes: number of rows to receive from each rank.
     """
     result: Tensor = EXCHANGE_ROWS(x, list(send_sizes), list(recv_sizes), group)
     return result
@@ -59,7 +59,7 @@ EXCHANGE_ROWS: Op[_Args] = Op(
     "Tensor",
     _exchange,
     lambda a: a.x.new_empty((sum(a.recv_sizes), *a.x.shape[1:])),
-    # By nothing that differs between the ranks, as numbers of rows do.
+    # The key must be equal on all ranks, so it leaves out the number of rows.
     key=lambda a: DispatchKey(ALL_TO_ALL, a.x.dtype, a.x.device, 0, None, a.x.shape[1]),
     prepare=_prepare,
     backward=_backward,

@@ -1,4 +1,4 @@
-"""`explain`: which schedule a call would run on, and why; runs nothing and sends nothing."""
+"""`explain`: report the schedule that a call would run on, and the reason; runs nothing and sends nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from fused_tp.transport.torch_dist import backend_of
 
 @dataclass(frozen=True)
 class Provider:
-    """What computes each step of an attention, and why."""
+    """Kernel that computes each step of an attention, and the reason."""
 
     name: str
     reason: str
@@ -51,13 +51,13 @@ class Provider:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run.
+    """Schedules and kernels that a call would run on.
 
     Attributes:
         op: name of the op.
-        call: the op with its shapes, dtype, device and group size, in words.
-        forward, backward: schedule, transport and reason of each; None where it moves nothing.
-        provider: of an attention (decoding too), and of matmuls of tensors that were given, else None.
+        call: description of the op with its shapes, dtype, device and group size.
+        forward, backward: schedule, transport and reason of each; None if it communicates nothing.
+        provider: kernel of an attention (decoding too), or of a matmul if tensors were passed; otherwise None.
     """
 
     op: str
@@ -86,21 +86,21 @@ def explain(
     group: GroupLike = None,
     dim: int | None = None,
 ) -> Explanation:
-    """Which schedule `op` would run on for tensors of `shapes` on every rank, and why. Printable.
+    """Explain which schedule `op` would run on for tensors of `shapes` on every rank, and why. Printable.
 
     Args:
-        op: name of an op that moves anything, as in `fused_tp.<op>`.
-        shapes: of its first tensors as this rank would pass them: x and weight; q, k and v; one tensor for the others.
-            All ranks are taken to hold equally much. Or these tensors themselves: of x and weight it then says, too,
-            whether the kernels for few rows multiply them, and why not.
-        dtype: of the tensors; None: that of tensors that are given, else bfloat16.
-        device: they would be on; None: that of tensors that are given, else the CPU.
-        group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must ask: where they share memory
-            for the first time, or need to know what the others' devices can run, they find out now.
-        dim: that `all_gather` and `reduce_scatter` gather or scatter, 0 where None.
+        op: name of an op that communicates, as in `fused_tp.<op>`.
+        shapes: shapes of the op's first tensors on this rank: x and weight; q, k and v; one tensor for other ops. All
+            ranks are assumed to hold equal shards. Tensors may be passed instead of shapes; for x and weight the
+            result then also reports if the kernels for few rows multiply them, or why not.
+        dtype: dtype of the tensors; None: that of the tensors passed, otherwise bfloat16.
+        device: device of the tensors; None: that of the tensors passed, otherwise the CPU.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world. All of its ranks must call `explain`: if needed,
+            they set up shared memory or exchange the capabilities of their devices now.
+        dim: dim that `all_gather` and `reduce_scatter` gather or scatter; None is 0.
 
     Raises:
-        ValueError: no such op, or shapes that do not fit it.
+        ValueError: there is no such op, or the shapes do not fit it.
         TypeError: a shape is not a sequence of ints.
 
     Example:
@@ -150,13 +150,16 @@ def explain_for(
     arch: str,
     dim: int | None = None,
 ) -> Explanation:
-    """`explain` for a group that need not exist: `world_size` ranks on `transport`, "shm", "nvlink" (NCCL
-    between GPUs that write into each other's memory) or the name of a torch.distributed backend, with devices of
-    `arch`, "cpu" or "sm_90" and the like.
+    """Run `explain` for a hypothetical group of `world_size` ranks.
+
+    Args:
+        transport: "shm", "nvlink" (NCCL between GPUs that write into each other's memory), or the name of a
+            torch.distributed backend.
+        arch: "cpu", or the architecture of the GPUs, such as "sm_90".
 
     Raises:
-        ValueError: as `explain`; `transport` does not move tensors on such devices; or what the op would raise, where
-            `FUSED_TP_SCHEDULE` or the dispatch table name a schedule that cannot be had.
+        ValueError: as `explain`; or `transport` does not support tensors on such devices; or `FUSED_TP_SCHEDULE` or the
+            dispatch table name a schedule that is not available, for which the op would raise, too.
     """
     device_type = "cuda" if arch.startswith("sm_") else arch
     moved = {"shm": ["cpu"], "nvlink": ["cuda"], **dist.Backend.backend_capability}
@@ -164,10 +167,10 @@ def explain_for(
         able = ", ".join(name for name, types in moved.items() if device_type in types)
         raise ValueError(f"transport is {transport!r}; it must be one that moves tensors on {device_type}: {able}.")
     shared = shm_serves(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
-    messages = {"shm": "torch.distributed", "nvlink": "nccl"}.get(transport, transport)  # which a table may prefer
+    messages = {"shm": "torch.distributed", "nvlink": "nccl"}.get(transport, transport)  # a table may prefer these
 
     def serves(spec: ScheduleSpec) -> Availability:
-        # The links between the ranks are not known here; they are assumed to be good.
+        # The links between the ranks are unknown here; they are assumed to be sufficient.
         if spec.transport == "shm":
             return shared
         if spec.devices and device_type not in spec.devices:
@@ -206,8 +209,15 @@ def explain_for(
 
 
 class _Place(NamedTuple):
-    """Ranks that would run a call: how many, on devices of which type, `where` in words, what is decided for them by op
-    and key (`ask`), the backend of their messages, and whether they can run the fused ring."""
+    """Ranks that would run a call.
+
+    Attributes:
+        size: number of ranks.
+        where: description of the device.
+        ask: decides the schedule from op and key.
+        messages: returns the backend of messages.
+        fused_ring: returns the availability of the fused ring.
+    """
 
     size: int
     device_type: str
@@ -246,14 +256,14 @@ def _explain(
 
 
 def _of_fused_ring(decision: Decision, available: Availability, messages: str) -> tuple[Decision, Decision]:
-    """Forward and backward of a ring that goes by `decision`; `available` says whether its forward can."""
+    """Decisions for forward and backward of a fused ring; forward falls back to messages unless `available`."""
     note = available.reason or "its backward goes step by step"
     by_messages = Decision("pipelined", messages, f"{decision.reason}, but {note}")
     return (decision if available else by_messages), by_messages
 
 
 def _of_steps(query: KernelQuery) -> Provider:
-    """By `query`, and whether that may be another for what `explain` is not told: scores and masks."""
+    """Choose the kernel for `query`; the reason names conditions that `explain` does not know: scores and masks."""
     chosen, reason = choose_kernel(query)
     if chosen in (TORCH_CPU, TORCH_CUDA):
         pieces = " in one piece" if query.single else ""
@@ -274,13 +284,13 @@ def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int
     return _of_steps(query)
 
 
-# -- what each op asks of dispatch ------------------------------------------------------------------------------------
+# -- keys for dispatch ------------------------------------------------------------------------------------------------
 
 
 @cache
 def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
-    """Each op by the name of its public function, with the parameters of its `example` but for the size of the group:
-    the tensors whose shapes `explain` takes, and `dim`. Not made at import, when some ops are still to be defined."""
+    """Map each public function to its op and the parameters of its `example` except the group size: the tensors whose
+    shapes `explain` takes, and `dim`. Not built at import, when some ops are not yet defined."""
     found = {}
     for op in OPS.values():
         if op.example is not None:
@@ -291,14 +301,14 @@ def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
 
 
 def tensor_arguments() -> dict[str, tuple[str, ...]]:
-    """The tensors whose shapes `explain` takes, by op."""
+    """Names of the tensors whose shapes `explain` takes, by op."""
     return {name: tuple(one for one in names if one != "dim") for name, (_, names) in explained_ops().items()}
 
 
 def dispatch_keys(
     op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int
 ) -> tuple[DispatchKey | None, ...]:
-    """What forward and backward of `op` ask of dispatch for tensors of `shapes` on each rank; raises as `explain`."""
+    """Keys for dispatch of forward and backward of `op` for tensors of `shapes` per rank; raises as `explain` does."""
     if op == "context_parallel_attention":
         raise ValueError(
             "context_parallel_attention runs ulysses_attention over one dim of its mesh and ring_attention over the "

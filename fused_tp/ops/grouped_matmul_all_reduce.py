@@ -1,4 +1,4 @@
-"""Multiply rows by their experts and add them up by token and over ranks: down projections of experts."""
+"""Multiply rows by their experts' weights and sum by token and over ranks: down projections of experts."""
 
 from __future__ import annotations
 
@@ -37,23 +37,30 @@ def grouped_matmul_all_reduce(
 
     Backward is local: dy is the same on all ranks and counts once (Megatron's convention).
 
+    =======  ============================================================================
+    forward  y `[*shape, N]` = all_reduce(sum by token of scale[s] * x[s] @ weight[e(s)]^T)
+    dgrad    dx [S, k]: dx[s] = scale[s] * dy[tokens[s]] @ weight[e(s)]; local
+    wgrad    dW [experts, N, k]: dW[e] = sum over rows s of e of dy[tokens[s]]^T @ (scale[s] * x[s]); local
+    dscale   [S]: (dy[tokens[s]] @ weight[e(s)]) . x[s]; local. No dbias: the op has no bias.
+    =======  ============================================================================
+
     Args:
-        x: [S, k], rows sorted by expert, this rank's part of the features; float16, bfloat16, float32 or float64.
+        x: [S, k], rows sorted by expert, this rank's shard of the features; float16, bfloat16, float32 or float64.
         weight: [experts, N, k], this rank's columns of every expert's weight, or this rank's experts.
         tokens: int64 [S], the token of each row, all dims of `shape` counted as one. Ranks may differ.
-        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
-        scale: [S], such as routing weights, or None for ones. Its gradient is that of this rank's term, as x's is.
-        shape: of the tokens.
+        offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
+        scale: [S], such as routing weights, or None for ones. Its gradient covers this rank's term only, as x's does.
+        shape: shape of the tokens.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:
-        `[*shape, N]`; each rank's rows are added up in float32 (float64 for float64) and rounded, and so are the ranks'
-        terms, in rank order. Zeros for a token without rows.
+        `[*shape, N]`. Each rank sums its rows in float32 (float64 for float64) and rounds; then the ranks' terms are
+        summed in rank order in the same way. Zeros for a token without rows.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
             `offsets` are compared on CPU only.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         y = grouped_matmul_all_reduce(rows, w_out, tokens, offsets, shape=x.shape[:-1], group=mesh["tp"])
@@ -104,7 +111,7 @@ def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
 
 
 def grads_of_rows(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
-    """Those of x, scale and weight that are needed, of the gradient of all tokens."""
+    """Compute the needed gradients of x, scale and weight from the gradient of all tokens."""
     rows = needs.x or needs.scale
     if not (rows or needs.weight):
         return {}

@@ -1,5 +1,4 @@
-"""Multiply rows by their experts, add them up by token and over ranks, each keeping its tokens: down projections under
-sequence parallelism."""
+"""Multiply rows by experts' weights, sum by token, reduce-scatter: down projections under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -34,28 +33,34 @@ def grouped_matmul_reduce_scatter(
     group: GroupLike,
     scatter_dim: int = 0,
 ) -> Tensor:
-    """This rank's slice along `scatter_dim` of what `grouped_matmul_all_reduce` returns.
+    """Return this rank's slice along `scatter_dim` of the result of `grouped_matmul_all_reduce`.
 
-    Backward is one `all_gather_grouped_matmul` of dy: it gives dx and the gradient of `scale`, and the dy it gathers
-    gives dW.
+    Backward is one `all_gather_grouped_matmul` of dy_shard: dy is gathered once, for dgrad and wgrad.
+
+    =======  ==========================================================================
+    forward  y_shard [..., m, ..., N] = reduce_scatter(sum by token of scale[s] * x[s] @ weight[e(s)]^T)
+    dgrad    dx [S, k]: dx[s] = scale[s] * dy[tokens[s]] @ weight[e(s)] with dy = all_gather(dy_shard)
+    wgrad    dW [experts, N, k]: dW[e] = sum over rows s of e of dy[tokens[s]]^T @ (scale[s] * x[s]), dy as gathered
+    dscale   [S]: (dy[tokens[s]] @ weight[e(s)]) . x[s], dy as gathered. No dbias: the op has no bias.
+    =======  ==========================================================================
 
     Args:
-        x: [S, k], rows sorted by expert, this rank's part of the features; float16, bfloat16, float32 or float64.
+        x: [S, k], rows sorted by expert, this rank's shard of the features; float16, bfloat16, float32 or float64.
         weight: [experts, N, k], this rank's columns of every expert's weight, or this rank's experts.
         tokens: int64 [S], the token of each row, all dims of `shape` counted as one. Ranks may differ.
-        offsets: int32 [experts], where the rows of each expert end in `tokens`; torch calls it `offs`.
-        scale: [S], such as routing weights, or None for ones. Its gradient is that of this rank's term, as x's is.
-        shape: of all tokens.
+        offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
+        scale: [S], such as routing weights, or None for ones. Its gradient covers this rank's term only, as x's does.
+        shape: shape of all tokens.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        scatter_dim: a dim of `shape`; may be negative. Cut as torch.chunk does: the last ranks may get less.
+        scatter_dim: a dim of `shape`; may be negative. Sharded as by torch.chunk: the last ranks may get less.
 
     Returns:
-        `[*shape, N]` with this rank's part of `scatter_dim`; added up as by `grouped_matmul_all_reduce`.
+        `[*shape, N]` with this rank's shard of `scatter_dim`; summed as by `grouped_matmul_all_reduce`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
             `offsets` are compared on CPU only.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         y_shard = grouped_matmul_reduce_scatter(rows, w_out, tokens, offsets, shape=x.shape[:-1], group=mesh["tp"])
@@ -123,7 +128,7 @@ def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
     return found
 
 
-# -- backward: dx is an all_gather_grouped_matmul of dy, and the dy it gathers gives dW --------------------------------
+# -- backward: dx is an all_gather_grouped_matmul of dy; dW uses the gathered dy --------------------------------------
 
 
 def _gather_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Gradients that go to a parameter's `main_grad`, as in Megatron-Core, and not to its `.grad`."""
+"""Accumulation of gradients in a parameter's `main_grad` instead of `.grad`, as in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ T = TypeVar("T", bound=Tensor)
 
 
 def into_main_grad(parameter: T) -> T:
-    """`parameter`; the gradient that arrives through what is returned is added to `parameter.main_grad`.
+    """Return an alias of `parameter` whose gradient is added to `parameter.main_grad`.
 
-    The sum has an autograd node of its own on the way to the parameter, not in the backward of the op that reads the
-    parameter: it runs exactly where the parameter's gradient is asked for. The op's backward cannot know. It runs for
-    the input's gradient alone, too, and twice where a pipeline schedule splits it.
+    An autograd node between the op and the parameter adds the gradient, because it runs exactly if the parameter's
+    gradient is requested. The op's backward cannot do it: it also runs for the input's gradient alone, and twice if a
+    pipeline schedule splits it.
 
-    Megatron-Core's convention (gradient_accumulation_fusion in its tensor_parallel/layers.py): a parameter that has
-    `grad_added_to_main_grad` gets it set, so that its data-parallel hook does not add the gradient again, and a zero
-    gradient, because that hook asserts that there is one. Any other parameter gets no `.grad`; torch.autograd.grad,
-    which asserts that too, gets zeros. What torch.compile compiles has no such node: there the gradient is in `.grad`.
+    Megatron-Core's convention (gradient_accumulation_fusion in its tensor_parallel/layers.py): if a parameter has
+    `grad_added_to_main_grad`, the attribute is set to True, so that the data-parallel hook does not add the gradient
+    again, and the parameter gets a gradient of zeros, because that hook asserts that one exists. Any other parameter
+    gets no `.grad`; torch.autograd.grad, which also requires a gradient, returns zeros. Code compiled by torch.compile
+    has no such node: its gradient is in `.grad`.
     """
     if not (parameter.requires_grad and torch.is_grad_enabled()) or is_dynamo_compiling():
         return parameter
@@ -43,7 +44,7 @@ class _IntoMainGrad(Function):
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is None:
             return grad
-        if hasattr(grad, "to_local") != hasattr(main_grad, "to_local"):  # of a DTensor its part on this rank
+        if hasattr(grad, "to_local") != hasattr(main_grad, "to_local"):  # one is a DTensor: use its local shard
             grad, main_grad = (getattr(t, "to_local", lambda t=t: t)() for t in (grad, main_grad))
         main_grad.add_(grad.detach())
         if hasattr(parameter, "grad_added_to_main_grad"):
@@ -54,9 +55,9 @@ class _IntoMainGrad(Function):
 
 
 def is_captured(node: Any) -> bool:
-    """Whether torch.autograd.grad was asked for the gradient of the leaf that `node` accumulates."""
+    """True if torch.autograd.grad was asked for the gradient of the leaf that `node` accumulates."""
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # which says that it has no answer for such a leaf
+    except RuntimeError:  # torch raises for a leaf of torch.autograd.grad
         return True
     return False

@@ -1,4 +1,4 @@
-"""Multiply and sum over ranks, all keeping everything: the row-parallel linear, in training and in decoding."""
+"""Overlapped matmul and all-reduce: the row-parallel linear in training and decoding."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from fused_tp.schedules.gemm import bias_grad, linear, weight_grad
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor:
-    """y = sum over ranks(x @ weight^T) + bias, the same bits on every rank, matmul and sum overlapped.
+    """y = all_reduce(x @ weight^T) + bias, bitwise equal on all ranks, with the matmul and the reduction overlapped.
 
     Backward is local: dy is the same on all ranks and counts once (Megatron's convention).
 
+    =======  ==========================================================================
+    forward  y [..., N] = all_reduce(x [..., k] @ weight^T) + bias
+    dgrad    dx [..., k] = dy @ weight; local
+    wgrad    dW [N, k] = dy^T @ x; local
+    dbias    db [N] = sum of dy over tokens; local, complete on each rank
+    =======  ==========================================================================
+
     Args:
-        x: [..., k], this rank's part of the features; float16, bfloat16, float32 or float64.
+        x: [..., k], this rank's shard of the features; float16, bfloat16, float32 or float64.
         weight: [N, k], this rank's columns of the whole weight.
         bias: [N] or None, the same on all ranks, added once after the sum.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
@@ -28,7 +35,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         y = matmul_all_reduce(hidden, w_down, group=mesh["tp"])

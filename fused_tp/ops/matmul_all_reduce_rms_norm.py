@@ -1,4 +1,4 @@
-"""Row-parallel matmul, sum over ranks, residual, RMS norm: everything from one block's activation to the next block."""
+"""Fused row-parallel matmul, all-reduce, residual addition and RMS norm."""
 
 from __future__ import annotations
 
@@ -18,15 +18,22 @@ from fused_tp.schedules.gemm import weight_grad
 def matmul_all_reduce_rms_norm(
     x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, *, group: GroupLike
 ) -> tuple[Tensor, Tensor]:
-    """new_residual = residual + sum over ranks(x @ weight^T); normed = new_residual / rms(new_residual) * norm_weight.
+    """new_residual = residual + all_reduce(x @ weight^T); normed = new_residual / rms(new_residual) * norm_weight.
 
     `residual` and `norm_weight` are the same on all ranks, so backward is local and all its gradients are complete.
 
+    =======  ==========================================================================
+    forward  (normed, new_residual), both [..., N], as above
+    dgrad    d_residual [..., N] = d_new_residual + rms_norm_backward(d_normed); dx [..., k] = d_residual @ weight
+    wgrad    dW [N, k] = d_residual^T @ x; d_norm_weight [N] = sum over tokens of d_normed * new_residual / rms
+    dbias    none: the op has no bias
+    =======  ==========================================================================
+
     Args:
-        x: [..., k], this rank's part of the features; float16, bfloat16, float32 or float64.
+        x: [..., k], this rank's shard of the features; float16, bfloat16, float32 or float64.
         weight: [N, k], this rank's columns of the whole weight.
-        residual: [..., N], the residual stream. Under autocast it may stay float32 while the matmul is not; the results
-            then have residual's dtype.
+        residual: [..., N], the residual stream. Under autocast it may stay float32 although the matmul has a lower
+            precision; the results then have residual's dtype.
         norm_weight: [N].
         eps: added to the mean square, > 0.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
@@ -36,7 +43,7 @@ def matmul_all_reduce_rms_norm(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         hidden, residual = matmul_all_reduce_rms_norm(h, w_down, residual, norm.weight, 1e-6, group=mesh["tp"])
@@ -47,7 +54,7 @@ def matmul_all_reduce_rms_norm(
     if dtype is not None and isinstance(residual, Tensor) and residual.dtype != dtype:
         x, weight, _ = checked_linear("x", x, weight, None)
         check_norm("residual", residual, (*x.shape[:-1], weight.shape[0]), residual, norm_weight, eps)
-        # Two dtypes in one kernel is for no schedule to carry; the norm after the fused matmul is cheap.
+        # No schedule supports two dtypes in one kernel; a separate norm after the fused matmul is cheap.
         return add_rms_norm(matmul_all_reduce(x, weight, group=group), residual, norm_weight, float(eps))
     normed, new_residual = MATMUL_ALL_REDUCE_RMS_NORM(x, weight, residual, norm_weight, eps, group)
     return normed, new_residual
@@ -69,7 +76,7 @@ def _prepare(a: _Args) -> _Args:
 
 
 def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
-    """Both halves are local; the second reuses the gradient of the residual stream."""
+    """Both halves are local; the second reuses the residual gradient of the first."""
     a, (new_residual,), needs = s.args, s.outputs, s.needs
     if s.kept is None:
         d_h, d_norm_weight = rms_norm_backward(d_normed, new_residual, a.norm_weight, a.eps)

@@ -1,4 +1,4 @@
-"""Multiply and sum over ranks, each keeping its tokens: the row-parallel linear under sequence parallelism."""
+"""Overlapped matmul and reduce-scatter: the row-parallel linear under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -22,23 +22,30 @@ def matmul_reduce_scatter(
     group: GroupLike,
     scatter_dim: int = 0,
 ) -> Tensor:
-    """This rank's slice along `scatter_dim` of sum over ranks(x @ weight^T) + bias, matmul and sum overlapped.
+    """y_shard = reduce_scatter(x @ weight^T, scatter_dim) + bias, with the matmul and the reduction overlapped.
 
-    Backward is one `all_gather_matmul` of dy: it gives dx, and the dy it gathers gives dW and db.
+    Backward is one `all_gather_matmul` of dy_shard: dy is gathered once, for dgrad, wgrad and dbias.
+
+    =======  ==========================================================================
+    forward  y_shard [..., m, ..., N] = reduce_scatter(x [..., M, ..., k] @ weight^T) + bias
+    dgrad    dx [..., M, ..., k] = all_gather(dy_shard) @ weight: an `all_gather_matmul`
+    wgrad    dW [N, k] = dy^T @ x, dy as gathered for dgrad
+    dbias    db [N] = sum of the gathered dy over tokens: complete on each rank
+    =======  ==========================================================================
 
     Args:
-        x: [..., M, ..., k], all tokens, this rank's part of the features; float16, bfloat16, float32 or float64.
+        x: [..., M, ..., k], all tokens, this rank's shard of the features; float16, bfloat16, float32 or float64.
         weight: [N, k], this rank's columns of the whole weight.
-        bias: [N] or None, the same on all ranks, added once after the sum. Its gradient is the complete one.
+        bias: [N] or None, the same on all ranks, added once after the sum. Its gradient is complete on each rank.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        scatter_dim: any dim but the last; may be negative. Cut as torch.chunk does: the last ranks may get less.
+        scatter_dim: any dim but the last; may be negative. Sharded as by torch.chunk: the last ranks may get less.
 
     Returns:
         [..., m, ..., N]; summed over ranks in float32 (float64 for float64) in rank order and rounded once.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         y_shard = matmul_reduce_scatter(hidden, w_down, group=mesh["tp"], scatter_dim=1)
@@ -92,11 +99,11 @@ def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
     return found
 
 
-# -- backward: dx is an all_gather_matmul of dy, and the dy it gathers gives dW and db --------------------------------
+# -- backward: dx is an all_gather_matmul of dy; dW and db use the gathered dy ----------------------------------------
 
 
 def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
-    """Those of dx and the gathered dy that are needed."""
+    """Return [dx, gathered dy], without those not needed."""
     size = g.x.shape[g.scatter_dim]
     if not g.needs_x:
         d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()

@@ -1,15 +1,15 @@
-"""One differentiable op, with all that belongs to it: schema, forward, fake, backward, and what dispatch chooses by.
+"""Base of all differentiable ops: schema, forward, fake, backward and the key for dispatch.
 
 `torch.compile`, `make_fx` and dispatch modes (selective checkpointing, fake tensors, flop counters) must see one op
-with a schema, a fake and an autograd formula: a `torch.library` op. In eager mode that costs 17 us a call where nothing
-needs a gradient and 52 us where something does (list arguments, torch 2.13, one x86 core), against 7 us for a whole
-decode-sized `F.linear`. So plain tensors in eager mode go straight to the forward, or through an `autograd.Function`
-around the very same forward and backward (12 us). `torch.library.custom_op` was measured too: 4 to 6 us more than
-`Library.define` + `impl` for the same.
+with a schema, a fake and an autograd formula: a `torch.library` op. In eager mode such an op costs 17 us per call
+without gradients and 52 us with gradients (list arguments, torch 2.13, one x86 core); a whole decode-sized `F.linear`
+takes 7 us. In eager mode, plain tensors therefore bypass torch's dispatcher: they call the forward directly, or through
+an `autograd.Function` around the same forward and backward (12 us). Rejected: `torch.library.custom_op`, which takes 4
+to 6 us more than `Library.define` + `impl`.
 
-Decoding repeats one call, token after token, and a decode-sized matmul streams its whole weight through the caches: all
-that runs after it starts cold, and each Python frame then costs 5 to 10 us where it costs 0.2 us in a hot loop. So what
-comes out the same for every call of one shape, the checked arguments and the schedule, is a plan that is looked up.
+Decoding repeats one call for each token, and a decode-sized matmul streams its whole weight through the caches. Code
+that runs after it starts cold: a Python frame costs 5 to 10 us there, and 0.2 us in a hot loop. The checked arguments
+and the schedule are the same for every call of one shape, so they are cached as a plan.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from fused_tp.schedules.registry import select_schedule
 
 LIBRARY = torch.library.Library("fused_tp", "DEF")
 AnyGroup: TypeAlias = Any
-"""Annotation of `group`: what callers pass, and from `prepare` on a `GroupName`."""
+"""Annotation of `group`: any group that callers pass; a `GroupName` after `prepare`."""
 
 _PLAIN = frozenset({Tensor, Parameter})
-# What every call asks, by one name each.
+# Names that every call looks up, bound once.
 _SCHEDULE, _SHM, _TABLE = settings.ROUTING
 _setting, _NVTX = settings.RAW.get, tracing.NVTX
 _in_dispatch_mode = torch._C._len_torch_dispatch_stack
@@ -52,10 +52,10 @@ _in_autocast = torch._C._is_any_autocast_enabled
 _in_functorch = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 
-# What all calls of one shape have in common: the schedule, its `repeatable` form, what `prepare` makes of arguments, by
-# place, and the group.
+# Shared by all calls of one shape: the schedule, its `repeatable` form, the arguments that `prepare` changes as (index,
+# new value), and the group.
 _Plan: TypeAlias = tuple["Schedule | None", "Callable[..., Any] | None", tuple[tuple[int, Any], ...], GroupName]
-_MAX_PLANS = 1024  # of an op in a group: lengths may keep changing
+_MAX_PLANS = 1024  # per op and group: lengths may keep changing
 _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
 
 OPS: dict[str, Op[Any]] = {}
@@ -64,15 +64,15 @@ A = TypeVar("A", bound=tuple[Any, ...])
 
 
 class Saved(Generic[A]):
-    """What a backward has of its forward.
+    """Values that backward keeps from forward.
 
     Attributes:
         args: the arguments; None for tensors that were not saved.
-        needs: for each of them whether a gradient is to be computed, a list of bools for a list of tensors.
-        all_needs: the same for both halves of backward.
-        shapes: of the tensors among them.
-        outputs: those results that were saved.
-        kept: what one half leaves for the other.
+        needs: for each argument, True if its gradient is to be computed; a list of bools for a list of tensors.
+        all_needs: `needs` of both halves of backward together.
+        shapes: shapes of the arguments that are tensors; None for the others.
+        outputs: the results that were saved.
+        kept: values that one half of backward passes to the other.
     """
 
     def __init__(self, args: A, needs: Any, shapes: Any, outputs: Sequence[Tensor]) -> None:
@@ -81,7 +81,7 @@ class Saved(Generic[A]):
 
     @contextmanager
     def only(self, weights: bool) -> Iterator[None]:
-        """Inside, nothing but weights (or nothing but the other arguments) needs a gradient."""
+        """Restrict `needs` to weights (or to all other arguments) inside the context."""
         masked = [
             need if (name in _WEIGHTS) == weights else [False] * len(need) if isinstance(need, list) else False
             for name, need in zip(self.all_needs._fields, self.all_needs, strict=True)
@@ -96,30 +96,30 @@ class Saved(Generic[A]):
 class Op(Generic[A]):
     """One op `fused_tp::<name>`.
 
-    Its arguments travel as one NamedTuple, whose annotations are the schema and whose last field, `group`, is whatever
-    names the ranks: what callers pass until `prepare` has seen it, the group's name from then on. A field may be a
-    NamedTuple itself, whose fields then replace it in the schema. Calling the op takes all of them one by one.
+    Arguments are passed internally as one NamedTuple. Its annotations define the schema. Its last field, `group`, holds
+    the group that callers pass, and after `prepare` the group's name. A field may itself be a NamedTuple; its fields
+    then replace it in the schema. A call of the op takes all fields one by one.
 
     Args:
-        name: of the op.
+        name: name of the op.
         arguments: the NamedTuple.
-        returns: of the schema: "Tensor", "Tensor[]" or "(Tensor, Tensor)".
-        forward: results for a schedule (None without `key`) and the arguments. They must not share memory with
-            arguments: the compiler counts on that.
-        fake: results without numbers, of the arguments.
-        key: what dispatch chooses the schedule by, of the arguments; None for a call that moves nothing.
-        backward_key: the same for backward, of the arguments of forward.
-        example: arguments that differ from a call's in nothing that `key` and `backward_key` look at, of the size of
-            the group and of tensors as one rank passes them; for `explain`.
-        prepare: arguments that are checked, cast and brought into one form. It depends on shapes, dtypes, devices and
-            on what is no tensor, and on nothing else, but where autocast is on.
-        saves: what backward needs: tensors among the arguments by name, results by number.
-        backward: gradients by name of argument, of (saved, gradients of the results); see `grad_input`. An op without
-            one is itself (part of) a backward.
+        returns: return type of the schema: "Tensor", "Tensor[]" or "(Tensor, Tensor)".
+        forward: computes the results from a schedule (None without `key`) and the arguments. Results must not share
+            memory with arguments: the compiler relies on that.
+        fake: computes results without data from the arguments.
+        key: computes the key for dispatch from the arguments; None for a call that communicates nothing.
+        backward_key: computes the key for dispatch of backward from the arguments of forward.
+        example: builds arguments for `explain` from the size of the group and one rank's tensors. They agree with a
+            call's in all that `key` and `backward_key` read.
+        prepare: checks, casts and normalizes the arguments. Without autocast its result must depend only on shapes,
+            dtypes, devices and arguments that are not tensors.
+        saves: values that backward needs: tensor arguments by name, results by index.
+        backward: computes gradients by argument name from (saved, gradients of the results); see `grad_input`. An op
+            without it is itself (part of) a backward.
         materialize_grads: unused results have gradients of zeros, not None.
-        non_differentiable: results without a gradient.
-        once: backward is this rank's alone, and differentiated again over several ranks it would lose what the others
-            add. That is refused; on one rank too where backward reads a result without a gradient.
+        non_differentiable: indices of the results without a gradient.
+        once: backward is local, so that a second derivative over several ranks would lack the other ranks' terms. A
+            second derivative raises; on one rank too if backward reads a result without a gradient.
     """
 
     def __init__(
@@ -173,8 +173,9 @@ class Op(Generic[A]):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def __call__(self, *values: Any) -> Any:
-        """The results for the arguments; the last, `group`, may be a `GroupName`."""
-        # `is_compiling` runs two more frames to ask for TorchScript and export; export traces under a dispatch mode.
+        """Run the op on its arguments one by one; the last, `group`, may be a `GroupName`."""
+        # Not `is_compiling`: it takes two more frames to check TorchScript and export; export traces under a dispatch
+        # mode.
         if (
             is_dynamo_compiling()
             or _in_dispatch_mode()
@@ -188,7 +189,7 @@ class Op(Generic[A]):
         ):
             return self._call(values)
         given: Sequence[Any] = values[:-1]
-        # Nested, not appended to a list: that takes a quarter of the time of all of this.
+        # Nested tuples: appending to a list takes a quarter of the time of this whole function.
         key: tuple[Any, ...] = _setting(_SCHEDULE), _setting(_SHM), _setting(_TABLE)
         grad_mode, needs_grad = _grad_enabled(), False
         for value in given:
@@ -223,7 +224,7 @@ class Op(Generic[A]):
                 key = key, kind, value  # True is 1, but not for the checks
         try:
             plan = self._plans[group].get(key)
-        except TypeError:  # what has no hash the checks refuse
+        except TypeError:  # an argument without a hash; the checks refuse it
             return self._call(values)
         if plan is None:
             return self._call(values, key)
@@ -232,7 +233,7 @@ class Op(Generic[A]):
             given = fresh = list(given)
             for index, value in changed:
                 fresh[index] = value
-        if repeatable is not None and not needs_grad:  # it begins with one of torch's ops, which resolves its arguments
+        if repeatable is not None and not needs_grad:  # it begins with a torch op, which resolves its arguments
             found = repeatable(*given)
             return self._call(values) if found is None else found
         for value in given:
@@ -248,14 +249,14 @@ class Op(Generic[A]):
         return result
 
     def named(self, *values: Any) -> Any:
-        """The same for arguments that have been prepared, of which the last is a group's name, for other backwards."""
+        """Run the op on prepared arguments, the last a group's name; for calls from other ops and from backward."""
         if is_dynamo_compiling():
             return self.overload(*values)
         return self(*values[:-1], GroupName(values[-1]))
 
     def _call_unwrapped(self, values: Sequence[Any]) -> Any:
-        """A call with tensors of subclasses. Where these show their memory as it is, it is one of plain tensors, and
-        the results are of the kind that torch's own functions would return."""
+        """Call with tensors of subclasses. If all of them expose their memory unchanged, the op runs on plain tensors,
+        and its results have the type that torch's own functions would return."""
         values = self._into_main_grads(values)  # before copies, which have no main_grad
         found: type[Tensor] = Tensor
         plain: list[Any] = []
@@ -281,7 +282,7 @@ class Op(Generic[A]):
         )
 
     def _call(self, values: Sequence[Any], key: object = None) -> Any:
-        """A call without a plan; with `key` it leaves one for the next."""
+        """Call without a plan; with `key`, remember a plan for the next call."""
         values = self._into_main_grads(values)  # before autocast's copies, which have no main_grad
         if not is_dynamo_compiling():  # torch's dispatcher, which compiled code calls, resolves by itself
             values = [_resolved(value) for value in values]
@@ -320,13 +321,13 @@ class Op(Generic[A]):
         if not recording():
             return run(schedule, args)
         shown: AbstractContextManager[object] = nullcontext()
-        if _profiler._is_profiler_enabled:  # which shows an op that comes through torch's own dispatcher
+        if _profiler._is_profiler_enabled:  # torch's dispatcher, which would record the op, is bypassed here
             shown = torch.profiler.record_function(self.qualified_name)
         with shown, self._range(schedule, args):
             return run(schedule, args)
 
     def _into_main_grads(self, values: Sequence[Any]) -> Sequence[Any]:
-        """`values`, with weights that have a `main_grad` replaced by `into_main_grad` of them."""
+        """Replace each weight in `values` that has a `main_grad` by its `into_main_grad`."""
         for at in self.weights_at:
             value = values[at]
             for t in value if type(value) is list else (value,):
@@ -339,7 +340,7 @@ class Op(Generic[A]):
     def _remember(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
         both = enumerate(zip(values[:-1], _flat(args)[:-1], strict=True))
         changed = [(i, new) for i, (old, new) in both if new is not old]
-        if next(_tensors([new for _, new in changed]), None) is not None:  # cast or copied, as every call must be
+        if next(_tensors([new for _, new in changed]), None) is not None:  # every call must cast or copy these again
             return
         plans = self._plans[group_by_name(args[-1])]
         if len(plans) >= _MAX_PLANS:
@@ -348,7 +349,7 @@ class Op(Generic[A]):
         plans[key] = schedule, repeatable, tuple(changed), args[-1]
 
     def select(self, args: A) -> Schedule | None:
-        """The schedule for a call; None where nothing moves."""
+        """Select the schedule for a call; None if nothing is communicated."""
         key = None if self.key is None else self.key(args)
         if key is None:
             return None
@@ -359,7 +360,7 @@ class Op(Generic[A]):
         return selected
 
     def _dispatched(self, *values: Any) -> Any:
-        """The op as torch's dispatcher calls it."""
+        """Run the op when torch's dispatcher calls it."""
         args = self.pack((*values[:-1], GroupName(values[-1])))
         schedule = self.select(args)
         if not recording():
@@ -376,10 +377,10 @@ class Op(Generic[A]):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def grad_input(self, saved: Saved[A], *grads: Any) -> dict[str, Any]:
-        """Gradients of all arguments that are no weights, by name, for gradients of the results.
+        """Gradients of all arguments that are not weights, by name, from gradients of the results.
 
-        With `grad_weight` this is all of backward, in two halves that a pipeline schedule runs apart. What the second
-        half needs and the first has at hand is kept in `saved`, so that nothing is communicated twice.
+        `grad_input` and `grad_weight` are the two halves of backward; a pipeline schedule may run them at different
+        times. The first half keeps values for the second in `saved`, so that nothing is communicated twice.
         """
         assert self.backward is not None
         with saved.only(weights=False):
@@ -394,7 +395,7 @@ class Op(Generic[A]):
             return self.backward(saved, *grads)
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        """Saves for backward what the op asks for, and of the rest shapes and whatever is no tensor."""
+        """Save for backward the tensors named in `saves`, the shapes of all, and all arguments that are not tensors."""
         tensors: list[Tensor] = []
         args: list[Any] = []
         needs: list[Any] = []
@@ -426,7 +427,7 @@ class Op(Generic[A]):
         ctx.save_for_backward(*tensors, *outputs)
 
     def saved(self, ctx: Any) -> Saved[A]:
-        """What `setup_context` has saved."""
+        """Values that `setup_context` saved."""
         tensors = ctx.saved_tensors
         args = list(ctx.args)
         for index, where in ctx.where.items():
@@ -435,14 +436,14 @@ class Op(Generic[A]):
         return Saved(self.pack(args), self.pack(ctx.needs), self.pack(ctx.shapes), outputs)
 
     def run_backward(self, ctx: Any, *grads: Any) -> Any:
-        """`backward` as autograd wants it."""
+        """Run `backward` in the form that autograd calls."""
         assert self.backward is not None
         return self._gradients(ctx, self.run_half(ctx, self.backward, self.saved(ctx), grads))
 
     def run_half(
         self, ctx: Any, half: Callable[..., dict[str, Any]], saved: Saved[A], grads: Sequence[Any]
     ) -> dict[str, Any]:
-        """`half(saved, *grads)`, in a range of its own where nothing is being traced, which would trace the range too.
+        """Run `half(saved, *grads)`, in a profiler range unless a tracer is active (it would trace the range too).
 
         Args:
             half: `backward`, `grad_input` or `grad_weight`.
@@ -462,7 +463,7 @@ class Op(Generic[A]):
         )
 
     def _gradients(self, ctx: Any, found: dict[str, Any]) -> tuple[Any, ...]:
-        """Gradients by name as autograd wants them: one for each argument, a list for a list of tensors."""
+        """Order gradients by name as autograd expects them: one per argument, a list for a list of tensors."""
         result: list[Any] = []
         for name, needs in zip(self.fields, ctx.needs, strict=True):
             grad = found.get(name)
@@ -491,7 +492,7 @@ class Op(Generic[A]):
 
 
 class _Eager(torch.autograd.Function):
-    """Autograd tracks tensors that are arguments themselves, not those in lists: lists travel flattened."""
+    """Autograd node of an eager call. Lists are flattened: autograd does not track tensors inside lists."""
 
     @staticmethod
     def forward(ctx: Any, op: Op[Any], schedule: Schedule | None, lengths: list[int], *flat: Any) -> Any:
@@ -523,7 +524,7 @@ class _Eager(torch.autograd.Function):
 
 
 def _annotations(arguments: Any) -> dict[str, str]:
-    """Types of the schema by field of a NamedTuple: `Tensor? bias` for `bias: Tensor | None`."""
+    """Schema types by field of a NamedTuple: `Tensor? bias` for `bias: Tensor | None`."""
     found: dict[str, str] = {}
     for name, annotation in arguments.__annotations__.items():
         kind = getattr(annotation, "__forward_arg__", annotation)
@@ -539,15 +540,15 @@ def _annotations(arguments: Any) -> dict[str, str]:
 
 
 def _inner(arguments: Any, name: str) -> Any:
-    """The NamedTuple that a field is, or None."""
+    """The field's NamedTuple type, or None for any other type."""
     annotation = arguments.__annotations__[name]
     kind = getattr(sys.modules[arguments.__module__], getattr(annotation, "__forward_arg__", annotation), None)
     return kind if hasattr(kind, "_fields") else None
 
 
 def _packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
-    """What makes arguments of values one by one. In C where no field is a NamedTuple: the constructor that NamedTuple
-    writes is a Python frame."""
+    """Return a function that packs flat values into `arguments`. Without nested NamedTuples it is a C function: the
+    constructor that NamedTuple generates is a Python frame."""
     inner = [(at, kind) for at, name in enumerate(arguments._fields) if (kind := _inner(arguments, name)) is not None]
     if not inner:
         return partial(tuple.__new__, arguments)
@@ -563,13 +564,13 @@ def _packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
 
 
 def _flat(args: Sequence[Any]) -> list[Any]:
-    """Arguments one by one."""
+    """Flatten nested tuples in `args`."""
     return [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))]
 
 
 def _resolved(value: Any) -> Any:
-    """`value`; a tensor that stands for other numbers than those in its memory (conjugate or negative bit, torch's
-    ZeroTensor) is copied, in a list too: native code and peers read memory."""
+    """Copy tensors whose values differ from their memory (conjugate or negative bit, torch's ZeroTensor), in lists
+    too: native code and peers read memory."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind(map(_resolved, value))
@@ -579,8 +580,8 @@ def _resolved(value: Any) -> Any:
 
 
 def _owned(result: Any) -> Any:
-    """`result`, whose tensors torch takes for no views: it would refuse to write to them in place, as callers may, and
-    which results are views of a buffer depends on the schedule."""
+    """Detach results that are views: torch may refuse in-place writes to a view, callers may write to results, and the
+    schedule decides which results are views of a buffer."""
     if isinstance(result, Tensor):
         return result.data if result._is_view() else result  # a tenth of the time of _unsafe_view
     return type(result)(map(_owned, result))

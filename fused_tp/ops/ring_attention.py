@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over the ranks: keys and values pass the queries, step by step."""
+"""Ring attention over a sharded sequence: keys and values move from rank to rank, queries stay."""
 
 from __future__ import annotations
 
@@ -62,12 +62,19 @@ def ring_attention(
     return_lse: bool = False,
     **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
+    """softmax(scale * q k^T) v over the whole sequence, sharded over ranks by `layout`.
 
-    Every rank computes its queries' share against all keys that they see. What a mask hides is not computed, and of a
-    rank's keys another receives those from the first to the last that it reads; "zigzag" makes causal work equal on all
-    ranks. The softmax is carried from step to step in float32 (float64 for float64) and rounded once; the gradients of
-    k and v travel and add up in float32. All sums have a fixed order, so results never depend on timing.
+    Each rank attends with its queries to all keys that they see. Masked parts are not computed, and a rank receives
+    from a peer only the range of keys between the first and last that it reads; "zigzag" balances causal work over
+    ranks. The softmax accumulates over steps in float32 (float64 for float64) and is rounded once; gradients of k and v
+    are sent and summed in float32. All sums have a fixed order, so results never depend on timing.
+
+    =======  ==========================================================================
+    forward  out [B, s, H, Dv] of local q [B, s, H, D] over the k [B, s, Hkv, D] and v [B, s, Hkv, Dv] of all ranks
+    dgrad    dq [B, s, H, D]; local sum over steps. dk, dv: summed over ranks, each at the rank of its keys
+    wgrad    d_alibi_slopes, d_sinks [H]: of this rank's queries only; sum them over the group
+    dbias    none: there is no bias
+    =======  ==========================================================================
 
     Args:
         q: [batch, seq_local, heads, head_dim]; float16, bfloat16, float32 or float64.
@@ -75,36 +82,36 @@ def ring_attention(
             head h // (heads / kv_heads).
         v: [batch, seq_local, kv_heads, v_head_dim].
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        causal: each token sees itself and those before it in the whole sequence.
-        scale: of the scores; None is head_dim ** -0.5.
+        causal: each token sees itself and all tokens before it in the whole sequence.
+        scale: factor of the scores; None is head_dim ** -0.5.
         layout: "zigzag", "contiguous" or, with documents, "balanced", "zigzag_documents" or "contiguous_documents", as
             given to `shard_sequence`.
-        window: (left, right): how many keys before and after itself a token sees; -1 for no limit. transformers'
+        window: (left, right): number of keys before and after itself that a token sees; -1 for no limit. transformers'
             sliding_window=n is (n - 1, 0).
-        softcap: scores x become softcap * tanh(x / softcap), as in Gemma 2; 0.0 leaves them.
-        alibi_slopes: [heads]; slope * distance is taken off each score. Differentiable.
+        softcap: scores x become softcap * tanh(x / softcap), as in Gemma 2; 0.0 disables it.
+        alibi_slopes: [heads]; slope * distance is subtracted from each score. Differentiable.
         sinks: [heads]; score of one more key per head whose value is 0, as in gpt-oss. Differentiable.
-        dropout_p: probability that a weight is dropped. Which are, depends on torch's CPU generator and on the place
-            in the whole sequence alone: not on the number of ranks, where their generators are in equal states. Heads
-            count from 0 on every rank: tensor parallel ranks need unequal states (ParallelAttention sees to it).
+        dropout_p: probability of dropping a weight. The mask depends only on torch's CPU generator and the position in
+            the whole sequence: with equal generator states it is the same for any number of ranks. Heads count from 0
+            on every rank: tensor parallel ranks need unequal states (ParallelAttention sets them).
         cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len), of the whole sequence, on the
-            CPU (elsewhere reading it waits for the device). A token sees its own document only. Any lengths, 0 too.
+            CPU (elsewhere reading it waits for the device). A token sees its own document only. Lengths may be 0.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable.
-        seq_len: length of the whole sequence, where the ranks do not all hold equally many tokens.
-        seq_len_kv: length of the keys' sequence, where it is another one than that of the queries (cross-attention).
-            It is cut by `layout`, too. Under masks the last query stands at the last key, of each document.
-        cu_seqlens_kv: the keys' documents, where they are others; as many as of the queries.
+        seq_len: length of the whole sequence, if the ranks do not all hold the same number of tokens.
+        seq_len_kv: length of the keys' sequence, if it differs from the queries' (cross-attention). It is sharded by
+            `layout`, too. Masks align the last query with the last key, of each document.
+        cu_seqlens_kv: documents of the keys, if they differ; as many as of the queries.
 
     Returns:
         out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,
         (out, lse) with lse [batch, heads, seq_local] in float32 (float64 for float64), -inf for these tokens.
-        Gradients of alibi_slopes and sinks are those of this rank's queries: sum them over the group, like those of
-        any parameter that all its ranks hold.
+        Gradients of alibi_slopes and sinks cover this rank's queries only: sum them over the group, like those of any
+        replicated parameter.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive. Over messages, ranks
-            that disagree are found with FUSED_TP_CHECK=1, else at the deadline, or not.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
+            Over messages, a mismatch is detected with FUSED_TP_CHECK=1; otherwise at the deadline, or not at all.
 
     Example:
         q, k, v = (shard_sequence(t, 1, group=mesh["cp"]) for t in (q, k, v))
@@ -121,7 +128,7 @@ def ring_attention(
 def attention_over(
     q: Tensor, k: Tensor, v: Tensor, group: GroupLike, *, alone: bool = False, first_head: int = 0, **keywords: Any
 ) -> Tensor:
-    """out of `ring_attention`, whose q begins with that head of the whole; `alone`: over this rank only."""
+    """Return out of `ring_attention` for a q that starts at head `first_head`; `alone`: over this rank only."""
     arguments, out = arguments_of(OP, keywords, first_head=first_head), q
     if alone:
         q, k, v, arguments = checked_call(q, k, v, arguments, 1, 0)
@@ -134,7 +141,7 @@ def attention_over(
 def checked_call(
     q: Any, k: Any, v: Any, arguments: AttentionArguments, size: int, rank: int
 ) -> tuple[Tensor, Tensor, Tensor, AttentionArguments]:
-    """q, k and v in autocast's dtype, and `checked_arguments`."""
+    """Cast q, k and v to autocast's dtype and check all arguments."""
     dtype = autocast_dtype(q)
     if dtype is not None:
         q, k, v = cast(dtype, q, k, v)
@@ -150,7 +157,7 @@ class _Args(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    if a.attention.joined:  # by another op, for the ranks that share its sequence
+    if a.attention.joined:  # already checked by another op, for the ranks that share its sequence
         return a
     _, size, rank = group_identity(a.group)
     return _Args(*checked_call(*a[:4], size, rank), a.group)
@@ -169,7 +176,7 @@ class _Grads(NamedTuple):
 
 
 def _key(a: _Args | _Grads) -> DispatchKey:
-    """By the size of all K/V in the dtype of q, which is what a plain schedule would gather."""
+    """Key for dispatch by the size of all K/V in the dtype of q, which a plain schedule would gather."""
     batch, _, heads, head_dim = a.k.shape
     columns = heads * (head_dim + a.v.shape[3])
     return DispatchKey(OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
@@ -188,7 +195,7 @@ def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
 
 
 def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring, RingCall, str]:
-    """What runs, and in words what all ranks must agree on."""
+    """Return the ring, its call, and a description of everything that ranks must agree on."""
     q, k, v, group = a.q, a.k, a.v, group_by_name(a.group)
     spec, ring = a.attention.spec(q.dtype), _ring(schedule, a)
     kernel: AttentionKernel = TRITON
@@ -211,17 +218,18 @@ def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring,
     return ring, RingCall(plan, group.rank, kernel, spec.scores, dims), words
 
 
-_BY_HEAD = ("alibi_slopes", "sinks")  # what has a gradient besides q, k and v
+_BY_HEAD = ("alibi_slopes", "sinks")  # arguments with a gradient besides q, k and v
 
-# Graphs read what a plan has on the device, and nothing tells when a graph goes: plans that were captured are kept for
-# good, once each (they hash by identity).
+# CUDA graphs read a plan's device tensors, and the end of a graph's life cannot be observed: captured plans are kept
+# forever, once each (they hash by identity).
 _captured: set[RingPlan] = set()
 
 
 def _for_kernels(*tensors: Tensor) -> list[Tensor]:
-    """Any strides but that of the last dim, and one dtype: that of the first.
+    """Cast all to the dtype of the first and make the last dim contiguous; kernels take any other strides.
 
-    Callers inside of fused_tp may give k and v, rounded to the dtype of q, in fp32: so their gradients are not rounded.
+    Internal callers may pass k and v in fp32, with values rounded to the dtype of q, so that the gradients of k and v
+    are not rounded.
     """
     dtype = tensors[0].dtype
     return [t.to(dtype) if t.stride(-1) == 1 else t.to(dtype).contiguous() for t in tensors]
@@ -234,13 +242,13 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def new_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty (out, lse) of attention."""
+    """Allocate (out, lse) of attention, uninitialized."""
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
 def _backward(s: Saved[_Args], grad_out: Tensor | None, grad_lse: Tensor | None) -> dict[str, Any]:
-    """Of all that has a gradient: which of them need one may differ between ranks, the messages may not."""
+    """Compute all gradients: the needed ones may differ between ranks, but the messages must not."""
     a = s.args
     found = RING_ATTENTION_BACKWARD(grad_out, grad_lse, *a[:3], *s.outputs, *a.attention, a.group)
     names = ("q", "k", "v", *(name for name in _BY_HEAD if getattr(a.attention, name) is not None))
@@ -248,7 +256,7 @@ def _backward(s: Saved[_Args], grad_out: Tensor | None, grad_lse: Tensor | None)
 
 
 def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
-    """dq, dk, dv and, where they were given, those of slopes and sinks."""
+    """Return dq, dk, dv and, if given, the gradients of slopes and sinks."""
     ring, call, words = _start(schedule, g, grad_lse=g.grad_lse is not None)
     grad_out = g.out.new_zeros(g.out.shape) if g.grad_out is None else g.grad_out
     q, k, v, grad_out = _for_kernels(g.q, g.k, g.v, grad_out)

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank holds, and getting tensors in and out of that order."""
+"""Positions of a rank's tokens, and conversion of tensors to and from sequence shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fused_tp.runtime.partition import SymInt
 from fused_tp.schedules.base import Schedule
 from fused_tp.transport.base import check_equal, checksum
 
-# What every transport has a name for; anything else (bool, complex, float8, ...) moves as its bytes.
+# Dtypes that every transport supports; any other (bool, complex, float8, ...) is sent as bytes.
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _MOVED_AS_THEY_ARE = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
 _CHECKSUM_BYTES = 3
@@ -36,23 +36,23 @@ def sequence_positions(
     within_documents: bool = False,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Positions of the tokens that this rank holds: what position embeddings need.
+    """Positions of this rank's tokens in the sequence, as position embeddings need them.
 
     Args:
         seq_len: length of the whole sequence, in tokens.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        layout: "zigzag" (chunks r and 2W-1-r of 2W, sizes as torch.tensor_split), "contiguous" (chunk r of W), or
-            "balanced": as many tokens as with "contiguous", of documents that stay whole where they can, so that all
-            ranks have nearly the same attention to compute (`fused_tp.sequence_balance` tells); or "zigzag_documents"
-            and "contiguous_documents": these cuts of each document, whose length is a multiple of W.
-        cu_seqlens: int32 or int64 [documents + 1], where packed documents begin, and the end: (0, ..., seq_len). Needed
-            for layouts of documents and `within_documents`. Pass it on the CPU: elsewhere every call copies it there.
-        within_documents: count from the begin of each document, as rotary embeddings of packed documents do, and not
-            from that of the sequence.
-        device: of the result; None is the default device.
+        layout: "zigzag" (chunks r and 2W-1-r of 2W, sizes as torch.tensor_split); "contiguous" (chunk r of W);
+            "balanced": as many tokens as with "contiguous", documents kept whole where possible, so that all ranks
+            have nearly equal attention work (`fused_tp.sequence_balance` counts it); "zigzag_documents" and
+            "contiguous_documents": each document is sharded by that layout, and its length is a multiple of W.
+        cu_seqlens: int32 or int64 [documents + 1], the starts of packed documents and the end: (0, ..., seq_len).
+            Required for layouts of documents and `within_documents`. Pass it on the CPU, or every call copies it there.
+        within_documents: count from the start of each document instead of the sequence, as rotary embeddings of packed
+            documents do.
+        device: device of the result; None is the default device.
 
     Returns:
-        int64 [seq_local]; ascending, but from document to document where `within_documents`.
+        int64 [seq_local]; ascending, with `within_documents` only inside each document.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -77,9 +77,10 @@ def sequence_positions(
 def shard_sequence(
     x: Tensor, dim: int, *, group: GroupLike, layout: str = "zigzag", cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """This rank's tokens of `x`, which all ranks hold in full.
+    """Return this rank's tokens of the replicated `x`.
 
-    The backward gathers the shards' gradients, so that every rank gets the gradient of all of `x`, as `scatter` does.
+    Backward gathers the gradients of all shards, so that every rank gets the gradient of the whole `x`, as `scatter`
+    does.
 
     Args:
         x: any shape and dtype, the same on all ranks; the sequence runs along `dim`.
@@ -90,7 +91,7 @@ def shard_sequence(
             `sequence_positions`; best on the CPU.
 
     Returns:
-        A new tensor like `x` with only this rank's tokens along `dim`; there may be none of them.
+        A new tensor like `x` with only this rank's tokens along `dim`; it may be empty.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -113,24 +114,24 @@ def unshard_sequence(
     seq_len: int | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The whole of what `shard_sequence` cut, in the order of the sequence, on all ranks.
+    """Undo `shard_sequence`: gather the shards of all ranks in the order of the sequence.
 
-    The backward keeps this rank's tokens of the gradient, which is taken to be the same on all ranks.
+    Backward returns this rank's tokens of the gradient, which is assumed to be equal on all ranks.
 
     Args:
         x_shard: any shape and dtype; this rank's tokens along `dim`.
         dim: may be negative.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         layout, cu_seqlens: as given to `shard_sequence`.
-        seq_len: length of the whole sequence, where the ranks do not all hold equally many tokens.
+        seq_len: length of the whole sequence, if the ranks do not all hold the same number of tokens.
 
     Returns:
         A new tensor like `x_shard` with `seq_len` tokens along `dim`.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive, or cut another sequence
-            or in another layout (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or passed another sequence
+            or layout (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
         logits = unshard_sequence(logits, 1, group=mesh["cp"], seq_len=seq_len)
@@ -149,7 +150,7 @@ def _checked_dim(x: Any, name: str, dim: Any) -> int:
 
 
 def _checked_documents(layout: Any, cu_seqlens: Any) -> Tensor | None:
-    """On the host. Their values are checked where they are read: in the op, which a compiler does not look into."""
+    """Move cu_seqlens to the host. The op checks its values: a compiler does not trace into the op."""
     bounds = on_host("cu_seqlens", cu_seqlens)
     check_layout(layout, documents=bounds is not None)
     return bounds
@@ -236,8 +237,8 @@ def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
     out = x_shard.new_empty(a.whole_shape)
     if schedule is None:
         return out
-    # Shards differ by a token or two; padded to the longest, one plain all-gather moves them.
-    # Behind them, in one row or a few, is what all ranks must have been called with.
+    # Shards differ by a token or two; padded to the longest, they need one plain all-gather. Additional rows at the end
+    # hold a checksum of the arguments that must be equal on all ranks.
     longest, row = max(tokens.length for tokens in held), (*x_shard.shape[:dim], *x_shard.shape[dim + 1 :])
     checked = x_shard.device.type == "cpu" or settings.check_ranks()
     rows = longest + (-(-_CHECKSUM_BYTES // (prod(row) * x_shard.itemsize)) if checked else 0)
@@ -278,7 +279,7 @@ def _in_words(a: _Unshard) -> str:
 
 
 def _checksums(rows: Tensor, ranks: int) -> Tensor:
-    """uint8 [ranks, _CHECKSUM_BYTES]: where the rows of so many ranks have the bytes of their checksums."""
+    """Return a view, uint8 [ranks, _CHECKSUM_BYTES], of the checksum bytes in the rows of `ranks` ranks."""
     return rows.view(ranks, -1).view(torch.uint8)[:, -_CHECKSUM_BYTES:]
 
 

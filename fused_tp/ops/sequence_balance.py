@@ -1,4 +1,4 @@
-"""How evenly a layout shares attention out to the ranks, counted before anything runs."""
+"""Balance of attention work over the ranks of a layout, counted before anything runs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fused_tp.runtime.group import GroupLike, group_identity
 
 @dataclass(frozen=True)
 class SequenceBalance:
-    """What each rank gets; `print` shows it as a table.
+    """Tokens and attention work per rank; `print` shows a table.
 
     Attributes:
-        what: layout, lengths and mask, in words.
-        tokens: how many each rank holds.
-        work: pairs of a query of each rank and a key that it sees, of all ranks.
-        runs: how many pieces of the sequence each rank's tokens are.
+        what: description of layout, lengths and mask.
+        tokens: number of tokens per rank.
+        work: per rank, number of pairs of one of its queries and a key that this query sees.
+        runs: per rank, number of contiguous ranges of the sequence that it holds.
     """
 
     what: str
@@ -33,7 +33,7 @@ class SequenceBalance:
 
     @property
     def balance(self) -> float:
-        """Mean work over the highest: the part of the time for which ranks have something to do; 1.0 is perfect."""
+        """Mean work divided by the highest, which is the mean fraction of time that ranks are busy; 1.0 is perfect."""
         return sum(self.work) / (len(self.work) * max(self.work)) if any(self.work) else 1.0
 
     def __str__(self) -> str:
@@ -56,18 +56,18 @@ def sequence_balance(
     causal: bool = True,
     window: tuple[int, int] | None = None,
 ) -> SequenceBalance:
-    """How many tokens and how much attention each rank gets. Exact; nothing is sent.
+    """Count the tokens and the attention work of each rank. Exact; nothing is sent.
 
     Args:
-        cu_seqlens: int32 or int64 [documents + 1], where packed documents begin, and the end; None for one sequence.
-        seq_len: its length then; with cu_seqlens it is their last.
-        group: ProcessGroup, 1-D DeviceMesh, or None for the world; or else
-        world_size: how many ranks there would be, where there is no group to ask.
-        layout: as `sequence_positions` has it; None is "balanced" with cu_seqlens and "zigzag" without.
-        causal, window: as `ring_attention` has them.
+        cu_seqlens: int32 or int64 [documents + 1], the starts of packed documents and the end; None for one sequence.
+        seq_len: length of the sequence if cu_seqlens is None, otherwise None.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        world_size: number of ranks, instead of `group`.
+        layout: as in `sequence_positions`; None is "balanced" with cu_seqlens and "zigzag" without.
+        causal, window: as in `ring_attention`.
 
     Returns:
-        A `SequenceBalance`: `tokens`, `work` and `runs` of each rank, and `balance`, 1.0 where all work is equal. It
+        A `SequenceBalance`: `tokens`, `work` and `runs` of each rank, and `balance`, 1.0 if all work is equal. It
         prints as a table.
 
     Raises:

@@ -1,18 +1,19 @@
-"""Backward of an op in two halves that autograd can run apart: gradients of inputs, gradients of weights.
+"""Backward of an op in two halves that autograd can run separately: gradients of inputs, gradients of weights.
 
 Zero-bubble pipelines (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241) send the gradient of a stage's
-input as early as possible and fill bubbles with the gradients of weights. torch asks autograd for one, later for the
-other. A node cannot know which it is run for (pytorch issues 166577 and 174017), so that one node computes both, twice.
-Inside `split_backward` an op makes three nodes, and autograd runs those that lead to what was asked for:
+input as early as possible and fill bubbles with the gradients of weights. torch calls autograd for the inputs, and
+later for the weights. A node cannot know which gradients a pass requests (pytorch issues 166577 and 174017), so that a
+single node would compute both halves twice. Inside `split_backward` an op creates three nodes, and autograd runs those
+that lead to the requested gradients:
 
     inputs  ---> _Half (inputs)  ---.
                                     +--> _Join ---> outputs
     weights ---> _Half (weights) ---'
 
-What a half returns has the shape of the outputs and no memory. Where both halves are asked for, that of the inputs runs
-first, so that the ranks or stages that wait for it wait least.
+A half returns tensors with the shapes of the outputs and no memory. If both halves are requested, the half of the
+inputs runs first, which minimizes the wait of other ranks and stages.
 
-What it costs: communication no longer hides behind the gradients of weights. So it is not the default.
+Not the default, because communication no longer overlaps the gradients of weights.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ Pending = list[Callable[[], None]]
 
 
 class _Mode:
-    """What ops are to do with their backward.
+    """Global mode that determines the backward nodes of ops.
 
-    One for the process, not for each thread: on GPUs, backward runs in threads of autograd's own, and activation
-    checkpointing runs ops again there, which must make the nodes that they made before.
+    The mode is per process, not per thread: on GPUs, backward runs in autograd's own threads, and activation
+    checkpointing reruns ops in these threads, which must create the same nodes as the first run.
     """
 
-    depth = 0  # of split_backward
-    pending: Pending | None = None  # of `DeferredWeightGradients`
-    task = -1  # the backward pass that it holds in, -1 outside of any: no other may leave its gradients there
+    depth = 0  # nesting depth of split_backward
+    pending: Pending | None = None  # the list of the active `DeferredWeightGradients`
+    task = -1  # backward pass for which `pending` is valid, -1 outside of any; other passes must not append to it
 
 
 def is_split() -> bool:
-    """Whether ops that are called now make separate nodes for the gradients of inputs and of weights."""
+    """True if ops called now create separate nodes for the gradients of inputs and of weights."""
     return _Mode.depth > 0 or _pending() is not None
 
 
@@ -58,14 +59,14 @@ def _pending() -> Pending | None:
 
 @contextmanager
 def split_backward() -> Iterator[None]:
-    """A context in which the ops' backward can be run in halves: gradients of inputs, and later those of weights.
+    """Context manager that splits the ops' backward in halves: gradients of inputs, later gradients of weights.
 
-    For zero-bubble schedules of torch.distributed.pipelining (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble,
-    ScheduleDualPipeV): a step inside communicates once what a step outside communicates twice. Any other backward gives
-    the same gradients, too, but its communication does not hide behind the gradients of weights.
+    Use it for the zero-bubble schedules of torch.distributed.pipelining (ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble, ScheduleDualPipeV): without it, a step communicates everything in backward twice. Other
+    schedules get the same gradients, but lose the overlap of communication with the gradients of weights.
 
-    Enclose the whole step. Forward is what counts, and activation checkpointing runs it again in backward. It holds for
-    all threads. What torch.compile compiles stays in one piece.
+    Enclose the whole step: the mode is read in forward, and activation checkpointing reruns forward in backward. It
+    applies to all threads. Backward of code compiled by torch.compile is not split.
 
     Example:
         with fused_tp.split_backward():
@@ -81,17 +82,17 @@ def split_backward() -> Iterator[None]:
 
 
 class DeferredWeightGradients:
-    """Gradients of weights that backward leaves to be computed later, of one pipeline stage.
+    """Weight gradients of one pipeline stage that are deferred beyond backward.
 
-    Between `begin_...` and `end` ops leave them; `take` gives those of the backward passes since it was last called.
+    Between `begin_...` and `end`, ops defer them; `take` returns those deferred since its last call.
     """
 
     def __init__(self) -> None:
         self._pending: Pending = []
 
     def begin_forward(self) -> None:
-        """What is still there belongs to a backward pass whose weights nobody asked for: torch runs one to learn the
-        shapes of gradients."""
+        """Start deferring, and drop pending gradients: they belong to a backward pass that torch ran only to infer
+        the shapes of gradients."""
         self._pending.clear()
         self.begin_backward()
 
@@ -102,7 +103,7 @@ class DeferredWeightGradients:
         _Mode.pending = None
 
     def take(self) -> Callable[[], None]:
-        """What computes them, and adds them to `grad` (or `main_grad`) of the weights."""
+        """Return a function that computes the pending gradients and adds them to the weights' `grad` or `main_grad`."""
         self.end()
         pending = self._pending[:]
         self._pending.clear()
@@ -115,10 +116,10 @@ class DeferredWeightGradients:
 
 
 def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence[Any]) -> Any:
-    """The results of `run()`, which is `op` on `args`, with a backward in halves; None where one half is all there is.
+    """Return the results of `run()`, which is `op` on `args`, with a split backward; None if only one half exists.
 
     Args:
-        values: `args` one by one, without a NamedTuple inside another.
+        values: `args`, flattened: no NamedTuple inside another.
     """
     inputs, weights = _needing_grad(op, values, weights=False), _needing_grad(op, values, weights=True)
     pending = _pending()
@@ -128,7 +129,7 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
         outputs = run()
     split = _Split(op, args, [outputs] if isinstance(outputs, Tensor) else outputs)
     if pending is not None:
-        # A leaf of no size: without it a call whose inputs need no gradient would have no node.
+        # An empty leaf: without it, a call whose inputs need no gradient would get no autograd node.
         leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         of_inputs = _Half.apply(split, False, *inputs) if inputs else ()
         joined = _JoinDeferred.apply(split, [get_gradient_edge(w) for w in weights], pending, leaf, *of_inputs)
@@ -136,7 +137,7 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
         # The engine runs the youngest node that is ready: inputs before weights.
         of_weights = _Half.apply(split, True, *weights)
         joined = _Join.apply(split, *of_weights, *_Half.apply(split, False, *inputs))
-    del split.args, split.outputs  # which the nodes save, as autograd wants it
+    del split.args, split.outputs  # the nodes have saved them through autograd
     return list(joined) if op.returns_list else joined[0] if isinstance(outputs, Tensor) else joined
 
 
@@ -151,11 +152,11 @@ def _needing_grad(op: Op[Any], values: Sequence[Any], *, weights: bool) -> list[
 
 
 class _Split:
-    """One call of an op, as its nodes share it.
+    """State of one call of an op, shared by its nodes.
 
     Attributes:
-        args, outputs: until the nodes are made.
-        kept: what the half of the inputs leaves for that of the weights, and the gradients that it is of.
+        args, outputs: arguments and results; deleted once the nodes exist.
+        kept: output gradients (with their versions) and the value that the inputs' half keeps for the weights' half.
     """
 
     def __init__(self, op: Op[Any], args: Any, outputs: Sequence[Tensor]) -> None:
@@ -164,11 +165,11 @@ class _Split:
 
     def save(self, ctx: Any) -> None:
         ctx.split = self
-        # Detached: as they are, they would hold the node that returns them, and that node this one.
+        # Detached: otherwise they would reference the node that returns them, and that node this object (a cycle).
         self.op.setup_context(ctx, self.args, [y.detach() for y in self.outputs])
 
     def gradients(self, ctx: Any, saved: Saved[Any], grads: Sequence[Any], *, weights: bool) -> list[Tensor | None]:
-        """Gradients of those tensors that `_needing_grad` gives, in that order, for gradients of the outputs."""
+        """Gradients of the tensors that `_needing_grad` returns, in its order, from gradients of the outputs."""
         op, given = self.op, [(d, None if d is None else d._version) for d in grads]
         if weights and self.kept is not None and _same(self.kept[0], given):
             saved.kept = self.kept[1]
@@ -196,7 +197,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class _Half(Function):
-    """Of inputs or of weights: what gets a gradient is an argument of its own."""
+    """Node for one half of backward. Each tensor that gets a gradient is a separate argument."""
 
     @staticmethod
     def forward(ctx: Any, split: _Split, weights: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -222,7 +223,7 @@ class _Join(Function):
 
 
 class _JoinDeferred(Function):
-    """In the place of the half of the weights: what computes their gradients and adds them up where `edges` lead."""
+    """Joining node for deferred weights: its backward queues their gradients, to be accumulated through `edges`."""
 
     @staticmethod
     def forward(
@@ -234,7 +235,7 @@ class _JoinDeferred(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        saved = ctx.split.op.saved(ctx)  # tensors that autograd lets go when this returns
+        saved = ctx.split.op.saved(ctx)  # autograd frees these tensors when this returns
         ctx.pending.append(partial(_accumulate, ctx, saved, grads))
         return None, None, None, None, *(grads if ctx.inputs else ())
 

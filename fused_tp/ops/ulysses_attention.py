@@ -1,8 +1,8 @@
-"""Attention over a sequence that is cut over the ranks: tokens are exchanged for heads, and each rank attends for some.
+"""Ulysses attention over a sharded sequence: an all-to-all exchanges tokens for heads.
 
-An all-to-all makes of some tokens with all heads all tokens with some heads; attention over them is that of one rank;
-a second all-to-all brings its result back. Every element travels once, whatever the number of ranks, and all ranks have
-the same work whatever the mask; but there can be no more ranks than heads.
+The first all-to-all turns a shard of the tokens with all heads into all tokens with a shard of the heads. Each rank
+then runs local attention, and a second all-to-all restores the token shards. Every element is sent once for any number
+of ranks, and all ranks have equal work under any mask; the number of ranks is limited by the number of heads.
 """
 
 from __future__ import annotations
@@ -59,34 +59,41 @@ def ulysses_attention(
     return_lse: bool = False,
     **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T) v over the whole sequence, of which each rank holds the tokens that `layout` gives it.
+    """softmax(scale * q k^T) v over the whole sequence, sharded over ranks by `layout`.
 
-    What `ring_attention` computes, with the same arguments, in another way: each rank gets all tokens of its share of
-    the heads, attends, and gives the result back. Key heads go to the ranks whose query heads read them, so there may
-    be more ranks than key heads; their gradients then travel and add up in float32, in the order of the ranks. All
-    ranks have the same work, whatever the mask and the layout.
+    Computes the same as `ring_attention`, with the same arguments: each rank receives all tokens of its heads, attends,
+    and returns the results. Key heads are sent to all ranks whose query heads read them, so that there may be more
+    ranks than key heads; their gradients are then sent and summed in float32, in rank order. All ranks have equal work
+    under any mask and layout.
+
+    =======  ==========================================================================
+    forward  all-to-all of q, k, v [B, s, H, D] to [B, S, H/W, D]; local attention; all-to-all of out to [B, s, H, Dv]
+    dgrad    all-to-all of d_out to [B, S, H/W, Dv]; local backward; all-to-all of dq, dk, dv to [B, s, H, D]
+    wgrad    d_alibi_slopes, d_sinks [H]: zero except for this rank's heads; sum them over the group
+    dbias    none: there is no bias
+    =======  ==========================================================================
 
     Args:
-        q: [batch, seq_local, heads, head_dim]; float16, bfloat16, float32 or float64. Ranks must divide heads.
+        q: [batch, seq_local, heads, head_dim]; float16, bfloat16, float32 or float64. heads is a multiple of the ranks.
         k: [batch, seq_local, kv_heads, head_dim]; heads is a multiple of kv_heads (GQA, MQA): query head h reads key
             head h // (heads / kv_heads).
         v: [batch, seq_local, kv_heads, v_head_dim].
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; all ranks
-            must ask for it alike, and its gradient, zeros too, rules out torch's own kernels in the backward.
+        return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable. It must be
+            equal on all ranks; with it, backward cannot use torch's own kernels, even if its gradient is zero.
         causal, scale, layout, window, softcap, dropout_p: as for `ring_attention`.
-        cu_seqlens, cu_seqlens_kv, seq_len, seq_len_kv: the same.
-        alibi_slopes, sinks: the same, of all heads, on every rank.
+        cu_seqlens, cu_seqlens_kv, seq_len, seq_len_kv: as for `ring_attention`.
+        alibi_slopes, sinks: as for `ring_attention`, of all heads, on every rank.
 
     Returns:
         out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,
         (out, lse) with lse [batch, heads, seq_local] in float32 (float64 for float64), -inf for these tokens.
-        Gradients of alibi_slopes and sinks are zero but for this rank's heads: sum them over the group, like those of
-        any parameter that all its ranks hold.
+        Gradients of alibi_slopes and sinks are zero except for this rank's heads: sum them over the group, like those
+        of any replicated parameter.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not arrive.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         q, k, v = (shard_sequence(t, 1, group=mesh["cp"]) for t in (q, k, v))
@@ -102,7 +109,7 @@ def ulysses_attention(
 def attention_of_heads_over(
     q: Tensor, k: Tensor, v: Tensor, inner: GroupLike, ring: GroupLike, first_head: int, **keywords: Any
 ) -> Tensor:
-    """out of `context_parallel_attention`, whose q begins with that head of the whole; `ring` None: no ring."""
+    """Return out of `context_parallel_attention` for a q that starts at head `first_head`; `ring` None: no ring."""
     arguments = arguments_of(OP, keywords, first_head=first_head)
     outer = ALONE if ring is None else group_identity(ring)
     out = attention_by_heads(q, k, v, arguments, group_identity(inner), outer, return_lse=False)
@@ -121,9 +128,9 @@ def attention_by_heads(
     strided: bool = False,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Heads shared out over `inner`, and of each share a ring over `ring`.
+    """Shard heads over `inner` and run ring attention for each shard over `ring`.
 
-    The rank of number i in `inner` and r in `ring` holds part r * inner.size + i of the layout; where `strided`, part
+    The rank with number i in `inner` and r in `ring` holds part r * inner.size + i of the layout; if `strided`, part
     i * ring.size + r.
     """
     check_bool(return_lse=return_lse)
@@ -157,13 +164,13 @@ def attention_by_heads(
 
 
 def _one_for_equally_many(x: Tensor, heads: Heads, rank: int) -> Tensor:
-    """Key heads of a rank, repeated so that each is read by equally many of its query heads, where it is not so."""
+    """Repeat a rank's key heads if needed, so that each is read by the same number of its query heads."""
     own, per_kv_head = heads.of("q", rank), heads.heads // heads.kv_heads
     each, rest = len(own), per_kv_head
-    while rest:  # their greatest common divisor, of symbolic sizes too
+    while rest:  # greatest common divisor; math.gcd does not take symbolic sizes
         each, rest = rest, each % rest
     readers = [head // per_kv_head - own.start // per_kv_head for head in range(own.start, own.stop, each)]
     if readers == list(range(x.shape[2])):
         return x
-    # Slices, and not an index: their gradients add up in a fixed order on every device.
+    # Slices instead of an index: their gradients are summed in a fixed order on every device.
     return torch.cat([x[:, :, head : head + 1] for head in readers], 2)

@@ -1,15 +1,16 @@
-"""Whether the schedules of a group are right where it runs: every op, against fp64, in more than one situation.
+"""Verify the schedules of a group on its own machine: every op against float64, in several situations.
 
-    values    results and gradients of two sets of inputs are those of float64, but for roundings
-    again     ... the same bits in many calls, which take the sets in turn: what a call leaves behind is not read again
-    late      ... while each rank in turn comes late
-    beside    ... while torch.distributed moves something of its own
+    values    results and gradients of two sets of inputs equal those of float64, up to rounding
+    again     ... bitwise equal in many calls with alternating sets: no call reads data left by an earlier one
+    late      ... while each rank in turn is late
+    beside    ... while torch.distributed runs a collective of its own
     graph     ... captured in a CUDA graph and replayed with other inputs; on GPUs
 
-A schedule whose bits differ between calls is right where those of the plain one differ too. Of ops of which all ranks
-get the same, the ranks' bits are compared.
+A schedule may differ bitwise between calls if the plain schedule does, too. For ops whose result is the same on all
+ranks, the bits are also compared over ranks.
 
-float64 is computed from the inputs of all ranks, which every rank makes by itself: no schedule checks another.
+The float64 reference is computed from the inputs of all ranks, which every rank generates itself: no schedule is
+checked against another.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fused_tp.schedules.autotune import EVERYWHERE, checksum, difference, known_
 from fused_tp.transport.store import exchange
 
 LATE_SECONDS = 0.02
-LATE_CYCLES = 20_000_000  # of a GPU
+LATE_CYCLES = 20_000_000  # GPU cycles
 BESIDE_ELEMENTS = 1 << 18
 EPS = 1e-6
 HEAD_DIM = 64
@@ -45,15 +46,15 @@ ByRank = list[list[Tensor]]
 
 
 class Example(NamedTuple):
-    """An op with sizes.
+    """An op to verify, with its sizes.
 
     Attributes:
-        op: its name.
+        op: name of the op.
         run: (inputs, group) -> results of this rank.
         reference: inputs of all ranks -> results of all ranks; differentiable.
-        shapes: of the inputs of a rank.
-        alike: numbers of the inputs that all ranks have alike.
-        one_result: all ranks hold the same result, whose gradient they have alike, too.
+        shapes: rank -> shapes of its inputs.
+        alike: indices of the inputs that are equal on all ranks.
+        one_result: the result is equal on all ranks, and so is its gradient.
     """
 
     op: str
@@ -65,7 +66,7 @@ class Example(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What was found of an op on a schedule; `problem` is empty where it is right."""
+    """Result of verifying an op on a schedule; `problem` is empty if it is right."""
 
     schedule: str
     op: str
@@ -81,15 +82,15 @@ def verify(
     *,
     calls: int = 100,
 ) -> Iterator[Verdict]:
-    """What is found of each op on each schedule that the group can have, the plain ones first. A collective call.
+    """Verify each op on each schedule that the group supports, the plain ones first. A collective call.
 
-    What is wrong is kept in the file of `FUSED_TP_AUTOTUNE`, which has to be set, and neither chosen by it nor checked
-    again until its line is deleted. What is right is kept, too: then it is also measured where the variable is not set,
-    between GPUs with NVLink. A check that ends the program counts as one that failed.
+    Failures are saved in the file of `FUSED_TP_AUTOTUNE`, which must be set. A failed schedule is neither chosen by the
+    autotuner nor checked again until its line is deleted. Successes are saved, too; the autotuner then measures these
+    schedules even if the variable is not set, between GPUs with NVLink. A check that ends the program counts as failed.
 
     Args:
-        sizes: (m, k, n) of matmuls: rows over all ranks, features of x and columns of y on one.
-        calls: of each op, sizes and schedule, at the least.
+        sizes: (m, k, n) of matmuls: rows over all ranks, features of x per rank, columns of y per rank.
+        calls: minimum number of calls for each op, size and schedule.
 
     Raises:
         ValueError: the group has one rank.
@@ -102,7 +103,7 @@ def verify(
     ranks = list(described.ranks)
     if len(ranks) == 1:
         raise ValueError("The group has one rank, which has nothing to send: there is nothing to check.")
-    # Checks have groups of their own, which they may leave unusable: ops one, and what moves beside them another.
+    # Checks may leave a group unusable, so they get new ones: one for the ops, one for the collectives beside them.
     current, beside = dist.new_group(ranks), dist.new_group(ranks)
     examples: dict[str, list[Example]] = {}
     for one in (made for size in sizes for made in examples_of(len(ranks), *size)):
@@ -119,10 +120,10 @@ def verify(
             for example, inputs in zip(of_op, sets, strict=True):
                 try:
                     mine = _examined(schedule, example, inputs, current, beside, device, calls)
-                except KeyboardInterrupt:  # the user's doing
+                except KeyboardInterrupt:  # by the user, not a failure
                     set_wrong(described, device, {what: ""})
                     raise
-                # Ranks that wait for one that has failed come here later than it does, by the deadline.
+                # Ranks that wait for a failed rank arrive here after it, by up to the deadline.
                 patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
                 with settings.environment(patience):
                     looks = exchange(described, f"check of {op} on {schedule}", mine)
@@ -163,7 +164,7 @@ def _examined(
     device: torch.device,
     calls: int,
 ) -> dict[str, Any]:
-    """What one rank sees. However wrong a result is, it makes all calls that its peers make."""
+    """Check one example on this rank. A wrong result does not end the check: peers make all the same calls."""
     look: dict[str, Any] = {"unusable": "", "wrong": "", "uneven": "", "bits": []}
     try:
         with settings.environment({"FUSED_TP_SCHEDULE": schedule}):
@@ -196,7 +197,7 @@ def _situations(
     device: torch.device,
     calls: int,
 ) -> Iterator[tuple[str, Again]]:
-    """(when, (number of the set, outcome) of each call)."""
+    """Yield (situation, iterator over calls of (index of the set, outcome))."""
 
     def again() -> Again:
         for call in range(calls):
@@ -205,7 +206,7 @@ def _situations(
     def late() -> Again:
         for call, rank in enumerate(range(group.size())):
             if rank == group.rank():
-                time.sleep(LATE_SECONDS)  # the host is late, and then the device
+                time.sleep(LATE_SECONDS)  # first the host is late, then the device
                 if device.type == "cuda":
                     torch.cuda._sleep(LATE_CYCLES)
             yield call % 2, _outcome(example, sets[call % 2], group)
@@ -230,7 +231,7 @@ def _situations(
             for mine, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
                 mine.copy_(given)
             graph.replay()
-            # The gradients are those of a call outside of the graph: between replays there are others.
+            # The graph has no gradients: compute them in a call outside, which also tests calls between replays.
             rest = _outcome(example, sets[call % 2], group)[len(results) :]
             yield call % 2, [*(t.clone() for t in results), *rest]
 
@@ -242,7 +243,7 @@ def _situations(
 
 
 def _outcome(example: Example, one: _Set, group: dist.ProcessGroup) -> list[Tensor]:
-    """Results and gradients."""
+    """Run the example; return its results and gradients."""
     leaves = [x.detach().requires_grad_() for x in one.inputs]
     results = _results(example.run(leaves, group))
     return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, one.grads)]
@@ -253,7 +254,7 @@ def _results(given: Any) -> list[Tensor]:
 
 
 def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int) -> _Set:
-    """Of one rank, with what float64 makes of all ranks' inputs."""
+    """Generate one rank's inputs and output gradients, and the float64 reference from the inputs of all ranks."""
 
     def made(shape: Sequence[int], *number: int) -> Tensor:
         name = 0
@@ -280,14 +281,14 @@ def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype
         [made(t.shape, 2, 0 if example.one_result else one, i) for i, t in enumerate(of_rank)]
         for one, of_rank in enumerate(results)
     ]
-    counted = range(1) if example.one_result else range(world)  # what all ranks hold is one result
+    counted = range(1) if example.one_result else range(world)  # a replicated result counts once
     terms = [(t * g.double()).sum() for one in counted for t, g in zip(results[one], grads[one], strict=True)]
     wanted = [*(t.detach() for t in results[rank]), *torch.autograd.grad(torch.stack(terms).sum(), wide[rank])]
     return _Set(inputs[rank], grads[rank], [t.to(dtype) for t in wanted])
 
 
 def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
-    """Every op that is checked, at that size."""
+    """Examples of all verified ops at one size."""
     share = -(-m // world)
 
     def rows(rank: int) -> int:
@@ -356,7 +357,7 @@ def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
             lambda rank: [(m, n)],
             one_result=True,
         ),
-        Example(  # of as many tokens on all ranks: of those that are cut unevenly a layout says more
+        Example(  # equal shards: uneven ones would need the layout
             "ring_attention",
             lambda x, group: ring_attention(x[0], x[1], x[2], group=group, causal=True, layout="contiguous"),
             attended,

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is cut over the ranks, which never brings the logits together."""
+"""Cross entropy of vocabulary-sharded logits, without gathering the logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fused_tp.schedules.gemm import as_rows
 from fused_tp.transport.base import accumulate_dtype, check_equal, checksum
 
 _REDUCTIONS = ("mean", "sum", "none")
-_STATISTICS = 4  # numbers of each token that ranks exchange: see _local_stats
+_STATISTICS = 4  # numbers per token that ranks exchange, see _local_stats
 
 
 def vocab_parallel_cross_entropy(
@@ -39,28 +39,34 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     vocab_size: int | None = None,
 ) -> Tensor:
-    """F.cross_entropy of logits cut over the ranks along the vocabulary, which is the last dim here.
+    """F.cross_entropy of logits sharded along the vocabulary, which is the last dim here.
 
-    Each rank sends four numbers per token: maximum, sum of exponentials, the target's logit, sum of logits. With
-    p = softmax(logits), loss = lse - (1 - s) * logits[target] - s * mean(logits), s the label smoothing.
+    Each rank sends four numbers per token: maximum, sum of exponentials, the target's logit, sum of logits. In the
+    table, s is the label smoothing and V the size of the whole vocabulary.
+
+    =======  ==========================================================================
+    forward  loss = lse - (1 - s) * logits[target] - s * mean(logits), with the four numbers all-gathered
+    dgrad    d_logits_shard [..., v] = (exp(logits - lse) - (1 - s) * onehot(target) - s / V) * d_loss; local
+    wgrad    none: there are no weights
+    =======  ==========================================================================
 
     Args:
-        logits_shard: [..., v], this rank's part of the vocabulary.
+        logits_shard: [..., v], this rank's shard of the vocabulary.
         target: [...], int64 class indices of the whole vocabulary or `ignore_index`; the same on all ranks.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         label_smoothing: 0 to 1.
-        ignore_index: a target that counts neither in the loss nor in the gradient.
-        reduction: "mean" over the targets that count, "sum", or "none" for a loss per token (0 where ignored).
-        vocab_size: length of the vocabulary over all ranks, where the parts (as torch.chunk cuts) are not all equal.
+        ignore_index: target value of tokens that are excluded from the loss and the gradient.
+        reduction: "mean" over the targets that are not ignored, "sum", or "none" for a loss per token (0 if ignored).
+        vocab_size: length of the vocabulary over all ranks, if the shards (as by torch.chunk) are not all equal.
 
     Returns:
-        A scalar, or [...] for "none"; float32 (float64 for float64 logits), in which everything is computed. As with
-        F.cross_entropy the mean is NaN where every target is ignored.
+        A scalar, or [...] for "none", computed in float32 (float64 for float64 logits). As with F.cross_entropy, the
+        mean is NaN if every target is ignored.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or were called with
-            other keywords or targets (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or was called with other
+            keywords or targets (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
 
     Example:
         loss = vocab_parallel_cross_entropy(lm_head(hidden), labels, group=mesh["tp"])
@@ -92,7 +98,7 @@ class _Args(NamedTuple):
     vocab_size: SymInt
     label_smoothing: float
     ignore_index: int
-    reduction: str  # for ranks to compare
+    reduction: str  # only compared over ranks
     group: AnyGroup
 
     def __str__(self) -> str:
@@ -122,11 +128,11 @@ def _key(a: _Args) -> DispatchKey:
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
-    """(loss per token, log sum exp over the whole vocabulary)."""
+    """Return (loss per token, log-sum-exp over the whole vocabulary)."""
     logits_shard, target, vocab_size, label_smoothing, ignore_index, *_, group = a
     known = group_by_name(group)
     counts = target != ignore_index
-    if target.device.type == "cpu":  # on a GPU the question would stop the host
+    if target.device.type == "cpu":  # on a GPU this check would synchronize the host
         wrong = counts & ((target < 0) | (target >= vocab_size))
         if wrong.any():
             raise ValueError(
@@ -134,7 +140,7 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
                 f"or ignore_index={ignore_index}."
             )
     stats = _local_stats(logits_shard, target, shard_range(vocab_size, known.size, known.rank), label_smoothing != 0.0)
-    checked = known.size > 1 and (target.device.type == "cpu" or settings.check_ranks())  # elsewhere it would wait
+    checked = known.size > 1 and (target.device.type == "cpu" or settings.check_ranks())  # on a GPU it synchronizes
     if checked:
         words = str(a)
         sums = checksum(words), checksum(target.cpu().contiguous().numpy())
@@ -147,10 +153,10 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
         check_equal(of_targets, f"{did} targets", f", of shape {tuple(target.shape)}. {all_alike}")
     maximum, exp_sum, target_logit, logit_sum = everyone[:, :-1].unbind(-1)
     top = maximum.amax(0)
-    # exp(-inf - -inf) is NaN: a rank (or all of them) may have nothing but -inf to offer.
+    # exp(-inf - -inf) is NaN: one rank (or all of them) may hold only -inf.
     shift = torch.where(top.isinf(), torch.zeros_like(top), top)
     scaled = exp_sum * torch.exp(maximum - shift)
-    # lse - target, but from the shift, so that nothing cancels where the target is (nearly) the maximum.
+    # lse - target, computed relative to the shift, so that nothing cancels if the target is (nearly) the maximum.
     log_sum = torch.log(_sum(scaled))
     log_sum_exp = log_sum + shift
     losses = log_sum + (1.0 - label_smoothing) * (shift - _sum(target_logit))
@@ -161,8 +167,8 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smoothed: bool) -> Tensor:
-    """[tokens + 1, 4]: of this rank's part maximum, sum of exp(logit - maximum), the target's logit or 0, and sum of
-    logits; then a row for checksums."""
+    """Compute [tokens + 1, 4] over this rank's shard: maximum, sum of exp(logit - maximum), the target's logit or 0,
+    sum of logits. The last row is for checksums."""
     dtype = accumulate_dtype(logits_shard.dtype)
     logits = as_rows(logits_shard).to(dtype)
     every = logits.new_zeros((logits.shape[0] + 1, _STATISTICS))
@@ -177,20 +183,20 @@ def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smo
     stats[:, 2] = torch.where(here, logits.gather(-1, local[:, None])[:, 0], 0.0)
     if smoothed:
         stats[:, 3] = logits.sum(-1)
-    # Sums of exponentials are relative to the shift, so send that: equal to the maximum but where it is infinite.
+    # Sums of exponentials are relative to the shift, so send the shift: it equals the maximum unless that is infinite.
     stats[:, 0] = torch.where(stats[:, 1] > 0, shift, stats[:, 0])
     return every
 
 
 def _local_target(target: Tensor, own: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Targets as indices into this rank's vocabulary, and which of them really are there (the others point to 0)."""
+    """Return targets as indices into this rank's vocabulary shard (0 if not in it), and a mask of those in it."""
     flat = target.reshape(-1)
     here = (flat >= own[0]) & (flat < own[1])
     return torch.where(here, flat - own[0], 0), here
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """Over ranks, in rank order."""
+    """Sum over ranks, in rank order."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -203,7 +209,7 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _backward(s: Saved[_Args], d_losses: Tensor, _: Tensor) -> dict[str, Any]:
-    """d logits = (softmax - (1 - s) * onehot(target) - s / V) * d loss; local, because lse is known."""
+    """Compute the gradient of the logits; local, because lse is saved."""
     if not s.needs.logits_shard:
         return {}
     a, (log_sum_exp,) = s.args, s.outputs

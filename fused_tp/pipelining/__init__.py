@@ -1,4 +1,4 @@
-"""Pipelines over torch.distributed.pipelining: models cut into stages, and schedules that split backward."""
+"""Pipelines over torch.distributed.pipelining: split models into stages, with schedules that split backward."""
 
 from fused_tp.pipelining.cut import estimated_costs, share_out
 from fused_tp.pipelining.pipeline import Pipeline, pipeline

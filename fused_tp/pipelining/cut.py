@@ -1,11 +1,11 @@
-"""Where a model can be cut into pipeline stages, which parts each stage keeps, and how layers are shared out.
+"""Splitting of a model into pipeline stages: find the split points, balance the layers, build the stages.
 
-A model can be cut between the layers of one nn.ModuleList, if nothing but the hidden state goes from layer to layer.
-That is found by running the model once, on a few tokens, and following gradients:
+A model can be split between the layers of one nn.ModuleList, if layers pass only the hidden state to each other. To
+verify this, the model runs once on a few tokens, and gradients are traced through its parts:
 
     inputs --> in front --> hidden --> layer 0 --> hidden --> ... --> layer L-1 --> hidden --> behind --> output
 
-What autograd finds between two of these parts besides the hidden state is a connection that a cut would break.
+A gradient path between two of these parts that bypasses the hidden state is a connection that a split would break.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ PROBE_TOKENS = 8
 
 @dataclass(frozen=True)
 class Layers:
-    """The parts of a model that can be cut.
+    """Parts of a model that can be split into stages.
 
     Attributes:
         container: name of the ModuleList of layers.
-        count: of layers.
+        count: number of layers.
         in_front: names of modules with parameters of their own that run before the layers.
-        behind: of those that run after them.
-        returned: how many things a layer returns, the hidden state first, in a tuple; 0: the hidden state alone.
-        hidden_size, dtype: of the hidden state [batch, seq, hidden].
+        behind: names of modules with parameters of their own that run after the layers.
+        returned: length of the tuple that a layer returns, the hidden state first; 0: the hidden state alone.
+        hidden_size, dtype: size and dtype of the hidden state [batch, seq, hidden].
     """
 
     container: str
@@ -51,21 +51,21 @@ class Layers:
 
 
 def find_layers(model: nn.Module, container: str | None, example: Mapping[str, Any]) -> Layers:
-    """The parts of `model` that can be cut.
+    """Find the parts of `model` that can be split into stages.
 
     Args:
-        container: name of the ModuleList of layers; None: the one that transformers' plan for pipelines names, or the
-            only one that there is.
+        container: name of the ModuleList of layers; None: the one in transformers' plan for pipelines, or the only
+            one in the model.
         example: keyword arguments of a forward pass on a few tokens.
 
     Raises:
-        ValueError: the model cannot be cut; says what stands in the way.
+        ValueError: the model cannot be split; the message names the reason.
     """
     name = container_name(model, container)
     layers = model.get_submodule(name)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         raise ValueError(f"layers={name!r} is a {type(layers).__name__}; name an nn.ModuleList of one or more layers.")
-    # What is not known to a run on a few tokens must not be changed by it: counters, running means.
+    # The trial run must not change buffers such as counters and running means.
     held = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
         found = _Probe(model, name, layers).run(example)
@@ -78,7 +78,7 @@ def find_layers(model: nn.Module, container: str | None, example: Mapping[str, A
 
 
 def _check_skeleton(model: nn.Module, layers: Layers, example: Mapping[str, Any]) -> None:
-    """Refuse a model whose code does not run where its layers, and what is around them, are elsewhere."""
+    """Refuse a model whose code does not run without its layers and the modules before and after them."""
     parts = [range(1), range(1, 1), range(1, layers.count)]
     skeleton, boundary = take_stages(model, layers, parts, [1])[1]
     tokens = next(t for t in example.values() if isinstance(t, Tensor) and t.ndim > 1)
@@ -119,15 +119,15 @@ def container_name(model: nn.Module, given: str | None) -> str:
 
 
 class _Probe:
-    """One forward pass that is watched."""
+    """One forward pass observed by hooks, to check that layers pass on only the hidden state."""
 
     def __init__(self, model: nn.Module, container: str, layers: nn.ModuleList) -> None:
         self.model, self.container, self.layers = model, container, layers
         self.kind = type(model).__name__
-        self.calls = 0  # of layers
-        self.hidden: Tensor | None = None  # what the last layer has returned
-        self.cut: list[Tensor] = []  # what each layer has returned
-        self.in_front: dict[str, list[Tensor]] = {}  # what modules before the layers have returned
+        self.calls = 0  # layer calls so far
+        self.hidden: Tensor | None = None  # hidden state returned by the latest layer
+        self.cut: list[Tensor] = []  # hidden state of each layer, as a leaf
+        self.in_front: dict[str, list[Tensor]] = {}  # results of modules before the layers, as leaves
         self.behind: list[str] = []
         self.returned = 0
 
@@ -141,7 +141,7 @@ class _Probe:
                     stack.enter_context(module.register_forward_hook(partial(self.leave, index)))
                 elif _holds_parameters(module) and not name.startswith(inside) and not self.holds_layers(name):
                     stack.enter_context(module.register_forward_hook(partial(self.outside, name)))
-            stack.enter_context(in_mode([self.model], training=True))  # in which alone dropout between layers is seen
+            stack.enter_context(in_mode([self.model], training=True))  # eval mode would hide dropout between layers
             stack.enter_context(torch.random.fork_rng())
             output = self.model(**example)
         if self.calls != len(self.layers):
@@ -246,7 +246,7 @@ class _Probe:
 
 @contextmanager
 def in_mode(models: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
-    """Puts `models` into training mode, or out of it, and each of their modules back into its own at the end."""
+    """Set training or eval mode on `models`; on exit, restore the mode of each of their modules."""
     modes = {module: module.training for model in models for module in model.modules()}
     try:
         for module in modes:
@@ -259,9 +259,9 @@ def in_mode(models: Iterable[nn.Module], *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def with_zeros(model: nn.Module) -> Iterator[None]:
-    """Gives what `model` has on the meta device zeros, which take no memory: enough to see which way tensors go."""
+    """Replace tensors of `model` on the meta device by zeros that take no memory: enough to trace the data flow."""
     held: list[tuple[dict[str, Any], str, Tensor]] = []
-    zeros: dict[int, Tensor] = {}  # of a tied weight one
+    zeros: dict[int, Tensor] = {}  # one for each tied weight
     for module in model.modules():
         of_module: list[dict[str, Any]] = [module._parameters, module._buffers]
         for tensors in of_module:
@@ -280,8 +280,8 @@ def with_zeros(model: nn.Module) -> Iterator[None]:
 
 
 def _unwritten_zeros(t: Tensor) -> Tensor:
-    """Zeros like `t` on the CPU, whose pages have no memory until they are written to. (Rejected: torch.zeros, which
-    writes them; one zero that is expanded, whose strides not all ops take.)"""
+    """Zeros like `t` on the CPU, in pages that take no memory until written. (Rejected: torch.zeros, which writes
+    them; one expanded zero, whose strides not all ops accept.)"""
     if not t.numel():
         return torch.zeros(t.shape, dtype=t.dtype, device="cpu")
     pages = mmap.mmap(-1, t.numel() * t.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -293,7 +293,7 @@ def _holds_parameters(module: nn.Module) -> bool:
 
 
 def _leaf_and_result(t: Tensor) -> tuple[Tensor, Tensor]:
-    """A leaf of the values of `t`, and what may take the place of `t`, also where it is written to."""
+    """Return a leaf with the values of `t`, and a copy of it to replace `t`, which may be written in place."""
     leaf = t.detach().requires_grad_()
     return leaf, leaf.clone()
 
@@ -306,10 +306,9 @@ def _shown(value: Any) -> str:
 
 
 def estimated_costs(model: nn.Module, layers: Layers) -> list[float]:
-    """What each layer costs, by the multiplications for one token, with what is in front of the first and behind the
-    last added to these.
+    """Cost of each layer in multiplications per token, including modules before the first and after the last layer.
 
-    An embedding costs nothing; of experts those that a token is sent to, where the config says how many.
+    Embeddings cost nothing. Only the experts that a token is sent to are counted, if the config states their number.
     """
     config: Any = getattr(model, "config", None)
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -336,10 +335,10 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts
 
 
 def share_out(costs: Sequence[float], stages: int) -> list[range]:
-    """Consecutive layers for each stage, one at least: the dearest stage as cheap as can be, then the next.
+    """Assign consecutive layers to stages, at least one each; minimize the highest stage cost, then the next highest.
 
     Raises:
-        ValueError: fewer layers than stages, or a cost that is no positive number.
+        ValueError: there are fewer layers than stages, or a cost is not a finite number of at least zero.
 
     Example:
         share_out([1, 1, 1, 3], 2)  # [range(0, 3), range(3, 4)]
@@ -350,7 +349,7 @@ def share_out(costs: Sequence[float], stages: int) -> list[range]:
     if not all(isinstance(c, (int, float)) and 0 <= c < float("inf") for c in costs):
         raise ValueError(f"costs are {list(costs)}; they must be numbers, zero or greater.")
     sums = [0.0, *accumulate(costs)]
-    # best[n]: of the first n layers over the stages so far, (costs of stages from the dearest down, where each begins).
+    # best[n]: best split of the first n layers over the stages so far, (stage costs in descending order, first layers).
     best: dict[int, tuple[list[float], list[int]]] = {0: ([], [])}
     for stage in range(stages):
         last = stages - stage - 1
@@ -369,7 +368,7 @@ def share_out(costs: Sequence[float], stages: int) -> list[range]:
 
 
 class Boundary:
-    """The hidden state as it enters and leaves a stage, during one forward pass."""
+    """Hidden states that a stage receives and sends during one forward pass."""
 
     def __init__(self) -> None:
         self.received: Tensor | None = None
@@ -377,17 +376,17 @@ class Boundary:
 
 
 class Absent(nn.Identity):
-    """In the place of a layer that another stage has: passes on the hidden state that it is given.
+    """Placeholder for a layer of another stage: passes the hidden state on unchanged.
 
-    Of the layers before a stage the last gives what was received instead, and of those after it the first notes what is
-    to be sent.
+    The last layer before the stage returns the received hidden state instead (`receives`); the first layer after the
+    stage stores the hidden state to send (`sends`).
     """
 
     def __init__(self, layer: nn.Module, boundary: Boundary, *, receives: bool, sends: bool, returned: int) -> None:
         super().__init__()
         self.boundary = boundary
         self.receives, self.sends, self.returned = receives, sends, returned
-        for name, value in vars(layer).items():  # which models read from their layers, such as the kind of attention
+        for name, value in vars(layer).items():  # models read attributes of layers, such as the type of attention
             if name not in vars(self) and isinstance(value, (str, int, float, type(None))):
                 setattr(self, name, value)
 
@@ -401,7 +400,7 @@ class Absent(nn.Identity):
 
 
 class AbsentInFront(nn.Identity):
-    """In the place of an embedding: zeros of the shape of the hidden state, which no layer sees."""
+    """Placeholder for an embedding: returns zeros of the hidden state's shape, which no layer reads."""
 
     def __init__(self, module: nn.Module, boundary: Boundary) -> None:
         super().__init__()
@@ -415,13 +414,13 @@ class AbsentInFront(nn.Identity):
 
 
 def _nothing_like(module: nn.Module) -> Tensor | None:
-    """An empty tensor in the place of a weight, of which models ask the dtype and the device."""
+    """Empty placeholder for a weight: models read its dtype and device."""
     weight = getattr(module, "weight", None)
     return weight.detach().new_empty(0) if isinstance(weight, Tensor) else None
 
 
 class AbsentBehind(nn.Identity):
-    """In the place of a norm or an output layer: what it is given."""
+    """Placeholder for a norm or an output layer: returns its input."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -434,13 +433,13 @@ class AbsentBehind(nn.Identity):
 def take_stages(
     model: nn.Module, layers: Layers, parts: Sequence[range], wanted: Sequence[int]
 ) -> dict[int, tuple[nn.Module, Boundary]]:
-    """The stages of the numbers `wanted`, each a model of the same class that holds modules of `model` itself.
+    """Build the stages numbered `wanted`, each a model of the same class that shares modules with `model`.
 
-    What all stages need and has no parameters (rotary embeddings) each has its own copy of.
+    Modules without parameters that all stages need (rotary embeddings) are copied for each stage.
     """
     container = model.get_submodule(layers.container)
     of_layers = list(container.children())
-    # A model and its layers read one config, which stays one: `parallelize` gives each stage a copy of its own.
+    # A model and its layers share one config, so it is not copied here; `parallelize` copies it for each stage.
     configs = {id(m.config): m.config for m in model.modules() if "config" in vars(m)}
     found = {}
     for stage in wanted:

@@ -1,8 +1,7 @@
-"""`pipeline(model, mesh)`: a model cut into pipeline stages, each of which is tensor and context parallel inside.
+"""`pipeline(model, mesh)`: split a model into pipeline stages, each tensor and context parallel inside.
 
-Every rank is given the whole batch, as `parallelize` wants it, and each stage all of it but the hidden state: masks,
-positions and bounds of documents need not travel. Between stages goes the part of the hidden state that a rank holds,
-with sequence parallelism a 1/tp of it.
+Every rank receives the whole batch, as for `parallelize`, so that masks, positions and document bounds are not sent
+between stages. Only this rank's shard of the hidden state is sent, with sequence parallelism 1/tp of it.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Loss = Callable[[Any, Any], Tensor]
-_IGNORED = -100  # label of a token that does not count, as everywhere in transformers
+_IGNORED = -100  # label of ignored tokens, as everywhere in transformers
 _LABELS = ("labels", "shift_labels")
-_COUNT = "num_items_in_batch"  # by which a model divides the sum over targets, in place of their number
+_COUNT = "num_items_in_batch"  # divisor of the sum over targets, in place of a microbatch's own number of targets
 
 
 class Inside(TypedDict, total=False):
@@ -92,38 +91,38 @@ def pipeline(
     verify: str | bool | Mapping[str, Any] = "auto",
     **inside: Unpack[Inside],
 ) -> Pipeline:
-    """This rank's part of `model` as a pipeline over `mesh[pp_dim]`, whose `step(batch)` returns the loss of the batch.
+    """Split `model` into a pipeline over `mesh[pp_dim]`; `step(batch)` of the result trains on a batch.
 
-    The model is cut between the layers of one nn.ModuleList; embeddings stay with the first of them, norms and output
-    layers behind them with the last. Each stage is made parallel over the other dims as `parallelize` does it.
-    `model` is taken apart, and what other ranks have leaves its memory: use the pipeline from here on, and give its
-    `parameters()` to optimizers. Of a model on the meta device each rank gets memory for what it holds, without values:
-    follow with `load_state_dict`.
+    The model is split between the layers of one nn.ModuleList; embeddings stay with the first layer, norms and output
+    layers after the layers with the last. Each stage is parallelized over the other dims as by `parallelize`. `model`
+    is taken apart, and memory for other ranks' stages is freed: use the pipeline from here on, and pass its
+    `parameters()` to optimizers. For a model on the meta device, each rank allocates its own stages, uninitialized:
+    call `load_state_dict` afterwards.
 
     Args:
-        model: a transformers causal language model, or any nn.Module whose layers pass nothing on but a hidden state
-            [batch, seq, hidden]; the same on all ranks. What cannot be cut is refused.
-        mesh: DeviceMesh with the dim `pp_dim`, and those over which each stage is to be parallel.
-        microbatches: into how many parts of equal size the rows of a batch are cut.
+        model: a transformers causal language model, or any nn.Module whose layers pass on only a hidden state
+            [batch, seq, hidden]; the same on all ranks. Models that cannot be split are refused.
+        mesh: DeviceMesh with the dim `pp_dim` and the dims over which each stage is parallel.
+        microbatches: number of equal parts into which the rows of a batch are split.
         schedule: "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble" ("ZBV") or "DualPipeV",
-            of torch.distributed.pipelining. Backward of the last three is run inside `fused_tp.split_backward()`.
-        virtual_stages: stages of a rank, for the two interleaved schedules; None: 2.
-        layers: name of the ModuleList; None: that of transformers' plan for pipelines, or the only one.
-        costs: of each layer, in any unit, to share them out by, with the embedding added to the first and the output
-            layer to the last; None: multiplications for a token, counted from parameters.
-        loss_fn: loss_fn(output, labels) -> mean over a microbatch; output is what the model returns (its logits, of a
-            transformers model). The loss of a batch is the mean of these. None: the model's own, `loss` of what forward
-            returns for `labels` (not shifted; -100 does not count), a mean over targets: over those of the batch.
-        example: keyword arguments of a forward pass on a few tokens, by which the model is examined; None: token ids.
-        verify: compare the pipeline with the whole model, as `parallelize` does; of a dict tensors have `microbatches`
-            rows, or a multiple.
+            of torch.distributed.pipelining. Backward of the last three runs inside `fused_tp.split_backward()`.
+        virtual_stages: stages per rank, for the two interleaved schedules; None: 2.
+        layers: name of the ModuleList; None: the one in transformers' plan for pipelines, or the only one.
+        costs: cost of each layer, in any unit, by which stages are balanced, with the embedding added to the first and
+            the output layer to the last; None: multiplications per token, counted from parameters.
+        loss_fn: loss_fn(output, labels) -> mean over a microbatch; output is the model's output (the logits of a
+            transformers model). The loss of a batch is the mean over its microbatches. None: the model's own loss, the
+            `loss` that forward returns for `labels` (not shifted; -100 is ignored), averaged over the batch's targets.
+        example: keyword arguments of a forward pass on a few tokens, with which the model is examined; None: token ids.
+        verify: compare the pipeline with the whole model, as `parallelize` does; the tensors of a dict must have
+            `microbatches` rows, or a multiple.
         inside: keywords of `parallelize`, for each stage: tp_dim, cp_dim, ep_dim (one of these two), plan,
-            sequence_parallel, loss_parallel, ulysses_size, grad_sync. With grad_sync gradients are summed over the
+            sequence_parallel, loss_parallel, ulysses_size, grad_sync. With grad_sync, gradients are averaged over the
             context parallel ranks at the end of a step.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or the model cannot be cut, with the reason; before anything is
-            changed or sent. What `parallelize` refuses of one stage is raised on all ranks, with the model taken apart.
+        TypeError, ValueError: an argument does not fit, or the model cannot be split, with the reason; raised before
+            anything is changed or sent. If `parallelize` refuses a stage, all ranks raise, with the model taken apart.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("pp", "tp"))
@@ -185,15 +184,16 @@ def pipeline(
     meshes = {dim: mesh[dim] for dim in dims if dim in names and mesh[dim].size() > 1}
     tp_mesh, cp_mesh = (meshes.get(dim) for dim in dims)
     tied = _tied_names(model, found)
-    adapted = hasattr(model, "peft_config")  # names in its plan are those without adapters
+    adapted = hasattr(model, "peft_config")  # its plan has the names without adapters
     whole = resolve_plan(model, plan) if tp_mesh is not None and not adapted else None
     concrete: dict[str, Style] | None = None if whole is None else {**whole.modules, **whole.parameters}
     if concrete is not None and (tied or plan != "auto"):
-        # Which cuts an embedding as the output layer that shares its weight, and of whose names a stage may lack some.
+        # The plan of the whole model shards an embedding like the output layer tied to it, and lists names that a stage
+        # may lack.
         plan = concrete
     disable: Any = getattr(model, "disable_input_require_grads", None)
     if disable is not None and getattr(model, "_require_grads_hooks", None):
-        disable()  # hooks that gradient_checkpointing_enable sets, and that parallel embeddings do not take
+        disable()  # hooks from gradient_checkpointing_enable, which parallel embeddings do not support
     stages: dict[int, Stage] = {}
     sharing = [pp_mesh, *meshes.values()]
     with compared(model, verify, sharing, tp=tp_mesh, cp=cp_mesh, rows=microbatches) as outcome:
@@ -204,13 +204,13 @@ def pipeline(
             ).items():
                 if number + 1 < len(parts):
                     setattr(part, PASSES_ON, True)
-                # A stage that has nothing to cut stays whole on all tensor parallel ranks.
+                # A stage with nothing to shard is replicated over the tensor parallel ranks.
                 whole_stage = concrete is not None and not keywords["sequence_parallel"] and not _within(part, concrete)
                 over = {dim: one for dim, one in meshes.items() if not (whole_stage and one is tp_mesh)}
                 if over:
                     named = mesh if len(over) == len(meshes) else next(iter(over.values()))
                     of_stage = keywords | {"loss_parallel": keywords["loss_parallel"] and not whole_stage}
-                    how = of_stage | {"grad_sync": False, "verify": False}  # a stage does not run by itself
+                    how = of_stage | {"grad_sync": False, "verify": False}  # a stage cannot run alone
                     parallelize(part, named, plan=_within(part, plan), **how)
                 else:
                     materialize(part, mesh.device_type, hf=is_hf)
@@ -245,7 +245,7 @@ def _example(model: nn.Module, is_hf: bool) -> dict[str, Any]:
 
 
 def _tied_names(model: nn.Module, layers: Layers) -> tuple[str, str] | None:
-    """The names of a parameter that the first stage and the last one share."""
+    """Return both names of the parameter that the first and the last stage share, or None."""
 
     def named(modules: Sequence[str]) -> dict[int, str]:
         return {
@@ -262,7 +262,7 @@ def _tied_names(model: nn.Module, layers: Layers) -> tuple[str, str] | None:
 
 
 def _within(part: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[str, Style]:
-    """Of a plan with concrete names what a stage has."""
+    """Restrict a plan with concrete names to the names in a stage."""
     if isinstance(plan, str):
         return plan
     known = {name for name, module in part.named_modules() if not isinstance(module, nn.Identity)}
@@ -271,7 +271,7 @@ def _within(part: nn.Module, plan: str | Mapping[str, Style]) -> str | Mapping[s
 
 
 def _agree(pp_mesh: DeviceMesh, refused: Exception | None) -> None:
-    """Raises on all ranks of the pipeline what one has raised: the others would wait for it in their first step."""
+    """Raise on all pipeline ranks if one raised: its peers would otherwise wait for it in their first step."""
     said: list[Any] = [None] * pp_mesh.size()
     dist.all_gather_object(said, None if refused is None else str(refused), group=pp_mesh.get_group())
     if refused is not None:
@@ -284,7 +284,7 @@ def _agree(pp_mesh: DeviceMesh, refused: Exception | None) -> None:
 
 
 def _release(model: nn.Module, stages: Iterable[Stage]) -> None:
-    """Frees the memory of what other ranks have, which the caller's `model` still holds."""
+    """Free the parameters of other ranks' stages, which the caller's `model` still holds."""
     kept = {module for stage in stages for module in stage.modules()}
     for module in model.modules():
         if module not in kept:
@@ -294,11 +294,12 @@ def _release(model: nn.Module, stages: Iterable[Stage]) -> None:
 
 
 class Stage(nn.Module):
-    """A part of the model, from the hidden state that it receives to that which it sends.
+    """Pipeline stage: computes the hidden state to send from the one received.
 
     Attributes:
-        model: of the same class as the whole one, with others in the place of what other stages have.
-        number, count: of this stage, of all.
+        model: a model of the same class as the whole one, with placeholders for the modules of other stages.
+        number: number of this stage.
+        count: number of all stages.
     """
 
     def __init__(
@@ -307,9 +308,9 @@ class Stage(nn.Module):
         super().__init__()
         self.model, self.boundary, self.number, self.count = model, boundary, number, count
         self.is_hf, self.loss_fn = is_hf, loss_fn
-        self.common: dict[str, Any] = {}  # what all microbatches of the batch that runs are given
+        self.common: dict[str, Any] = {}  # arguments equal for all microbatches of the running batch
         self.microbatches = 1
-        self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None  # that is sent and received
+        self.hidden: tuple[tuple[int, ...], torch.dtype] | None = None  # shape and dtype sent and received
         self.takes_count = takes_target_count(model, is_hf=is_hf)
 
     @property
@@ -317,7 +318,7 @@ class Stage(nn.Module):
         return self.number == self.count - 1
 
     def forward(self, *received: Tensor, **batch: Any) -> Any:
-        """The hidden state to send; of the last stage the loss, or the output where the batch has no labels."""
+        """Return the hidden state to send; in the last stage the loss, or the output if the batch has no labels."""
         count = self.common.get(_COUNT)
         batch |= {name: value for name, value in self.common.items() if name != _COUNT}
         labels = {name: batch.get(name) for name in _LABELS}
@@ -348,30 +349,30 @@ class Stage(nn.Module):
                 f"Stage {self.number} made a hidden state {tuple(sent.shape)} of {sent.dtype}, and the next expects "
                 f"{self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same autocast as its steps."
             )
-        # torch detaches it in place, which no view can be.
+        # torch detaches it in place, which fails for views.
         return sent.clone() if sent._is_view() else sent.contiguous()
 
 
 def takes_target_count(model: nn.Module, *, is_hf: bool) -> bool:
-    """Whether the model divides its loss by `num_items_in_batch`, where it is given."""
+    """True if the model divides its loss by the argument `num_items_in_batch`."""
     parameters = inspect.signature(model.forward).parameters
-    # transformers' own losses take it among other keywords; models that compute theirs otherwise would ignore it.
+    # transformers' own loss functions take it among other keywords; models with another loss would ignore it.
     others = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return _COUNT in parameters or (is_hf and others and forward_mentions(model, "loss_function", unknown=False))
 
 
 def count_targets(batch: Mapping[str, Any]) -> Tensor:
-    """How many targets count, of labels that are not shifted, or of shifted ones."""
+    """Count the targets that are not ignored, in unshifted `labels` or in `shift_labels`."""
     shifted = batch.get("shift_labels")
     return ((batch["labels"][:, 1:] if shifted is None else shifted) != _IGNORED).sum()
 
 
 class Pipeline:
-    """The stages of this rank, and the schedule that runs them.
+    """Stages of this rank and the schedule that runs them.
 
     Attributes:
-        stages: of this rank, by number.
-        parts: which layers each stage has, of all ranks.
+        stages: stages of this rank, by number.
+        parts: layers of each stage, over all ranks.
     """
 
     def __init__(
@@ -397,7 +398,7 @@ class Pipeline:
         self._schedules: dict[tuple[int, ...], Any] = {}  # by the shape of the hidden state
         for stage in stages.values():
             stage.microbatches = microbatches
-        self._unsynced = False  # gradients hold what has not been summed over ranks
+        self._unsynced = False  # True while gradients are not yet reduced over ranks
         ranks = pp_mesh.size()
         self._rank_of = {
             number: rank for rank in range(ranks) for number in kind.stages_of(rank, ranks, len(parts) // ranks)
@@ -407,7 +408,7 @@ class Pipeline:
         first = next(iter(inspect.signature(a_stage.model.forward).parameters), "tokens")
         self._token_names = ("input_ids", "inputs_embeds") if self._is_hf else (first,)
         self._check = BatchCheck([pp_mesh]) if pp_mesh.size() > 1 else None
-        self._calls = 0  # of step
+        self._calls = 0  # calls of `step`
         for stage in stages.values():
             watch(stage.model, [mesh for mesh in (tp_mesh, cp_mesh, pp_mesh) if mesh is not None])
         self._recorder = Recorder()
@@ -415,13 +416,13 @@ class Pipeline:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Mapping[str, Any], *, sync_gradients: bool = True) -> Tensor:
-        """The loss of `batch`, the same on every rank of the pipeline; gradients are added to those of the parameters.
+        """Return the loss of `batch`, equal on all pipeline ranks, and accumulate gradients in the parameters.
 
         Args:
-            batch: what the model's forward takes, by name, and "labels"; tensors [batch, ...], the same on all ranks of
-                the pipeline and of what it is parallel over inside. Packed documents by position_ids [batch, seq].
+            batch: arguments of the model's forward by name, and "labels"; tensors [batch, ...], equal on all ranks of
+                the pipeline and of the dims inside its stages. Pass packed documents as position_ids [batch, seq].
             sync_gradients: False in all steps but the last of an accumulation over several batches: gradients are then
-                summed over ranks once.
+                reduced over ranks once.
 
         Raises:
             TypeError, ValueError: the batch does not fit; raised before anything is sent.
@@ -439,7 +440,7 @@ class Pipeline:
                 self._sync_gradients()
                 self._unsynced = False
         except BaseException:
-            # Of a step that has failed some parameters have a part of their gradients: none keeps it.
+            # A failed step leaves partial gradients on some parameters: drop all of them.
             for parameter in () if self._unsynced else self.parameters():
                 parameter.grad = None
             for parameter, grad in held:
@@ -451,8 +452,8 @@ class Pipeline:
 
     @torch.no_grad()
     def eval(self, batch: Mapping[str, Any]) -> Any:
-        """The loss of `batch`, without gradients and in eval mode; without labels what the model returns (of a
-        transformers model its logits), on the ranks of the last stage, and None on others."""
+        """Return the loss of `batch`, in eval mode without gradients. Without labels, return the model's output (the
+        logits of a transformers model) on the ranks of the last stage, and None on others."""
         prepared = self._prepared(batch, with_labels=False)
         with in_mode(self.stages.values(), training=False):
             outputs = self._run_forward(prepared)
@@ -479,32 +480,32 @@ class Pipeline:
                     )
 
     def _check_steps(self) -> None:
-        """Raises RankMismatchError where stages have been stepped differently. Each is asked for its busiest optimizer:
-        which parameters there are to share out among several differs between stages."""
+        """Raise RankMismatchError if optimizers stepped the stages a different number of times. Each stage reports its
+        most-stepped optimizer: the split of parameters over several optimizers differs between stages."""
         self._calls += 1
         if not is_due(self._calls) or self._pp_mesh.size() == 1:
             return
         steps = max((number for stage in self.stages.values() for number in steps_of(stage.model)), default=0)
         found = of_all_ranks([self._pp_mesh], "optimizer steps", steps)
-        check_equal_steps([self._pp_mesh], [one for one in found if one])  # of frozen stages there are none
+        check_equal_steps([self._pp_mesh], [one for one in found if one])  # frozen stages report 0
 
     def _split(self) -> AbstractContextManager[None]:
         return split_backward() if self._kind.splits else nullcontext()
 
     def _run(self, batch: dict[str, Any]) -> list[Tensor]:
-        """The losses of the microbatches, where the last stage is."""
+        """Run the schedule; return the losses of the microbatches on the rank of the last stage, [] on others."""
         schedule, losses = self._schedule(batch), list[Tensor]()
         target = {"target": batch["labels"]} if self._has_last else {}
         try:
             schedule.step(**self._begin(batch), **target, losses=losses, return_outputs=False)
         except RuntimeError as error:
             if isinstance(error.__cause__, (ValueError, TypeError, FusedTPError)):
-                raise error.__cause__ from None  # torch puts all arguments in front of it
+                raise error.__cause__ from None  # torch's own message starts with all arguments
             raise
         return losses
 
     def _begin(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Tells the stages what all microbatches have in common; what is to be cut into microbatches."""
+        """Pass the arguments common to all microbatches to the stages; return those to split into microbatches."""
         cut = {name: t for name, t in batch.items() if isinstance(t, Tensor) and t.ndim}
         for stage in self.stages.values():
             stage.common = {name: value for name, value in batch.items() if name not in cut}
@@ -512,12 +513,12 @@ class Pipeline:
         return cut
 
     def _run_forward(self, batch: dict[str, Any]) -> list[Any]:
-        """What the last stage returns for each microbatch, where it is. Rejected: `eval` of torch's schedules, which
-        fails for those that are V-shaped (2.13) and learns shapes anew whenever training and it take turns."""
+        """Outputs of the last stage for each microbatch, on its rank; [] on others. Rejected: `eval` of torch's
+        schedules, which fails for V-shaped ones (2.13) and infers shapes anew at each change from or to training."""
         given = self._begin(batch)
         split = {name: t.chunk(self.microbatches) for name, t in given.items()}
         shape, dtype = self._hidden(batch)
-        passed: dict[int, list[Any]] = {}  # from a stage of this rank to the next, which it has too
+        passed: dict[int, list[Any]] = {}  # outputs by the next stage's number, if this rank has that stage, too
         sends: list[dist.Work] = []
         for number, stage in sorted(self.stages.items()):
             outputs = []
@@ -585,8 +586,8 @@ class Pipeline:
         return found
 
     def _check_equal_counts(self, labels: Tensor) -> None:
-        """The model's loss is a mean over targets by itself: that of the batch is the mean of the microbatches' only if
-        they have equally many. Whether it shifts labels is not known."""
+        """Refuse microbatches with unequal numbers of targets: the model's loss is a mean over targets, and the mean
+        of these is the batch's only for equal numbers. Counts with and without shift: the model may shift labels."""
         counts = [
             (int((part != _IGNORED).sum()), int((part[:, 1:] != _IGNORED).sum()))
             for part in labels.chunk(self.microbatches)
@@ -600,14 +601,14 @@ class Pipeline:
                 )
 
     def _tokens(self, batch: Mapping[str, Any]) -> Tensor:
-        """The tokens of a batch, or their embeddings."""
+        """Tokens of a batch, or their embeddings."""
         for name in self._token_names:
             if isinstance(t := batch.get(name), Tensor) and t.ndim > 1:
                 return t
         raise ValueError(f"batch has no {' or '.join(map(repr, self._token_names))} [batch, seq]; it has {[*batch]}.")
 
     def _set_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Gradients of earlier steps, which are summed over ranks already."""
+        """Detach and return gradients of earlier steps, which are already reduced over ranks."""
         held = []
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -618,7 +619,7 @@ class Pipeline:
     def _loss_everywhere(self, losses: list[Tensor]) -> Tensor:
         last = len(self.parts) - 1
         device = torch.device(self._pp_mesh.device_type)
-        # In double precision: the sum of the microbatches is rounded once.
+        # In double precision, so that the sum over microbatches is rounded once.
         total = torch.zeros((), dtype=torch.float64, device=device)
         if self._has_last:
             total = torch.stack([loss.detach().double() for loss in losses]).sum()
@@ -628,14 +629,14 @@ class Pipeline:
     # -- schedules ----------------------------------------------------------------------------------------------------
 
     def _hidden(self, batch: Mapping[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of what goes from stage to stage of a microbatch."""
+        """Shape and dtype of a microbatch's hidden state between stages."""
         tokens = self._tokens(batch)
         rows, seq = tokens.shape[0] // self.microbatches, tokens.shape[1]
         return (rows, self._own_tokens(seq), self._layers.hidden_size), self._layers.dtype
 
     def _schedule(self, batch: Mapping[str, Any]) -> Any:
-        """torch's schedule for batches of this shape. Stages are told the shapes of what they exchange: torch would
-        learn them by a forward and a backward pass of its own, with all their collectives."""
+        """torch's schedule for batches of this shape. Stages get the shapes that they exchange: torch would otherwise
+        infer them by a forward and a backward pass of its own, with all their collectives."""
         shape, dtype = self._hidden(batch)
         if shape not in self._schedules:
             hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -657,7 +658,7 @@ class Pipeline:
         return self._schedules[shape]
 
     def _own_tokens(self, seq: int) -> int:
-        """How many of `seq` tokens this rank holds between layers."""
+        """Number of tokens, out of `seq`, that this rank holds between layers."""
         if self._cp_mesh is not None:
             ranks = self._cp_mesh.size()
             if seq % (2 * ranks):
@@ -682,7 +683,7 @@ class Pipeline:
         self._add_tied()
 
     def _add_tied(self) -> None:
-        """The first stage and the last share a parameter: each gets the sum of both gradients, in the same order."""
+        """Sum the gradients of the parameter that the first and last stage share, in the same order on both."""
         last = len(self.parts) - 1
         if self._tied is None or not last:
             return
@@ -694,7 +695,7 @@ class Pipeline:
         if not here or not next(iter(here.values())).requires_grad:
             return
         if len({id(p) for p in here.values()}) < len(here):
-            return  # one parameter of two stages of this rank, to which autograd has added both
+            return  # both stages are on this rank and share one parameter: autograd has summed both gradients
         grads = {number: torch.zeros_like(p) if p.grad is None else p.grad for number, p in here.items()}
         if len(here) == 1:
             ((number, own),) = grads.items()
@@ -719,10 +720,10 @@ class Pipeline:
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """The norm of the gradients of all stages; where it is greater than `max_norm`, gradients are scaled to that.
+        """Scale gradients of all stages so that their total norm is at most `max_norm`; return the norm before that.
 
-        All ranks of the pipeline must call it. A weight that two stages share counts once.
-        `torch.nn.utils.clip_grad_norm_(parameters(), ...)` would scale each stage by a norm of its own.
+        All pipeline ranks must call it. A weight that two stages share counts once.
+        `torch.nn.utils.clip_grad_norm_(parameters(), ...)` would scale each stage by its own norm.
         """
         counted = {id(p): p for name, p in self.named_parameters() if not self._is_second_copy(name)}
         square = grad_norm(counted.values()).square().to(self._pp_mesh.device_type)
@@ -735,7 +736,7 @@ class Pipeline:
         return self._tied is not None and len(self.parts) > 1 and name == self._tied[1]
 
     def recording(self) -> AbstractContextManager[list[Span]]:
-        """A context that gives, at its end, what this rank's stages have computed inside it, and when; see `draw`.
+        """Context manager that records the computations of this rank's stages with their times; see `draw`.
 
         Example:
             with pipe.recording() as spans:
@@ -743,31 +744,31 @@ class Pipeline:
         """
         return self._recorder.recording()
 
-    # -- what a model has ---------------------------------------------------------------------------------------------
+    # -- methods of nn.Module -----------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank's stages, by their names in the model."""
+        """Yield the parameters of this rank's stages, by their names in the model."""
         for _, stage in sorted(self.stages.items()):
             yield from stage.model.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this rank's stages, each once."""
+        """Yield the parameters of this rank's stages, each once."""
         yield from {id(parameter): parameter for _, parameter in self.named_parameters()}.values()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's stages, by the names in the model: DTensors, as torch.distributed.checkpoint saves
-        and loads them, at another number of stages too."""
+        """State of this rank's stages by names in the model: DTensors, which torch.distributed.checkpoint can save, and
+        load into any number of stages."""
         found: dict[str, Any] = {}
         for _, stage in sorted(self.stages.items()):
             found |= stage.model.state_dict()
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads what `state_dict` gives, or what torch.distributed.checkpoint has loaded into that; or full tensors of
-        the whole model, of which each rank keeps its part.
+        """Load a state from `state_dict` (also after torch.distributed.checkpoint has loaded into it), or full tensors
+        of the whole model, of which each rank keeps its shard.
 
         Raises:
-            KeyError: something is missing.
+            KeyError: a name is missing.
         """
         for _, stage in sorted(self.stages.items()):
             own = stage.model.state_dict()
@@ -781,14 +782,14 @@ class Pipeline:
                 stage.model.load_state_dict(wanted)
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Puts all stages into training mode, or out of it."""
+        """Set training mode on all stages, or eval mode."""
         for stage in self.stages.values():
             stage.train(mode)
         return self
 
 
 def reshards_after_forward(module: FSDPModule) -> bool:
-    """Whether FSDP2 frees the parameters of `module` between forward and backward; torch does not tell."""
+    """True if FSDP2 frees the parameters of `module` between forward and backward; torch has no public attribute."""
     group = module._get_fsdp_state()._fsdp_param_group
     return group is not None and group._reshard_after_forward
 

@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining, by name: how many stages a rank has, which ones, what they ask for."""
+"""Schedules of torch.distributed.pipelining by name: number and placement of stages, and their requirements."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class ScheduleKind:
     """A schedule of torch.
 
     Attributes:
-        name: of the class, without "Schedule".
-        stages: each rank has; 0: any number, two or more.
-        v_shaped: rank r has the stages r and 2 * ranks - 1 - r, so that rank 0 has the first and the last. Otherwise
+        name: name of the class, without "Schedule".
+        stages: number of stages per rank; 0: any number, two or more.
+        v_shaped: rank r runs the stages r and 2 * ranks - 1 - r, so that rank 0 has the first and the last. Otherwise
             stage s is on rank s % ranks.
-        splits: it asks for gradients of inputs and of weights apart.
-        microbatches: what is wrong with a number of microbatches for so many ranks, or None.
+        splits: the schedule runs the gradients of inputs and of weights separately.
+        microbatches: (microbatches, ranks) -> the requirement that they violate, or None.
     """
 
     name: str
@@ -29,13 +29,13 @@ class ScheduleKind:
     microbatches: Callable[[int, int], str | None] = lambda count, ranks: None
 
     def stages_of(self, rank: int, ranks: int, virtual_stages: int) -> list[int]:
-        """The numbers of the stages of a rank."""
+        """Numbers of the stages of `rank`."""
         if self.v_shaped:
             return [rank, 2 * ranks - 1 - rank]
         return [rank + ranks * at for at in range(virtual_stages)]
 
     def make(self, stages: list[Any], microbatches: int, loss_fn: Callable[..., Any] | None) -> Any:
-        """The schedule of torch for these stages of this rank. Gradients of microbatches are added up, not averaged."""
+        """Create torch's schedule for this rank's stages. Gradients of microbatches are summed, not averaged."""
         kind = of_torch.get_schedule_class(self.name)
         return kind(
             stages if issubclass(kind, of_torch.PipelineScheduleMulti) else stages[0],
@@ -73,7 +73,7 @@ ALIASES = {"interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
 
 def kind_of(name: str) -> ScheduleKind:
-    """The schedule of that name, whatever its case; ValueError where there is none."""
+    """Return the schedule with that name, case-insensitive; raise ValueError if there is none."""
     lower = {known.lower(): known for known in SCHEDULES} | ALIASES
     if not isinstance(name, str) or name.lower() not in lower:
         raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(SCHEDULES)}.")
@@ -81,10 +81,11 @@ def kind_of(name: str) -> ScheduleKind:
 
 
 def find_schedule(name: str, ranks: int, microbatches: int, virtual_stages: int | None) -> tuple[ScheduleKind, int]:
-    """The schedule of that name, whatever its case, and how many stages each rank has.
+    """Return the schedule with that name, case-insensitive, and the number of stages per rank.
 
     Raises:
-        ValueError: there is none, or it cannot have so many microbatches or stages; says what it can have.
+        ValueError: there is none, or it does not support that number of microbatches or stages; the message names
+            its requirement.
     """
     kind = kind_of(name)
     wrong = kind.microbatches(microbatches, ranks)

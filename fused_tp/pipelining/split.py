@@ -1,4 +1,4 @@
-"""torch's own door for gradients of weights that are computed later: `dw_builder` of a PipelineStage."""
+"""Deferred weight gradients through torch's own hook for them, `dw_builder` of PipelineStage."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fused_tp.ops.split_backward import DeferredWeightGradients
 
 
 def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
-    """What `torch.distributed.pipelining.PipelineStage` takes as `dw_builder`, for a stage that runs `module`.
+    """Return the `dw_builder` of `torch.distributed.pipelining.PipelineStage` for a stage that runs `module`.
 
-    Backward of the fused ops in `module` then leaves the gradients of their weights for later. A schedule that does not
-    split backward computes them at once. Other layers compute theirs in backward. Without it, and inside
-    `fused_tp.split_backward()`, torch splits backward by itself, for all layers; that lets go of less memory between
-    the halves, as torch keeps the graph of the whole stage.
+    Backward of the fused ops in `module` then defers the gradients of their weights; other layers compute theirs in
+    backward. A schedule that does not split backward computes the deferred ones at once. Without `dw_builder`, inside
+    `fused_tp.split_backward()`, torch splits the backward of all layers itself; that frees less memory between the
+    halves, because torch keeps the graph of the whole stage.
 
     Example:
         stage = PipelineStage(part, index, stages, device, group=group, dw_builder=dw_builder(part))
@@ -30,7 +30,7 @@ def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         deferred.end()
         for t in tensors_in(output):
-            if t.requires_grad:  # activation checkpointing runs layers again in backward, which begins here
+            if t.requires_grad:  # backward begins at this gradient; activation checkpointing reruns layers after it
                 t.register_hook(lambda grad: deferred.begin_backward())
 
     module.register_forward_pre_hook(enter)

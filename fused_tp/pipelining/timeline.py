@@ -1,4 +1,4 @@
-"""When a rank computed what in a step of a pipeline, and a picture of it."""
+"""Timeline of the computations in a pipeline step, and a plot of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-# Methods of torch's stages, and what they compute.
+# Methods of torch's stages, and the kind of computation of each.
 _KINDS = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights"}
 
 
@@ -22,7 +22,7 @@ class Span:
 
     Attributes:
         kind: "forward", "backward" (of inputs, or of both), "weights" (of weights alone).
-        start, stop: in seconds.
+        start, stop: times in seconds.
     """
 
     rank: int
@@ -34,14 +34,14 @@ class Span:
 
 
 class Recorder:
-    """Notes what stages compute while `on`. On GPUs the device is then waited for around each computation."""
+    """Record the computations of stages while `on`. On GPUs this synchronizes the device around each computation."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self.on = False
 
     def watch(self, stage: Any) -> None:
-        """Has a PipelineStage of torch note what it computes."""
+        """Wrap the methods of a torch PipelineStage so that its computations are recorded."""
         for method, kind in _KINDS.items():
             setattr(stage, method, self._noted(stage, getattr(stage, method), kind))
 
@@ -60,7 +60,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[list[Span]]:
-        """The computations inside, which the list holds at the end."""
+        """Record computations inside the context; the list is complete at its end."""
         self.spans, self.on = [], True
         try:
             yield self.spans
@@ -75,7 +75,7 @@ def _now(device: torch.device) -> float:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """The share of all ranks' time between the first computation and the last in which they computed nothing."""
+    """Fraction of all ranks' time, from the first computation to the last, in which they were idle."""
     if not spans:
         raise ValueError("there are no spans; record a step first.")
     ranks = {span.rank for span in spans}
@@ -84,12 +84,11 @@ def bubble(spans: Sequence[Span]) -> float:
 
 
 def draw(spans: Sequence[Span], path: str | Path) -> None:
-    """Writes a picture of a step: a row for each rank, a box for each computation with the number of its microbatch,
-    bubbles shaded.
+    """Plot a step: a row for each rank, a box for each computation with its microbatch number, bubbles shaded.
 
     Args:
-        spans: of all ranks, on one clock.
-        path: of a PNG or SVG file.
+        spans: computations of all ranks, on one clock.
+        path: path of a PNG or SVG file.
     """
     import matplotlib
 

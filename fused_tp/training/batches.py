@@ -1,13 +1,13 @@
-"""Batches that are equal on the ranks that share a model, and others on the ranks that have batches of their own.
+"""Distributed batches: equal on ranks that share a model replica, different on data parallel ranks.
 
-A position is a number of samples of the whole run, not of a rank: at another number of ranks the same samples follow.
+A position counts samples of the whole run, not of a rank: at another number of ranks the same samples follow.
 
     sample      0 1 2 3 | 4 5 6 7 | 8 ...      in the order of the epoch
     rank dp 0   0 1     | 4 5     |            of 2: global_batch_size=4
     rank dp 1       2 3 |     6 7 |
 
-Rejected: StatefulDataLoader of torchdata, whose state is that of one rank's workers; it comes back at the same numbers
-of ranks and workers only, and neither can be changed in it.
+Rejected: StatefulDataLoader of torchdata. Its state is that of one rank's workers, and can be restored only at the same
+numbers of ranks and workers.
 """
 
 from __future__ import annotations
@@ -25,47 +25,46 @@ from fused_tp.integrations.batch_check import of_all_ranks
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.runtime.errors import RankMismatchError
 
-DP_DIMS = ("dp_replicate", "dp_shard", "ep")  # of make_mesh, along which ranks have batches of their own
+DP_DIMS = ("dp_replicate", "dp_shard", "ep")  # dims of make_mesh along which batches differ
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "persistent_workers"}
-_LIKE = ("length", "shuffle", "seed")  # what decides which sample is number n
+_LIKE = ("length", "shuffle", "seed")  # these determine the order of samples
 
 
 class DistributedBatches:
-    """Batches of a dataset, as a loader for each rank: the rank's part of the same global batches at any size.
+    """Loader of a dataset for each rank: this rank's part of the same global batches for any number of ranks.
 
-    Ranks along tp, cp and pp get equal batches; those along dp_replicate, dp_shard and ep get equally long parts of a
-    global batch. Iteration goes on where it stopped, over all epochs. `state_dict()` is the position, after the batch
-    that was given out last; it is the same on all ranks. `load_state_dict` takes it at another number of ranks or
-    workers, or with another `global_batch_size`: no sample comes twice, and none is left out.
+    Ranks along tp, cp and pp get equal batches; ranks along dp_replicate, dp_shard and ep get equal parts of a global
+    batch. Iteration continues where it stopped, over all epochs. `state_dict()` is the position after the latest batch,
+    equal on all ranks. `load_state_dict` accepts it at another number of ranks or workers, or with another
+    `global_batch_size`: no sample is repeated or skipped.
 
-    Making it is a collective call: the ranks compare what they were given.
+    The constructor is a collective call: the ranks compare their arguments.
 
     Args:
-        dataset: a map-style dataset, or an iterable one that gives the same samples in the same order wherever it is
-            iterated, of which every rank and every worker reads all and keeps its own. `set_epoch(epoch)` of it is
-            called before each epoch, where there is one.
-        mesh: of `make_mesh`, or with names of its own; None: one process.
-        global_batch_size: samples of all ranks together; this rank has `batch_size` of them.
-        shuffle: a map-style dataset, in each epoch in another order, which `seed + epoch` determines.
+        dataset: a map-style dataset, or an iterable one that yields the same samples in the same order on each
+            iteration; every rank and worker reads all samples and keeps its own. Its `set_epoch(epoch)`, if defined, is
+            called before each epoch.
+        mesh: mesh of `make_mesh`, or with other names of dims; None: one process.
+        global_batch_size: samples over all ranks; this rank has `batch_size` of them.
+        shuffle: shuffle a map-style dataset in each epoch, in an order determined by `seed + epoch`.
         seed: see `shuffle`.
-        epochs: how often the dataset is gone through; None: for ever.
-        drop_last: leave out what is less than a global batch at the end of an epoch. If False, it must be a multiple of
-            the data parallel ranks.
-        dp_dims: dims of `mesh` along which ranks have batches of their own; None: those of dp_replicate, dp_shard and
-            ep that it has.
-        dataset_state: resume by `state_dict` and `load_state_dict` of an iterable dataset, which must bring back its
-            position exactly (that of `datasets` leaves its shuffle buffer out). False: read and drop what came before.
-        collate_fn: makes a batch of a list of samples; None: torch's.
+        epochs: number of passes over the dataset; None: infinite.
+        drop_last: drop an incomplete global batch at the end of an epoch. If False, its size must be a multiple of the
+            data parallel ranks.
+        dp_dims: dims of `mesh` along which batches differ; None: those of dp_replicate, dp_shard and ep that it has.
+        dataset_state: resume by `state_dict` and `load_state_dict` of an iterable dataset, which must restore its
+            position exactly (that of `datasets` omits its shuffle buffer). False: read and drop the earlier samples.
+        collate_fn: converts a list of samples to a batch; None: torch's.
         loader: further keywords of torch.utils.data.DataLoader, such as num_workers and pin_memory.
 
     Attributes:
-        batch_size: of this rank.
-        epoch: that runs, from 0.
-        samples: of this epoch that all ranks together were given.
+        batch_size: samples per batch on this rank.
+        epoch: number of the current epoch, from 0.
+        samples: samples of this epoch that all ranks together have received.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
-        RankMismatchError: the ranks have datasets of different lengths, or other arguments that differ.
+        RankMismatchError: the ranks have datasets of different lengths, or different arguments.
 
     Example:
         >>> batches = fused_tp.DistributedBatches(dataset, mesh, 32, shuffle=True, epochs=3)
@@ -113,7 +112,7 @@ class DistributedBatches:
         self._collate, self._loader = collate_fn or default_collate, loader
         self._keeps_state = dataset_state
         self._dataset_state: Any = None
-        self._iterator: object | None = None  # the latest: an older one would go on from where this one is
+        self._iterator: object | None = None  # latest iteration: an older one would continue from its position
         self._dp_rank, self._dp_size = data_parallel_place(mesh, dp_dims)
         self._agree(mesh)
         share, rest = divmod(global_batch_size, self._dp_size)
@@ -145,18 +144,18 @@ class DistributedBatches:
                 )
 
     def _check_rest(self, samples: int) -> None:
-        """Refuses an epoch that has so many left, and ends with some that cannot be shared out."""
+        """Refuse an epoch with `samples` left whose last batch cannot be split evenly over ranks."""
         left = samples % self.global_batch_size
         if not self._drop_last and left % self._dp_size:
             raise ValueError(_uneven(left, self._dp_size))
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on all ranks: `epoch`, `samples` of it, and what decides which samples these are."""
+        """Position, equal on all ranks: `epoch`, `samples` of it, and the settings that determine their order."""
         known = {"length": self._length, "shuffle": self._shuffle, "seed": self._seed}
         return {"epoch": self.epoch, "samples": self.samples, "dataset": self._dataset_state, **known}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises what `load_state_dict(state)` would raise, and changes nothing."""
+        """Raise the errors that `load_state_dict(state)` would raise, without changing anything."""
         for name, mine in zip(_LIKE, (self._length, self._shuffle, self._seed), strict=True):
             if state[name] != mine:
                 raise ValueError(
@@ -167,10 +166,10 @@ class DistributedBatches:
             self._check_rest(self._length - state["samples"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where `state_dict` was. An iteration that runs ends with an error; begin another.
+        """Continue from the position of `state_dict`. A running iteration ends with an error; start a new one.
 
         Raises:
-            ValueError: the samples would come in another order, or the rest of the epoch cannot be shared out.
+            ValueError: the order of samples would differ, or the rest of the epoch cannot be split evenly over ranks.
         """
         self.check_state(state)
         self.epoch, self.samples, self._dataset_state = state["epoch"], state["samples"], state["dataset"]
@@ -191,8 +190,8 @@ class DistributedBatches:
             self.epoch, self.samples, self._dataset_state = self.epoch + 1, 0, None
 
     def _rest_of_epoch(self) -> Iterator[tuple[Any, int, Any]]:
-        """(batch of this rank, samples of the global batch, state of the dataset behind it)."""
-        # A generator of its own: a loader draws a number from it, and a run that resumes would otherwise be one behind.
+        """Yield (batch of this rank, samples of the global batch, state of the dataset after it)."""
+        # A separate generator: a loader draws a number from it, which would change the random state of a resumed run.
         loader = {**self._loader, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
         on_host = torch.device(
             "cpu"
@@ -209,7 +208,7 @@ class DistributedBatches:
             yield batch, size, None
 
     def _indices(self) -> tuple[list[int], Iterator[list[int]]]:
-        """Of the global batches that the epoch has left: their sizes, and this rank's samples."""
+        """Return the sizes of the epoch's remaining global batches, and this rank's samples of each."""
         assert self._length is not None
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
         if self._shuffle:
@@ -224,8 +223,8 @@ class DistributedBatches:
 
 
 class _Share(IterableDataset[Any]):
-    """This rank's part of each global batch of a stream. Of W workers one has every W-th batch, in the order in which
-    the loader asks them; each reads all of the stream."""
+    """Stream of this rank's part of each global batch. Each of W workers reads the whole stream and yields every W-th
+    batch, in the order in which the loader polls workers."""
 
     def __init__(self, batches: DistributedBatches) -> None:
         self._dataset, self._collate = batches.dataset, batches._collate
@@ -237,7 +236,7 @@ class _Share(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Any, int, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # Datasets that ask for it, as those of `datasets` do, give each worker a part of their samples.
+        # Hidden from datasets that shard their samples by worker, as those of `datasets` do.
         data_worker._worker_info = None
         if self._state is not None:
             self._dataset.load_state_dict(self._state)
@@ -270,7 +269,7 @@ def _uneven(samples: int, ranks: int) -> str:
 
 
 def data_parallel_place(mesh: DeviceMesh | None, dp_dims: Sequence[str] | None = None) -> tuple[int, int]:
-    """Of this rank: its number among those with batches of their own, and how many these are."""
+    """Return this rank's data parallel rank, and the number of data parallel ranks."""
     if mesh is None:
         return 0, 1
     if not isinstance(mesh, DeviceMesh):

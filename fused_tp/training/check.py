@@ -1,6 +1,6 @@
-"""`check_model`: a parallel model against the whole one, on ranks of one machine without GPUs.
+"""`check_model`: compare a parallel model with the whole one, on ranks of one machine without GPUs.
 
-Each rank also runs the whole model, so that it can compare what it has without sending anything. Both take the same
+Each rank also runs the whole model, so that it can compare its shards without communication. Both models take the same
 steps on the same batches.
 """
 
@@ -43,10 +43,10 @@ from fused_tp.training.check_report import Report
 Batch = Mapping[str, Any]
 MakeBatch = Callable[[nn.Module, ParallelConfig], Batch]
 Build = Callable[[nn.Module, ParallelConfig, DeviceMesh], "nn.Module | Pipeline"]
-# A model of some layers in fp32 differs by 1e-5, and a wrong one by 1e-2. Models compute norms and angles in fp32 also
-# where they are in fp64.
+# A model of a few layers in fp32 differs by 1e-5, a wrong one by 1e-2. Models in fp64 still compute norms and rotary
+# angles in fp32.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
-_NOISE = 1e-4  # of the largest gradient of all: what rounding leaves of a gradient that should be 0
+_NOISE = 1e-4  # relative to the largest gradient: rounding error of a gradient that should be 0
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 _NOTHING_SENT = {"wait_tensor", "barrier", "recv"}
 _DROPOUT = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -63,27 +63,27 @@ def check_model(
     steps: int = 1,
     lr: float = 0.1,
 ) -> Report:
-    """Whether a model computes over the ranks of `config` what it computes on one process, and where it does not.
+    """Compare a model over the ranks of `config` with the same model on one process, and locate differences.
 
-    A collective call of `config.world_size` CPU ranks, each of which gets the same report. Losses of all steps are
-    compared, and of the first also gradients and what modules return. A module that returns something else inside of
-    one that returns the right thing (terms of a sum, other orders) counts as one that cannot be compared.
+    A collective call of `config.world_size` CPU ranks; all get the same report. Losses of all steps are compared, and
+    gradients and module outputs of the first step. If a module's output differs, but that of an enclosing module is
+    right (terms of a sum, other orders), the inner module counts as not comparable.
 
     Args:
-        make_model: makes the model, the same on all ranks; called after torch.manual_seed(0). Its forward takes what
-            the batch has by name, and returns something with a `loss`.
-        config: the cut.
+        make_model: creates the model, equal on all ranks; called after torch.manual_seed(0). Its forward takes the
+            entries of the batch by name, and returns an object with a `loss`.
+        config: sizes of the parallel dims.
         batch: batch(model, config) -> keyword arguments of forward for all ranks and microbatches together: tensors
             [rows, ...], the first of them [rows, seq, ...]; None: `random_batch`.
-        build: build(model, config, mesh) -> the parallel model, or a `Pipeline`; another cut than fused_tp's, or one
-            with something changed.
-        dtype: of the model's parameters.
-        tolerance: relative errors up to it are rounding; None: 1e-3 in fp32, 1e-5 in fp64.
-        steps: of plain gradient descent.
-        lr: its learning rate.
+        build: build(model, config, mesh) -> the parallel model, or a `Pipeline`; to check other parallelizations than
+            fused_tp's, or modified ones.
+        dtype: dtype of the model's parameters.
+        tolerance: relative errors up to it count as rounding; None: 1e-3 in fp32, 1e-5 in fp64.
+        steps: number of steps of plain gradient descent.
+        lr: learning rate.
 
     Raises:
-        TypeError, ValueError: something does not fit, or `build` refuses the model.
+        TypeError, ValueError: an argument does not fit, or `build` refuses the model.
 
     Example:
         >>> report = check_model(make_model, ParallelConfig(cp=2, tp=2))
@@ -97,7 +97,7 @@ def check_model(
     mesh = make_mesh("cpu", **config.mesh_sizes)
     place, _ = data_parallel_place(mesh)
     mine = range(place * config.microbatches, (place + 1) * config.microbatches)
-    # Ranks would stop at the first difference that they find by themselves; here all are reported.
+    # Without this, ranks would raise at the first difference that they detect; here all are reported.
     with environment({"FUSED_TP_CHECK_BATCH": "0"}):
         parallel = build(copy.deepcopy(whole), config, mesh)
         optimizers = [torch.optim.SGD(list(one.parameters()), lr, foreach=False) for one in (whole, parallel)]
@@ -121,14 +121,14 @@ def check_model(
 def random_batch(
     model: nn.Module, config: ParallelConfig, *, rows: int | None = None, seq: int = 24, packed: bool = False
 ) -> dict[str, Any]:
-    """Random tokens [rows, seq] and labels for `model`, by the names that its forward has for them.
+    """Random tokens [rows, seq] and labels for `model`, under the names of its forward's parameters.
 
     Args:
-        rows: of all ranks and microbatches together; None: two for each microbatch of each.
-        packed: two documents in each row, by position_ids.
+        rows: number of rows over all ranks and microbatches; None: two per microbatch of each data parallel rank.
+        packed: put two documents into each row, by position_ids.
 
     Raises:
-        ValueError: its forward takes no labels, or with `packed` no position_ids.
+        ValueError: forward takes no labels, or with `packed` no position_ids.
     """
     parameters = inspect.signature(model.forward).parameters
     hf = is_transformers_model(model)
@@ -153,7 +153,7 @@ def random_batch(
 
 
 def _parts(batch: Batch, count: int) -> list[dict[str, Any]]:
-    """As many batches of equal size, for the microbatches of all data parallel ranks, one after the other."""
+    """Split the batch into `count` equal parts, the microbatches of all data parallel ranks in rank order."""
     rows = len(_tokens(batch))
     if rows % count:
         raise ValueError(f"The batch has {rows} rows, which {count} microbatches of all ranks cannot share evenly.")
@@ -180,7 +180,7 @@ def _tokens(batch: Batch) -> Tensor:
 
 
 def _rows_of(batch: Batch) -> tuple[int, tuple[int, ...]]:
-    """Tokens of a row, and the bounds of the documents in each; () for one."""
+    """Return the number of tokens per row, and the document bounds in each row; () for one document."""
     seq, positions = _tokens(batch).shape[1], batch.get("position_ids")
     begins = [] if positions is None else (positions[0] == 0).nonzero().flatten().tolist()
     return seq, (*begins, seq) if len(begins) > 1 else ()
@@ -191,7 +191,7 @@ def _models(parallel: nn.Module | Pipeline) -> list[nn.Module]:
 
 
 def _step_whole(model: nn.Module, parts: list[dict[str, Any]], mine: range, outputs: Outputs) -> list[float]:
-    """Losses of all parts, whose mean's gradients it adds; `outputs` are left with those of this rank's parts."""
+    """Run all parts; return their losses, accumulate the mean's gradients, keep this rank's parts in `outputs`."""
     losses: list[float] = []
     own: Outputs = {}
     for index, part in enumerate(parts):
@@ -211,7 +211,7 @@ def _step_whole(model: nn.Module, parts: list[dict[str, Any]], mine: range, outp
 
 
 def _step_parallel(model: nn.Module | Pipeline, parts: list[dict[str, Any]], mine: range) -> float:
-    """The loss of this rank's parts."""
+    """Run this rank's parts; return their mean loss."""
     if isinstance(model, Pipeline):
         own = [parts[i] for i in mine]
         rows = len(_tokens(own[0]))
@@ -226,15 +226,15 @@ def _step_parallel(model: nn.Module | Pipeline, parts: list[dict[str, Any]], min
 
 
 def _forward_backward(model: nn.Module, part: dict[str, Any], seed: int, parts: int) -> float:
-    torch.manual_seed(seed)  # dropout of what all ranks hold
+    torch.manual_seed(seed)  # equal dropout of tensors replicated over ranks
     loss = model(**part).loss
     (loss / parts).backward()
     return float(loss.detach())
 
 
 class _Communicated(TorchDispatchMode):
-    """Counts what ranks send each other, by op. CommDebugMode leaves out what a pipeline sends, and puts hooks on all
-    modules, which change what runs."""
+    """Count communication between ranks, by op. Rejected: CommDebugMode, which misses the messages of pipelines, and
+    whose hooks on all modules change the code that runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _Communicated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # ops on their parts come by afterwards
+            return NotImplemented  # DTensor then calls ops on local shards, which arrive here
         namespace, _, rest = func.name().partition("::")
         name = rest.partition(".")[0].strip("_")
         fused = namespace == "fused_tp" and name in OPS and OPS[name].key is not None
@@ -253,7 +253,7 @@ class _Communicated(TorchDispatchMode):
 
 @torch.no_grad()
 def _gradient_errors(parallel: nn.Module | Pipeline, whole: nn.Module) -> dict[str, float]:
-    """Of all parameters that this rank has, by name. All ranks that have parts of one ask for it together."""
+    """Gradient errors of this rank's parameters, by name. A collective call of all ranks that share a parameter."""
     expected = {name: _gradient(p) for name, p in whole.named_parameters(remove_duplicate=False)}
     largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
     errors = {}
@@ -261,7 +261,7 @@ def _gradient_errors(parallel: nn.Module | Pipeline, whole: nn.Module) -> dict[s
         gradient = _gradient(parameter)
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         wanted = expected.get(name)
-        if wanted is not None and wanted.numel() == full.numel():  # of packed ones the shape differs
+        if wanted is not None and wanted.numel() == full.numel():  # packed parameters have another shape
             errors[name] = relative_error(full.view_as(wanted), wanted, _NOISE * largest)
         else:
             errors[name] = float("inf")
@@ -283,7 +283,7 @@ def _report(
     *,
     tolerance: float,
 ) -> Report:
-    """What all ranks have found together."""
+    """Gather the findings of all ranks into one report."""
     of_modules, not_compared = comparison.differences()
     mine = {"losses": losses, "errors": of_modules, "skipped": not_compared}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
@@ -331,7 +331,7 @@ _ADVICE = (
 
 
 def _largest(dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each key the largest value."""
+    """Largest value of each key."""
     found: dict[str, Any] = {}
     for one in dicts:
         for name, value in one.items():

@@ -1,4 +1,4 @@
-"""What `check_model` has found."""
+"""Report of `check_model`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,23 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_SHOWN = 12  # parameters
+_SHOWN = 12  # parameters listed at most
 
 
 @dataclass(frozen=True)
 class Report:
-    """A parallel model next to the whole one. Errors are relative to the largest value of a tensor.
+    """Comparison of a parallel model with the whole one. Errors are relative to the largest value of a tensor.
 
     Attributes:
-        layout: such as "cp2 x tp2".
-        tolerance: errors up to it are rounding.
-        losses: of each step, on one process and in parallel.
-        loss_error: the largest of all steps and ranks.
-        outputs: errors by the name of a module, of each rank that has it, in the order in which the whole model's
-            modules return.
-        skipped: modules whose outputs are not compared, and why.
-        gradients: errors by the name of a parameter, the largest first.
-        communicated: by the name of a collective, how often a rank has called it in the first step: the one that has
-            called it most.
-        advice: what may explain a difference that is meant.
+        layout: description of the parallel dims, such as "cp2 x tp2".
+        tolerance: errors up to it count as rounding.
+        losses: losses of each step, on one process and in parallel.
+        loss_error: largest error of all steps and ranks.
+        outputs: output errors by module name and rank, in the order in which the whole model's modules return.
+        skipped: modules whose outputs are not compared, with the reason.
+        gradients: gradient errors by parameter name, the largest first.
+        communicated: number of calls of each collective in the first step, the highest of all ranks.
+        advice: possible explanation of an intended difference.
     """
 
     layout: str
@@ -40,7 +38,7 @@ class Report:
 
     @property
     def first_difference(self) -> str | None:
-        """The first module whose output differs."""
+        """Name of the first module whose output differs."""
         return next((name for name, errors in self.outputs.items() if self._differs(max(errors.values()))), None)
 
     @property
@@ -50,8 +48,8 @@ class Report:
 
     @property
     def suspect(self) -> str | None:
-        """The module to look at first: the first whose output differs; or else, as backward goes from the last to the
-        first, the last of those that have a parameter whose gradient differs."""
+        """Name of the module to look at first: the first whose output differs; otherwise the last one with a parameter
+        whose gradient differs, because backward runs from the last module to the first."""
         if self.first_difference is not None:
             return self.first_difference
         order = {name: place for place, name in enumerate(self.outputs)}
@@ -60,14 +58,14 @@ class Report:
 
     @property
     def right(self) -> bool:
-        """Whether nothing differs."""
+        """True if no output, gradient or loss differs."""
         return self.first_difference is None and not self.wrong_gradients and not self._differs(self.loss_error)
 
     def _differs(self, error: float) -> bool:
         return not error <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, as JSON has it: a number that is none is a string, such as "Infinity"."""
+        """Convert the report to JSON values; numbers that JSON lacks become strings, such as "Infinity"."""
         found = {"right": self.right, "suspect": self.suspect, "first_difference": self.first_difference}
         values: dict[str, Any] = json.loads(json.dumps({**found, **asdict(self)}), parse_constant=str)
         return values

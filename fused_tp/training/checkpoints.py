@@ -1,14 +1,14 @@
-"""Checkpoints of a run that may be interrupted at any time, and go on at another number of ranks.
+"""Checkpoints of a run that may be interrupted at any time and resume at another number of ranks.
 
-A save, of which only the first step holds up training:
+Steps of a save; only the first blocks training:
 
-    1. every rank copies its parts of parameters and optimizer state to the CPU
-    2. rank 0 removes what an interrupted save has left of this step
-    3. every rank writes its part (torch.distributed.checkpoint), and rank 0 what the parts are
-    4. rank 0 writes complete.pt, by a rename, with all that is not a tensor
+    1. every rank copies its shards of parameters and optimizer state to the CPU
+    2. rank 0 removes the files of an interrupted save of this step
+    3. every rank writes its shards (torch.distributed.checkpoint), and rank 0 the metadata
+    4. rank 0 writes complete.pt, by a rename, with all values that are not tensors
     5. rank 0 removes older checkpoints
 
-Steps 2 to 5 run in a thread, over a gloo group of their own: collectives of the training come in between anywhere.
+Steps 2 to 5 run in a thread, over a separate gloo group: collectives of the training may run in between at any point.
 """
 
 from __future__ import annotations
@@ -61,38 +61,37 @@ _logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves and restores a training run in `folder`: `save(step)`, and `restore()` of the newest complete checkpoint.
+    """Save and restore a training run in `folder`: `save(step)`, and `restore()` of the newest complete checkpoint.
 
-    What is saved: model, optimizer, scheduler, position in the data, `extra`, and the states of the random number
-    generators. Parameters and optimizer state come back bit for bit at any numbers of tp, cp, pp and dp ranks: they are
-    cut anew, by the names in the unsharded model. Generators (Python, NumPy, torch on the CPU and on the device) come
-    back on each rank at the same number of ranks; at another all ranks get the state of rank 0, so ranks with other
-    batches then draw equal noise until they are given seeds of their own.
+    A checkpoint contains model, optimizer, scheduler, position in the data, `extra`, and the states of the random
+    number generators. Parameters and optimizer state are restored bit for bit at any numbers of tp, cp, pp and dp
+    ranks: they are resharded by their names in the unsharded model. Generators (Python, NumPy, torch on the CPU and on
+    the device) are restored per rank at the same number of ranks; at another number, all ranks get the state of rank 0,
+    so that ranks with different batches draw equal noise until they set seeds of their own.
 
-    A checkpoint is a folder `step-N` of torch.distributed.checkpoint, and counts once it has `complete.pt`, which is
-    written last, with checksums of the other files. What an interrupted save has left is ignored, and removed by a
-    later one. It holds plain data (numbers, strings, containers, tensors, NumPy arrays), and restoring it runs no code
-    that it may hold; `pickles=True` is for folders that you trust.
+    A checkpoint is a folder `step-N` of torch.distributed.checkpoint. It is complete once it has `complete.pt`, which
+    is written last, with checksums of the other files. Files of an interrupted save are ignored, and removed by a later
+    save. A checkpoint holds plain data (numbers, strings, containers, tensors, NumPy arrays), and restoring it runs no
+    code from its files; `pickles=True` is for folders that you trust.
 
-    Making it, `save`, `restore` and `close` are collective calls of all ranks. Inside `with` it is closed at the end.
+    The constructor, `save`, `restore` and `close` are collective calls of all ranks. A `with` block closes the manager.
 
     Args:
-        folder: on a file system that all ranks share; it is made where it is missing.
-        model: that `parallelize` has made, with DTensors or plain parameters, under FSDP2 or not; a `Pipeline`; or any
-            nn.Module, of which all ranks have the same.
-        optimizer: of parameters of the model; of a pipeline of `pipe.parameters()`. State that has another shape than
-            its parameter is refused where this is cut.
-        scheduler: with `state_dict` and `load_state_dict`, equal on all ranks.
+        folder: folder on a file system that all ranks share; created if it is missing.
+        model: result of `parallelize`, with DTensors or plain parameters, under FSDP2 or not; a `Pipeline`; or any
+            nn.Module that is equal on all ranks.
+        optimizer: optimizer of the model's parameters; for a pipeline, of `pipe.parameters()`. For a sharded parameter,
+            optimizer state of another shape than the parameter is refused.
+        scheduler: object with `state_dict` and `load_state_dict`, equal on all ranks.
         data: DistributedBatches.
-        extra: values of the caller, equal on all ranks. `save` takes what is in it then, and `restore` puts that back
-            in place.
-        keep: how many complete checkpoints stay.
-        async_save: write in the background. False: `save` returns once all is written.
-        pickles: `extra` and the states of scheduler, dataset and optimizer may hold any object that pickle carries.
-            Restoring then runs code of whoever wrote the files.
+        extra: values of the caller, equal on all ranks. `save` stores its contents; `restore` replaces them in place.
+        keep: number of complete checkpoints to keep.
+        async_save: write in the background. False: `save` returns once all files are written.
+        pickles: allow any picklable object in `extra` and in the states of scheduler, dataset and optimizer. Restoring
+            then runs code of whoever wrote the files.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or some rank does not see `folder` as rank 0 does.
+        TypeError, ValueError: an argument does not fit, or a rank does not see the same `folder` as rank 0.
 
     Example:
         >>> with CheckpointManager("checkpoints", model, optimizer, data=batches) as checkpoints:
@@ -133,7 +132,7 @@ class CheckpointManager:
         self._optimizer, self._scheduler, self._data, self._extra = optimizer, scheduler, data, extra
         self._keep, self._async, self._pickles = keep, async_save, pickles
         self._thread: Thread | None = None
-        self._failed: FusedTPError | None = None  # what the thread could not write
+        self._failed: FusedTPError | None = None  # error of the writing thread
         self._closed = self._left = False
         if optimizer is not None:
             self._check_optimizer(optimizer)
@@ -150,14 +149,14 @@ class CheckpointManager:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, step: int) -> None:
-        """Saves the run as it is now, behind `step`, once an earlier save has ended.
+        """Save the current state as the checkpoint after `step`; wait for an earlier save first.
 
-        With `async_save` it returns when the state has been copied, and writes in the background.
+        With `async_save`, return once the state is copied, and write in the background.
 
         Raises:
-            ValueError: there is a complete checkpoint of this step or of a later one; optimizer state that cannot be
-                cut; or, without `pickles`, what is not plain data.
-            FusedTPError: the save before, or without `async_save` this one, could not be written.
+            ValueError: there is a complete checkpoint of this step or of a later one; optimizer state cannot be
+                sharded; or, without `pickles`, a value is not plain data.
+            FusedTPError: the previous save, or without `async_save` this one, could not be written.
         """
         self.wait()
         check_int("step", step, 0)
@@ -199,17 +198,17 @@ class CheckpointManager:
         if not self._async:
             self._write(folder, tensors, own, common)
             return self.wait()
-        # No daemon: a program that ends without close() still ends the save.
+        # Not a daemon: if the process exits without close(), it still finishes the save.
         thread = Thread(target=self._write, args=(folder, tensors, own, common), name="fused_tp checkpoint")
         start_thread(thread)
         self._thread = thread
 
     def wait(self) -> None:
-        """Returns once the save that is being written has ended.
+        """Wait for the save in progress.
 
         Raises:
-            FusedTPError: it could not be written; names the step and why. Later saves are not affected, if all ranks
-                live.
+            FusedTPError: the save failed; the message names the step and the reason. Later saves are not affected, as
+                long as all ranks are alive.
         """
         if self._closed:
             raise ValueError("This CheckpointManager has been closed; make another.")
@@ -221,7 +220,7 @@ class CheckpointManager:
             raise failed
 
     def close(self) -> None:
-        """`wait()`, and then the end of the group of ranks over which it saves. May be called twice."""
+        """Wait for the save in progress, then destroy the manager's process group. May be called twice."""
         if self._closed:
             return
         try:
@@ -235,7 +234,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error peers may be gone, and it says more than what a save then meets.
+        # After an error, peers may be gone; do not wait for a save, whose failure would hide that error.
         self._left = kind is not None
         if kind is None:
             self.close()
@@ -251,10 +250,10 @@ class CheckpointManager:
             sums = self._gather(self._own_checksums(folder))
             common["checksums"] = {name: value for one in sums for name, value in one.items()}
             self._on_first(lambda: self._complete(folder, common, ranks))
-        except BaseException as error:  # CheckpointException of torch is no Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             why = _ENDED if self._left else _reason(error)
             said = f"The checkpoint of step {common['step']} was not written to {folder}: {why}"
-            _logger.error(said)  # also of the last save of a program that never asks
+            _logger.error(said)  # logged, too, because a program may never call wait() after its last save
             self._failed = FusedTPError(said)
             self._failed.__cause__ = error
 
@@ -264,8 +263,8 @@ class CheckpointManager:
         shutil.rmtree(folder, ignore_errors=True)
 
     def _own_checksums(self, folder: Path) -> dict[str, int | None]:
-        """Of the files that this rank has written; None of one that cannot be read, for which rank 0
-        gives the save up: an error here would leave the others in a collective call."""
+        """Checksums of the files that this rank wrote; None for an unreadable file. Rank 0 then aborts the save: an
+        error raised here would leave peers in a collective call."""
         found: dict[str, int | None] = {}
         for path in [*folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]:
             try:
@@ -292,7 +291,7 @@ class CheckpointManager:
         for path in self.folder.iterdir():
             step = _step_of(path)
             if step is not None and step < steps[-1] and step not in steps[-self._keep :]:
-                # Its mark first: half of a checkpoint is none. What cannot be removed is no error of this save.
+                # COMPLETE first, so that a partly removed checkpoint is not complete. Errors do not fail this save.
                 with suppress(OSError):
                     (path / COMPLETE).unlink(missing_ok=True)
                     shutil.rmtree(path)
@@ -300,11 +299,11 @@ class CheckpointManager:
     # -- restoring ----------------------------------------------------------------------------------------------------
 
     def restore(self) -> int | None:
-        """The step of the newest complete checkpoint, which everything now is in the state of; None if there is none.
+        """Load the newest complete checkpoint and return its step; None if there is none.
 
         Raises:
-            ValueError: on all ranks, before anything is changed: the checkpoint is damaged or of another model, lacks
-                what this manager was given, or is not seen by all ranks.
+            ValueError: raised on all ranks, before anything is changed: the checkpoint is damaged or of another model,
+                lacks a state that this manager needs, or is not seen by all ranks.
         """
         self.wait()
         newest = self._exchange(max(self._steps(), default=None) if self._rank == 0 else None)[0]
@@ -320,7 +319,7 @@ class CheckpointManager:
         reports = self._gather((refused, [] if loading is None else [*loading.model]))
         self._on_first(lambda: _check_reports(folder, reports, loading))
         assert loading is not None
-        # torch counts rows of DTensors in tensors on the default device, and reads each of them.
+        # torch computes row offsets of DTensors in tensors on the default device, and reads each: slow on a GPU.
         with _alone(self._group), torch.device("cpu"):
             how: dict[str, Any] = {} if self._pickles else {"planner": PlainPlanner()}
             reader, alone = self._reader(folder), self._group is None
@@ -343,10 +342,10 @@ class CheckpointManager:
         return int(newest)
 
     def _prepare(self, folder: Path) -> _Loading:
-        """What the checkpoint is loaded into. Changes nothing.
+        """Check the checkpoint and prepare the targets to load it into. Changes nothing.
 
         Raises:
-            ValueError: it does not fit.
+            ValueError: the checkpoint does not fit.
         """
         if not (folder / COMPLETE).exists():
             raise ValueError(f"it does not see {folder / COMPLETE}, which rank 0 does.")
@@ -386,7 +385,7 @@ class CheckpointManager:
     def _prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, shapes: OriginalShapes, loading: _Loading
     ) -> None:
-        """Makes the optimizer's state dict, of empty tensors, and what torch.distributed.checkpoint sees of them."""
+        """Build the optimizer's state dict of empty tensors, and its form for torch.distributed.checkpoint."""
         saved, kinds = loading.common["optimizer"], loading.metadata.state_dict_metadata
         if saved["kind"] != type(optimizer).__name__:
             raise ValueError(
@@ -403,7 +402,7 @@ class CheckpointManager:
         groups: list[dict[str, Any]] = []
         seen: dict[str, dict[str, Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
-            found: dict[str, Any] = {}  # options, by the name of a parameter
+            found: dict[str, Any] = {}  # options by parameter name
             first = index
             for index, parameter in enumerate(group["params"], first):
                 own = names[id(parameter)]
@@ -432,7 +431,7 @@ class CheckpointManager:
     # -- model and optimizer ------------------------------------------------------------------------------------------
 
     def _model_state(self) -> dict[str, Any]:
-        """By the names in the unsharded model, of the model's own memory."""
+        """State dict by the names in the unsharded model, sharing the model's memory."""
         return {name: value for module in self._modules for name, value in get_model_state_dict(module).items()}
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -446,8 +445,8 @@ class CheckpointManager:
                     )
 
     def _optimizer_state(self, shapes: OriginalShapes) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """{name of the parameter: {key: tensor}}; and what is no tensor. Rejected: torch's get_optimizer_state_dict,
-        which takes a step for what has no state yet, and then counts it."""
+        """Return {parameter name: {key: tensor}}, and the values that are not tensors. Rejected: torch's
+        get_optimizer_state_dict, which takes a step, and counts it, if there is no state yet."""
         tensors: dict[str, dict[str, Tensor]] = {}
         values: dict[str, dict[str, Any]] = {}
         if self._optimizer is None:
@@ -474,12 +473,12 @@ class CheckpointManager:
         return dcp.FileSystemReader(folder) if self._pickles else PlainReader(folder)
 
     def _steps(self) -> list[int]:
-        """Of the complete checkpoints, in ascending order."""
+        """Steps of the complete checkpoints, in ascending order."""
         found = ((path, _step_of(path)) for path in self.folder.iterdir())
         return sorted(step for path, step in found if step is not None and (path / COMPLETE).exists())
 
     def _check_folder(self) -> None:
-        """Refuses on all ranks a folder that some do not see."""
+        """Raise on all ranks if some rank does not see the folder of rank 0."""
         probe = self.folder / f".{uuid.uuid4().hex}"
         failed = ""
         if self._rank == 0:
@@ -505,7 +504,7 @@ class CheckpointManager:
         return [mine] if self._group is None else exchange(resolve_group(self._group), "CheckpointManager", mine)
 
     def _gather(self, mine: Any) -> list[Any]:
-        """What every rank has given, on rank 0; nothing on others."""
+        """Gather the values of all ranks on rank 0; return [] on others."""
         if self._group is None:
             return [mine]
         given: list[Any] | None = [None] * self._size if self._rank == 0 else None
@@ -513,7 +512,7 @@ class CheckpointManager:
         return given or []
 
     def _on_first(self, act: Callable[[], None]) -> None:
-        """`act()` on rank 0. What it raises there all ranks raise, the others as ValueError."""
+        """Run `act()` on rank 0. If it raises, all ranks raise, the others a ValueError."""
         raised: Exception | None = None
         if self._rank == 0:
             try:
@@ -530,7 +529,7 @@ class CheckpointManager:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises what the system has said of a full disk, where torch's archives say something of their own."""
+    """Writer that raises the system's OSError, such as for a full disk, instead of the error of torch's archives."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -542,7 +541,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _OfRank(NamedTuple):
-    """What a rank has besides tensors."""
+    """State of one rank besides tensors."""
 
     step: int
     random: dict[str, Any]
@@ -550,17 +549,17 @@ class _OfRank(NamedTuple):
 
 
 class _Loading(NamedTuple):
-    """A checkpoint that is being loaded."""
+    """Checkpoint being loaded."""
 
     metadata: Metadata
-    common: dict[str, Any]  # the contents of complete.pt
-    model: dict[str, Any]  # state dict, of the model's own memory
-    seen: dict[str, Any]  # what torch.distributed.checkpoint writes into, of the same memory
+    common: dict[str, Any]  # contents of complete.pt
+    model: dict[str, Any]  # state dict that shares the model's memory
+    seen: dict[str, Any]  # targets of torch.distributed.checkpoint, in the same memory
     optimizer: dict[str, Any]  # state dict
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of the file."""
+    """CRC-32 of a file."""
     value = 0
     with open(path, "rb") as file:
         while part := file.read(1 << 24):
@@ -577,7 +576,7 @@ def _modules_of(model: nn.Module | Pipeline) -> list[nn.Module]:
 
 
 def _names_of(shapes: OriginalShapes) -> dict[int, list[str]]:
-    """By the id of a parameter; a tied one has several."""
+    """Names by the id of a parameter; a tied parameter has several."""
     names = defaultdict(list)
     for name, parameter in shapes.named.items():
         names[id(parameter)].append(name)
@@ -585,13 +584,13 @@ def _names_of(shapes: OriginalShapes) -> dict[int, list[str]]:
 
 
 def _as_saved(value: Any, parameter: nn.Parameter | None, shapes: OriginalShapes) -> Any:
-    """A value of a state dict that belongs to `parameter`, as torch.distributed.checkpoint is to see it."""
+    """Convert a value that belongs to `parameter` to the form in which torch.distributed.checkpoint saves it."""
     like = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
     return shapes(value, parameter) if like and parameter is not None else value
 
 
 def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> Tensor:
-    """A tensor of optimizer state, to load what torch.distributed.checkpoint has described as `saved`."""
+    """Allocate a tensor of optimizer state for the tensor that the checkpoint's metadata describes as `saved`."""
     dtype = saved.properties.dtype
     if saved.size == shapes(parameter.detach(), parameter).shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -613,13 +612,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for key, value in state_dict["state"].get(index, {}).items():
             state = optimizer.state[parameter]
-            # It has rounded all to the parameter's dtype.
+            # load_state_dict has rounded all state to the parameter's dtype.
             if isinstance(value, Tensor) and state[key].dtype != value.dtype:
                 state[key] = value.to(state[key].device)
 
 
 def _check_reports(folder: Path, reports: list[tuple[str, list[str]]], loading: _Loading | None) -> None:
-    """Raises ValueError if some rank refuses, or if no rank has a part of the model that the checkpoint has."""
+    """Raise ValueError if any rank refuses, or if the checkpoint has a name that no rank's model has."""
     for rank, (refused, _) in enumerate(reports):
         if refused:
             raise ValueError(f"rank {rank} cannot restore: {refused}")
@@ -631,7 +630,7 @@ def _check_reports(folder: Path, reports: list[tuple[str, list[str]]], loading: 
 
 
 def _on_cpu(value: Any) -> Any:
-    """Copies, which training does not change. Those of a device are done once it has been synchronized."""
+    """Copy tensors to the CPU, so that training does not change them. Copies from a device end at its next sync."""
     if isinstance(value, Mapping):
         return {key: _on_cpu(one) for key, one in value.items()}
     if isinstance(value, DTensor):
@@ -670,12 +669,12 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (inner, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_reason(inner)}"
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip()  # torch puts a stack of C++ behind it
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip()  # torch appends a C++ stack
 
 
 @contextmanager
 def _alone(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """torch warns of a save or load without a process group, which is meant."""
+    """Suppress torch's warning about a save or load without a process group, which is intended here."""
     if group is not None:
         yield
         return

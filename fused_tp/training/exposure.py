@@ -1,13 +1,13 @@
-"""How much of the ranks' communication is hidden, who makes the others wait, and what to change.
+"""Analysis of traces: exposed communication, ranks that make others wait, and advice.
 
     step = compute + exposed collectives + pipeline waits + idle
 
-Communication is hidden where its rank computes beside it, and exposed elsewhere, which is how HolisticTraceAnalysis
-defines overlap (github.com/facebookresearch/HolisticTraceAnalysis, `get_comm_comp_overlap`). Messages between ranks
-that no op of fused_tp sends are those of a pipeline: what is exposed of them is the bubble, and the transfer.
+Communication is hidden while its rank computes, and exposed otherwise, as HolisticTraceAnalysis defines overlap
+(github.com/facebookresearch/HolisticTraceAnalysis, `get_comm_comp_overlap`). Messages between ranks outside of
+fused_tp's ops are those of a pipeline: their exposed part is the bubble and the transfer.
 
-Who is late is found without a common clock. A collective ends for all ranks at about the same time, so it is shortest
-for the rank that comes last, and what it takes longer for the others, they wait.
+Late ranks are found without a common clock. A collective ends on all ranks at about the same time, so it is shortest on
+the last rank to arrive; the extra time on other ranks is waiting.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from fused_tp.ops.op import OPS
 from fused_tp.training.intervals import Intervals
 from fused_tp.training.traces import OUTSIDE, Communication, RankTrace
 
-FLAG = 0.3  # of a step: if more is exposed, there is advice
+FLAG = 0.3  # fraction of a step: if more is exposed, the report gives advice
 COLLECTIVES = {"all_gather", "all_reduce", "reduce_scatter"}
-_LATE = 0.05  # of a step: less is noise
+_LATE = 0.05  # fraction of a step: less is noise
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of a step of one rank.
+    """Time of one step on one rank by component, in seconds.
 
     Attributes:
-        hidden: communication beside compute, so a part of `compute`.
-        exposed: collectives beside which nothing is computed.
-        bubble: the same of messages of a pipeline.
+        hidden: communication overlapped by compute, a part of `compute`.
+        exposed: collectives not overlapped by compute.
+        bubble: messages of a pipeline not overlapped by compute.
         idle: neither compute nor communication.
-        waited_for: how long another rank, in the mean, has waited for this one.
-        cause: the module, or op, in which a late rank spent more time than its peers.
-        more: so much more.
+        waited_for: time that a peer waited for this rank, mean over peers.
+        cause: module, or op, in which a late rank spent more time than its peers.
+        more: additional time in `cause`.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class RankTime:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Calls and seconds of a step of a rank, in the mean."""
+    """Calls and seconds per step and rank, as means."""
 
     op: str
     group: str
@@ -66,7 +66,7 @@ class OpTime:
 
 @dataclass(frozen=True)
 class Report:
-    """Of a run: its ranks, ops, and sums of groups; `notes` say what is not known, `advice` what to change."""
+    """Report of a run: times of ranks, ops and groups; `notes` list unknowns, `advice` lists suggested changes."""
 
     ranks: list[RankTime]
     ops: list[OpTime]
@@ -76,10 +76,10 @@ class Report:
 
 
 def analyze(traces: Sequence[RankTrace]) -> Report:
-    """The report of a run.
+    """Analyze the traces of a run.
 
     Args:
-        traces: of its ranks, one of each.
+        traces: one trace per rank.
 
     Example:
         >>> report = analyze(read_traces([Path("out/train")]))
@@ -117,7 +117,7 @@ def _rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[RankT
 
 
 def _cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_for: float) -> tuple[str, float]:
-    """The module, or op, and how much more of a step this rank spends in it; ("", 0) where none explains the wait."""
+    """Return (module or op, additional time per step) that made this rank late; ("", 0) if no module explains it."""
     if waited_for <= _LATE * trace.seconds:  # both may be zero
         return "", 0.0
     labels = set(trace.spent) - {""}
@@ -129,7 +129,7 @@ def _cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_for: f
 
 
 def _waits(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], list[str]]:
-    """By rank, how long each of its peers in collectives has waited for it; and of which calls that is not known."""
+    """Return the time that peers waited in collectives, by late rank and peer; and notes on calls without a match."""
     calls: dict[tuple[tuple[int, ...], str], dict[int, list[Communication]]] = defaultdict(lambda: defaultdict(list))
     for trace in traces:
         for one in sorted(one for one in trace.communication if not one.is_message):
@@ -148,14 +148,14 @@ def _waits(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], li
     found: dict[int, dict[int, float]] = defaultdict(dict)
     exposed = {trace.rank: trace.exposed for trace in traces}
     for late, times in waits.items():
-        for rank, own in times.items():  # of calls beside each other the time counts once
+        for rank, own in times.items():  # overlapping calls count once
             found[late][rank] = sum(exposed[rank].covered(*one) for one in Intervals(own))
     notes = [f"Who was late to these is not known, as their calls cannot be matched: {'; '.join(unknown)}."]
     return found, notes if unknown and len(traces) > 1 else []
 
 
 def _op_times(traces: Sequence[RankTrace]) -> list[OpTime]:
-    """By op and group, those that are exposed for longest first."""
+    """Times by op and group, the longest exposed first."""
     found: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     steps = sum(trace.steps for trace in traces)
     for trace in traces:
@@ -195,11 +195,11 @@ def _advice(ranks: Sequence[RankTime], ops: Sequence[OpTime]) -> list[str]:
 
 
 def _change(worst: OpTime) -> str:
-    """What to do about the op that is exposed for the longest time."""
+    """Advice on the op with the longest exposed time."""
     where = f"{worst.op} over {worst.group}" if worst.group else worst.op
     if "(plain)" in worst.op:
         return f"{where} moves when the matmul is done: run a fused schedule (leave FUSED_TP_SCHEDULE unset)."
-    if worst.op.split(" ")[0] in OPS.keys() - COLLECTIVES:  # of these torch and libraries have some, too
+    if worst.op.split(" ")[0] in OPS.keys() - COLLECTIVES:  # torch and libraries have collectives of these names, too
         return (
             f"{where} waits for its peers: keep its ranks inside of a node, give each CPU rank a core of its own, "
             "or take fewer (parallel.tp, cp)."

@@ -1,4 +1,4 @@
-"""Sets of times."""
+"""Sets of times as disjoint intervals."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import accumulate
 
 
 class Intervals:
-    """A set of times, as intervals that neither overlap nor touch, in order.
+    """Set of times as ordered intervals that neither overlap nor touch.
 
     Args:
-        given: (start, stop) in any order, which may overlap.
+        given: intervals (start, stop) in any order; they may overlap.
 
     Attributes:
-        length: of all of them.
+        length: total length of all intervals.
 
     Example:
         >>> list(Intervals([(0, 2), (1, 3), (5, 6)]).without(Intervals([(1, 2)])))
@@ -37,7 +37,7 @@ class Intervals:
         return zip(self._starts, self._stops, strict=True)
 
     def covered(self, start: float, stop: float) -> float:
-        """How much of the time from `start` to `stop` lies in the set."""
+        """Length of the part of [start, stop] that is in the set."""
         return self._before(stop) - self._before(start)
 
     def _before(self, time: float) -> float:
@@ -45,7 +45,7 @@ class Intervals:
         return self._lengths[count] - max(0.0, self._stops[count - 1] - time) if count else 0.0
 
     def without(self, other: Intervals) -> Intervals:
-        """The times that are not in `other`."""
+        """Times of this set that are not in `other`."""
         left = []
         for start, stop in self:
             for index in range(bisect_right(other._stops, start), len(other._starts)):

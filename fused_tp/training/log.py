@@ -1,4 +1,4 @@
-"""What a training run says: a line for each step, train.jsonl, tensorboard's events, and report.png at the end."""
+"""Log of a training run: a line for each step, train.jsonl, tensorboard's events, and report.png at the end."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from fused_tp.planning.hardware import Machine, find_machine, machine_of_gpu
 from fused_tp.training.run import Step, TrainingRun
 
 LINES = "train.jsonl"
-_PEAKS = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}  # as Machine calls them; fp16 is as fast as bf16
+_PEAKS = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}  # names in Machine.peak_flops; fp16 is as fast as bf16
 
 
 class RunLog:
-    """The log of a run on rank 0; on other ranks it says nothing.
+    """Log of a run on rank 0; silent on other ranks.
 
-    train.jsonl goes on where a run was interrupted: the last line of a step counts. A run from the beginning begins it
-    anew.
+    A resumed run appends to train.jsonl: the last line of a step counts. A run from the beginning replaces the file.
 
     Args:
-        run: whose settings say where to.
-        writes: this is rank 0.
+        run: the run to log; its settings name the folder.
+        writes: True on rank 0.
     """
 
     def __init__(self, run: TrainingRun, *, writes: bool) -> None:
@@ -49,7 +48,7 @@ class RunLog:
             self._events = SummaryWriter(str(self._settings.out))
 
     def start(self) -> None:
-        """Says what is trained how."""
+        """Print the model, the parallel dims and the settings of the run."""
         run = self._run
         shape = run.shape
         count = shape.parameters
@@ -69,7 +68,7 @@ class RunLog:
             self._print("All steps are done: nothing is trained. Give more steps, or another folder for checkpoints.")
 
     def step(self, step: Step) -> None:
-        """Writes down a step."""
+        """Log a step."""
         if not self._writes:
             return
         flops = self._run.shape.flops(step.tokens, self._settings.data.seq)
@@ -92,7 +91,7 @@ class RunLog:
             )
 
     def evaluation(self, number: int, loss: float | None, sample: str | None) -> None:
-        """Writes down what the model does behind a step of this number."""
+        """Log the evaluation loss and the sample after step `number`."""
         if not self._writes:
             return
         if loss is not None:
@@ -105,7 +104,7 @@ class RunLog:
             self._print(f"step {number}: sample {sample!r}")
 
     def close(self) -> None:
-        """Ends tensorboard's file, and draws report.png where matplotlib is installed."""
+        """Close tensorboard's file, and draw report.png if matplotlib is installed."""
         if not self._writes:
             return
         if self._events is not None:
@@ -119,7 +118,7 @@ class RunLog:
         try:
             with self._file.open("a") as file:
                 file.write(json.dumps({"kind": kind, **values}) + "\n")
-        except OSError as error:  # writing names no file
+        except OSError as error:  # errors of writing do not name the file
             raise OSError(error.errno, error.strerror, str(self._file)) from None
 
     def _print(self, line: str) -> None:
@@ -128,7 +127,7 @@ class RunLog:
 
 
 def read_log(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of train.jsonl by kind, in order of steps; of a step that was taken twice the last one."""
+    """Read the lines of train.jsonl by kind, in order of steps; the last line of a step that was taken twice."""
     found: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "evaluation": {}, "sample": {}}
     for line in (folder / LINES).read_text().splitlines():
         values = json.loads(line)
@@ -137,7 +136,7 @@ def read_log(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw_report(folder: Path) -> None:
-    """Writes report.png beside train.jsonl: losses, speed, and the share of time that ranks waited for peers."""
+    """Draw report.png beside train.jsonl: losses, speed, and the fraction of time that ranks waited for peers."""
     from matplotlib.figure import Figure
 
     log = read_log(folder)

@@ -1,4 +1,4 @@
-"""Traces of some steps of a training run, by torch.profiler on every rank, for `fused-tp report`."""
+"""Recording of training steps with torch.profiler on every rank, for `fused-tp report`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _LOG = logging.getLogger("fused_tp")
 
 
 class StepProfiler:
-    """Records the steps of `settings.profile`, and writes them to `out`/traces/rank{rank}.json.gz.
+    """Record the steps of `settings.profile`, and write them to `out`/traces/rank{rank}.json.gz.
 
     The trace has a range for each step and for the forward of each module, by name. torch.profiler adds the rank, the
-    groups and the base of its clock; "mesh" says which group is which dim. Rejected: `with_stack` of torch.profiler,
-    which gives modules no names of a model, and takes longer than a small step.
+    groups and the base of its clock; the metadata "mesh" maps dims to groups. Rejected: `with_stack` of torch.profiler,
+    which does not record the names of modules in the model, and takes longer than a small step.
 
     Args:
         modules: the model, or the stages of a pipeline.
-        mesh: of the run.
-        behind: the step that the run goes on behind. Where fewer steps are left than the profile takes, a warning says
-            that there is none: a restart shortly before the end is no error.
+        mesh: mesh of the run.
+        behind: number of the step after which the run resumes. If fewer steps are left than the profile needs, nothing
+            is recorded, with a warning: a restart shortly before the end is not an error.
 
     Example:
         >>> profiler = StepProfiler(settings, [model], mesh)
@@ -61,7 +61,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around the step of this number, from 1, on every rank."""
+        """Context manager around step `number` (from 1), on every rank."""
         if not self._first <= number <= self._last <= self._most:
             yield
             return
@@ -80,18 +80,18 @@ class StepProfiler:
             "groups": {self._mesh[name].get_group().group_name: name for name in names},
         }
         for old in self._folder.glob("rank*.json.gz") if dist.get_rank() == 0 else ():
-            old.unlink()  # of another run, which may have had more ranks
+            old.unlink()  # traces of an earlier run, which may have had more ranks
         self._profile = profile(acc_events=True)
         self._profile.start()
         self._profile.add_metadata_json("mesh", json.dumps(mesh))
         for part in self._modules:
             for name, module in part.named_modules():
-                # Around all other hooks, and also where recomputation ends a forward half way, by an exception.
+                # prepend: the range includes other hooks. always_call: recomputation ends a forward by an exception.
                 self._hooks.append(
                     module.register_forward_pre_hook(partial(self._enter, name or "model"), prepend=True)
                 )
                 self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
-        dist.barrier()  # the profiler takes another time to start on each rank
+        dist.barrier()  # the profiler's start takes a different time on each rank
 
     def _enter(self, name: str, *_: Any) -> None:
         self._open.append(record_function(name))

@@ -1,8 +1,8 @@
-"""A training run of a transformers causal language model, on one process or any ranks of a `ParallelConfig`.
+"""Training run of a transformers causal language model, on one process or any ranks of a `ParallelConfig`.
 
     loss = sum over targets of all rows of a global batch / their number
 
-whatever the ranks, and however many microbatches their rows are cut into: each divides by the number of all targets.
+for any number of ranks and microbatches: each microbatch divides by the number of all targets.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _COUNT = "num_items_in_batch"
 
 @dataclass(frozen=True)
 class Step:
-    """What a step was, of all ranks together.
+    """Statistics of one training step over all ranks.
 
     Attributes:
-        number: from 1, counted over restarts.
-        seconds: of the slowest rank.
-        waited: of a rank in the mean, for peers.
-        skipped: gradients were not finite (fp16), and the optimizer took no step.
-        memory: bytes, the most that a rank has had.
+        number: number of the step from 1, counted over restarts.
+        seconds: time of the slowest rank.
+        waited: time that a rank waited for peers, mean over ranks.
+        skipped: True if gradients were not finite (fp16), so that the optimizer took no step.
+        memory: peak memory in bytes, the highest of all ranks.
     """
 
     number: int
@@ -63,15 +63,16 @@ class Step:
 
 
 class LossScale:
-    """The factor of losses, and so of gradients, in fp16: half where these overflow, twice after 1000 steps without.
+    """Dynamic loss scale for fp16: halved if gradients overflow, doubled after 1000 steps without overflow.
 
-    The norm of all gradients tells, which is the same on all ranks. Source: Micikevicius et al., arXiv:1710.03740.
+    Overflow is detected by the norm of all gradients, which is equal on all ranks. Source: Micikevicius et al.,
+    arXiv:1710.03740.
     """
 
     PATIENCE = 1000
 
     def __init__(self, state: dict[str, Any], used: bool) -> None:
-        self._state, self._used = state, used  # in a checkpoint's `extra`, of this precision or of another
+        self._state, self._used = state, used  # from a checkpoint's `extra`, maybe of another precision
         if not used:
             for name in ("loss_scale", "good_steps"):
                 state.pop(name, None)
@@ -84,7 +85,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether gradients that are not finite may have overflowed by it."""
+        """True if the scale may have caused an overflow of gradients, so that a lower scale may help."""
         return self._used and self.value > 1
 
     def update(self, finite: bool) -> None:
@@ -101,18 +102,19 @@ class LossScale:
 class TrainingRun:
     """Model, optimizer, data and checkpoints of `TrainSettings`, on this rank.
 
-    Made by all ranks, whose process group exists; it goes on from the newest checkpoint, if there is one.
+    A collective call of all ranks, after the process group is initialized. The run resumes from the newest checkpoint,
+    if there is one.
 
     Attributes:
-        done: steps that have been taken.
-        config: ParallelConfig.
-        shape: ModelShape.
-        has_dropout: of the model.
+        done: number of steps taken.
+        config: the ParallelConfig.
+        shape: the ModelShape.
+        has_dropout: True if the model has dropout.
         model: a module, or a Pipeline.
 
     Raises:
-        ValueError: settings that do not fit each other, the model, the text or the ranks.
-        FloatingPointError: of `steps`, on all ranks: gradients are not finite, and that is no overflow of fp16.
+        ValueError: the settings do not fit each other, the model, the text or the ranks.
+        FloatingPointError: raised by `steps` on all ranks if gradients are not finite without an overflow of fp16.
 
     Example:
         >>> with TrainingRun(TrainSettings.from_file("train.yaml")) as run:
@@ -170,11 +172,11 @@ class TrainingRun:
             self._profiler = StepProfiler(settings, parts, self.mesh, behind=self.done)
 
     def _restore(self, checkpoints: CheckpointManager) -> None:
-        """Goes on from the newest checkpoint, with the optimizer's settings of now where those of then were others."""
+        """Resume from the newest checkpoint; the current optimizer settings override the saved ones."""
         options = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
         mine = self._state["shape"]
         self.done = checkpoints.restore() or 0
-        # Shapes of parameters, which restore() compares, tell neither what is tied nor how many heads there are.
+        # restore() compares shapes of parameters, which do not show tied weights or the number of heads.
         for name, value in self._state.setdefault("shape", mine).items():
             if name != "name" and value != mine.get(name, value):
                 raise ValueError(
@@ -196,7 +198,7 @@ class TrainingRun:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
-        """Trains, to `settings.steps` in all, and gives each step when it and its checkpoint are done."""
+        """Train until `settings.steps` steps are done; yield each step after it and its checkpoint are done."""
         saving = self.settings.checkpoints
         if self.done >= self.settings.steps:
             return
@@ -235,10 +237,10 @@ class TrainingRun:
         return Step(self.done, loss, norm, rate, tokens, seconds, mean_waited, skipped, int(memory))
 
     def _forward_backward(self, batch: Mapping[str, Tensor]) -> float:
-        """The loss; gradients, times the loss scale, are those of all ranks."""
+        """Run forward and backward; return the loss. Gradients are reduced over ranks, and times the loss scale."""
         batch = self._placed(batch)
         targets = self._targets(batch)
-        # Each data parallel rank's gradients are averaged over them.
+        # Gradients are averaged over data parallel ranks, so each divides by its share of the targets.
         batch[_COUNT] = targets / self.config.data_parallel / self._scale.value
         with self._autocast():
             total = self.model.step(batch) if isinstance(self.model, Pipeline) else self._accumulate(batch)
@@ -259,7 +261,7 @@ class TrainingRun:
         return total
 
     def _clip(self) -> float:
-        """The norm of the gradients, which are scaled down by the loss scale, and to `clip`."""
+        """Divide gradients by the loss scale and clip them to `clip`; return their norm before clipping."""
         scale, clip = self._scale.value, self.settings.optimizer.clip
         if isinstance(self.model, Pipeline):
             norm = self.model.clip_grad_norm_(clip * scale)
@@ -273,8 +275,8 @@ class TrainingRun:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """The loss over all targets of the evaluation rows, less than a global batch at their end left out; None where
-        there are none."""
+        """Return the loss over all targets of the evaluation rows, without an incomplete global batch at their end;
+        None if there are no such rows."""
         if self.evaluation_rows is None:
             return None
         total, count = 0.0, 0
@@ -294,7 +296,7 @@ class TrainingRun:
 
     @torch.no_grad()
     def sample(self) -> str | None:
-        """The prompt and what the model writes behind it, the same on all ranks; None where none is asked for."""
+        """Return the prompt with the model's continuation, equal on all ranks; None without `settings.sample`."""
         wanted = self.settings.sample
         if wanted is None:
             return None
@@ -310,7 +312,7 @@ class TrainingRun:
         return str(self.tokenizer.decode(tokens))
 
     def _next_logits(self, tokens: list[int]) -> Tensor:
-        """[vocab], for the token behind these; the same on all ranks. Without a cache, which pipelines have not."""
+        """Logits [vocab] of the next token, equal on all ranks. Without a cache, which pipelines do not support."""
         place = len(tokens) - 1
         several = 2 * self.config.cp * self.config.tp
         padded = tokens + [0] * (-len(tokens) % several)
@@ -327,20 +329,20 @@ class TrainingRun:
         logits = (
             torch.zeros(vocab, dtype=torch.float32, device=self.device) if found is None else found[0, place].float()
         )
-        dist.all_reduce(logits, group=self.mesh["pp"].get_group())  # of one rank along pp
+        dist.all_reduce(logits, group=self.mesh["pp"].get_group())  # only one rank along pp has nonzero logits
         return logits
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def _placed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On the device. Over context parallel ranks a microbatch is one row, whose documents are cut as one."""
+        """Move the batch to the device. Context parallelism takes a microbatch as one row, sharded as a whole."""
         placed = {name: t.to(self.device) for name, t in batch.items()}
         if self.config.cp == 1:
             return placed
         return {name: t.reshape(self.config.microbatches, -1) for name, t in placed.items()}
 
     def _targets(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """int64 scalar, of all data parallel ranks."""
+        """Number of targets over all data parallel ranks, an int64 scalar."""
         targets = count_targets(batch)
         for name in ("dp_replicate", "dp_shard", "ep"):
             if name in self.config.mesh_sizes and self.mesh[name].size() > 1:
@@ -348,7 +350,7 @@ class TrainingRun:
         return targets
 
     def _mean(self, loss: Tensor) -> float:
-        """Over all ranks; those that share a batch have equal ones."""
+        """Mean loss over all ranks; ranks that share a batch have equal losses."""
         mean = loss.detach().double().reshape(()).clone()
         dist.all_reduce(mean)
         return float(mean) / self.config.world_size
@@ -365,7 +367,7 @@ class TrainingRun:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _load_rows(self, vocab: int) -> tuple[Any, Any]:
-        """Rows to train on, and to evaluate on."""
+        """Return rows for training and for evaluation."""
         data = self.settings.data
         rows: Any = load_text(data.path, self.tokenizer, data.seq)
         _check_vocabulary("data.path", rows, vocab)
@@ -389,10 +391,11 @@ class TrainingRun:
 
 
 def make_config(settings: TrainSettings) -> Any:
-    """Transformers' configuration of the model.
+    """Create transformers' configuration of the model.
 
     Raises:
-        ValueError: transformers has no such type, the folder no such model, or the type no such keys or values.
+        ValueError: transformers does not know the type, the folder holds no such model, or the type does not accept the
+            keys or values.
     """
     from transformers import AutoConfig
 
@@ -406,10 +409,10 @@ def make_config(settings: TrainSettings) -> Any:
 
 
 def make_model(settings: TrainSettings) -> Any:
-    """The model of the settings, in fp32, the same on every rank.
+    """Create the model of the settings in fp32, equal on every rank.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: the model cannot be created.
     """
     from transformers import AutoModelForCausalLM
 
@@ -423,12 +426,12 @@ def make_model(settings: TrainSettings) -> Any:
 
 @contextmanager
 def _refused(what: str, given: dict[str, Any]) -> Iterator[None]:
-    """Errors of transformers about what is asked of it as a ValueError; of its own mistakes the type is named, too."""
+    """Re-raise errors of transformers as ValueError; unexpected ones with the name of their type."""
     try:
         yield
     except (ValueError, OSError) as error:
         raise ValueError(f"{what} cannot be made: {error}") from error
-    except (KeyError, ZeroDivisionError) as error:  # which do not say whose value it is
+    except (KeyError, ZeroDivisionError) as error:  # these errors do not name the key of the value
         wrong = error.args[0] if isinstance(error, KeyError) else 0
         keys = [name for name, value in given.items() if value == wrong and not isinstance(value, bool)]
         why = f"{' or '.join(keys)} cannot be {wrong!r}" if keys else f"{type(error).__name__}: {error}"
@@ -438,7 +441,7 @@ def _refused(what: str, given: dict[str, Any]) -> Iterator[None]:
 
 
 def _check_names(model_type: str, config: dict[str, Any]) -> None:
-    """Raises ValueError where a configuration of this type has no such key: transformers takes any."""
+    """Raise ValueError for keys that a configuration of this type does not define: transformers accepts any."""
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
@@ -452,7 +455,7 @@ def _check_names(model_type: str, config: dict[str, Any]) -> None:
 
 
 def _check_positions(model: Any, seq: int) -> None:
-    """Refuses rows that are longer than a table of positions, which some models have; angles have no end."""
+    """Refuse rows longer than the table of positions, if the model has one; rotary embeddings have no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tables = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
     names = [name.rpartition(".")[2] for name in (*tables, *dict(model.named_buffers()))]
@@ -469,7 +472,7 @@ def _has_dropout(model: Any) -> bool:
 
 
 def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over the parameters of a module or a Pipeline; those of one dim are not decayed."""
+    """Create AdamW over the parameters of a module or a Pipeline; 1-D parameters have no weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
@@ -484,7 +487,7 @@ def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW
 
 
 def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> float:
-    """Of the learning rate, in the step of this number from 0 of `steps`."""
+    """Fraction of the learning rate for step number `step` (from 0) of `steps`."""
     if step < settings.warmup:
         return (step + 1) / (settings.warmup + 1)
     if settings.decay == "constant":
@@ -495,7 +498,7 @@ def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> f
 
 
 def memory_peak(device: torch.device) -> int:
-    """Bytes that this rank has had at most: of the device's memory, or of the process on a CPU."""
+    """Peak memory of this rank in bytes: of the device, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     import resource
@@ -515,7 +518,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _check_vocabulary(key: str, rows: PackedText, vocab: int) -> None:
-    # Not all of a file, which may be longer than memory.
+    # Only the first tokens of a memory-mapped file, which may exceed memory.
     tokens = rows.tokens[: 1 << 20] if isinstance(rows.tokens, np.memmap) else rows.tokens
     for token in (int(tokens.min()), int(tokens.max())):
         if not 0 <= token < vocab:
@@ -526,10 +529,10 @@ def _check_vocabulary(key: str, rows: PackedText, vocab: int) -> None:
 
 
 def check_sizes(settings: TrainSettings, ranks: int) -> None:
-    """Refuses sizes that do not go into the model or the batch, before ranks are started for them.
+    """Check that the parallel sizes fit the model and the batch, before ranks are started.
 
     Raises:
-        ValueError: what does not fit.
+        ValueError: a size does not fit.
     """
     config = make_config(settings)
     with _refused("the model", settings.model.config):

@@ -1,4 +1,4 @@
-"""What `fused-tp train` is told, in a YAML or JSON file; each key once, and none that is not known.
+"""Settings of `fused-tp train` in a YAML or JSON file; duplicate and unknown keys are refused.
 
 model: {type: llama, config: {hidden_size: 256, num_hidden_layers: 4}}
 data: {path: texts/, seq: 512}
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fused_tp.planning.config import ParallelConfig, read_mapping
 from fused_tp.planning.hardware import find_machine
 
-Whole = Annotated[int, Field(ge=0, strict=True)]  # strict: true is no number
+Whole = Annotated[int, Field(ge=0, strict=True)]  # strict: refuses true
 Count = Annotated[int, Field(ge=1, strict=True)]
 Finite = Field(allow_inf_nan=False)
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -30,11 +30,11 @@ class _Part(BaseModel):
 
 
 class ModelSettings(_Part):
-    """A transformers causal language model: a saved one, or a type with sizes, whose weights `seed` determines."""
+    """Transformers causal language model: a saved one, or a type with sizes and weights determined by `seed`."""
 
-    pretrained: str | None = None  # folder, or name where transformers finds it
+    pretrained: str | None = None  # folder, or name that transformers resolves
     type: str | None = None  # transformers' model_type
-    config: dict[str, Any] = {}  # of its configuration
+    config: dict[str, Any] = {}  # values that override those of its configuration
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ModelSettings:
@@ -44,30 +44,30 @@ class ModelSettings(_Part):
 
 
 class DataSettings(_Part):
-    """Text, in rows of `seq` tokens of documents that do not see each other."""
+    """Text in rows of `seq` tokens, packed from documents that do not see each other."""
 
     path: Path | None = None  # see `fused_tp.training.text.load_text`; None: Python's language reference, 420 kB
-    seq: Annotated[int, Field(ge=2)] = 512  # a token and its successor
-    tokenizer: str = "bytes"  # "bytes", or a folder or name of transformers'
+    seq: Annotated[int, Field(ge=2)] = 512  # at least a token and its successor
+    tokenizer: str = "bytes"  # "bytes", or the folder or name of a transformers tokenizer
     evaluation: Path | None = None  # None: the last `evaluation_rows` of `path`
     evaluation_rows: Whole = 0
 
 
 class OptimizerSettings(_Part):
-    """AdamW (arXiv:1711.05101); vectors are not decayed. The rate rises linearly over `warmup` steps, then decays."""
+    """AdamW (arXiv:1711.05101), no weight decay of vectors; the rate rises over `warmup` steps, then decays."""
 
     learning_rate: Annotated[float, Field(gt=0), Finite] = 3e-4
     warmup: Whole = 0
     decay: Literal["constant", "linear", "cosine"] = "cosine"
-    final_share: Annotated[float, Field(ge=0, le=1)] = 0.1  # of the learning rate, at the last step
+    final_share: Annotated[float, Field(ge=0, le=1)] = 0.1  # fraction of the learning rate at the last step
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0), Finite] = 1e-8
     weight_decay: Annotated[float, Field(ge=0), Finite] = 0.1
-    clip: Annotated[float, Field(gt=0)] = 1.0  # of the norm of all gradients
+    clip: Annotated[float, Field(gt=0)] = 1.0  # maximum norm of all gradients
 
 
 class CheckpointSettings(_Part):
-    """Saved in the background; the newest one is gone on from, at any sizes."""
+    """Checkpoints, saved in the background; a run resumes from the newest, at any parallel sizes."""
 
     folder: Path
     every: Count = 100
@@ -75,18 +75,18 @@ class CheckpointSettings(_Part):
 
 
 class SampleSettings(_Part):
-    """Text that the model writes behind `prompt`, with every evaluation and at the end."""
+    """Text that the model generates after `prompt`, with every evaluation and at the end."""
 
     prompt: Annotated[str, Field(min_length=1)] = "The "
     tokens: Count = 100
-    temperature: Annotated[float, Field(ge=0)] = 0.7  # 0: the likeliest token each time
+    temperature: Annotated[float, Field(ge=0)] = 0.7  # 0: greedy
 
 
 class ProfileSettings(_Part):
-    """Steps that every rank records, for `fused-tp report`: `steps` of them, from the `first` that it takes, which is
-    counted from where the run goes on."""
+    """Steps that every rank records for `fused-tp report`: `steps` of them from number `first`, counted from where the
+    run starts or resumes."""
 
-    first: Count = 3  # those before it allocate, connect and choose
+    first: Count = 3  # earlier steps allocate memory, connect ranks and select kernels
     steps: Count = 3
 
     @property
@@ -95,20 +95,19 @@ class ProfileSettings(_Part):
 
 
 class TrainSettings(_Part):
-    """All of a run.
+    """Settings of a training run.
 
     Attributes:
-        parallel: what `ParallelConfig.from_dict` takes. Data parallel ranks that it does not give are as many as ranks
-            have been started for.
-        steps: in all, those before a restart included.
-        global_batch: rows of a step, of all ranks and microbatches.
-        precision: of matmuls; weights, gradients and the optimizer are fp32. fp16 with dynamic loss scaling
+        parallel: arguments of `ParallelConfig.from_dict`. If it omits dp, the remaining ranks become data parallel.
+        steps: total number of steps, including those before a restart.
+        global_batch: rows per step over all ranks and microbatches.
+        precision: dtype of matmuls; weights, gradients and the optimizer are fp32. fp16 uses dynamic loss scaling
             (arXiv:1710.03740).
-        evaluate_every: steps; None: at the end only.
+        evaluate_every: steps between evaluations; None: at the end only.
         log_every: steps between two lines.
-        machine: a name of `fused_tp.planning.hardware.MACHINES`, or a file of `fused-tp plan --measure`, of whose peak
-            MFU is a share. None: what the GPU is called.
-        profile: steps that are recorded; None: none.
+        machine: a name of `fused_tp.planning.hardware.MACHINES`, or a file of `fused-tp plan --measure`, with the peak
+            FLOP/s that MFU refers to. None: by the name of the GPU.
+        profile: steps to record; None: none.
         out: folder of train.jsonl, report.png, the traces of `profile` and, with `tensorboard`, its event files.
     """
 
@@ -124,7 +123,7 @@ class TrainSettings(_Part):
     sample: SampleSettings | None = None
     log_every: Count = 1
     machine: str | None = None
-    seed: Annotated[Whole, Field(lt=2**63)] = 0  # what torch takes, and epochs beyond it
+    seed: Annotated[Whole, Field(lt=2**63)] = 0  # below torch's limit of 2**64, as epochs are added to it
     profile: ProfileSettings | None = None
     out: Path = Path("out/train")
     tensorboard: bool = False
@@ -156,30 +155,30 @@ class TrainSettings(_Part):
 
     @classmethod
     def from_file(cls, path: str | Path, changes: Sequence[str] = ()) -> TrainSettings:
-        """Of a YAML or JSON file, with `changes` such as "optimizer.learning_rate=1e-4".
+        """Read settings from a YAML or JSON file and apply `changes` such as "optimizer.learning_rate=1e-4".
 
         Raises:
-            ValueError: a key or a value that does not fit, by its name.
+            ValueError: a key or a value does not fit; the message names it.
         """
         return cls.of(changed(read_mapping(Path(path)), changes))
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> TrainSettings:
-        """Of a mapping; raises as `from_file`."""
+        """Create settings from a mapping; raises as `from_file` does."""
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             raise ValueError("; ".join(_said(one).rstrip(".") for one in error.errors()) + ".") from None
 
     def least_ranks(self) -> int:
-        """The product of the sizes that `parallel` gives."""
+        """Product of the sizes in `parallel`."""
         return _parallel(self.parallel).world_size
 
     def parallel_config(self, ranks: int) -> ParallelConfig:
-        """For so many ranks.
+        """Create the `ParallelConfig` for `ranks` ranks.
 
         Raises:
-            ValueError: `parallel` does not fit them.
+            ValueError: `parallel` does not fit that number of ranks.
         """
         given = dict(self.parallel)
         return _parallel({"world_size": ranks} | given)
@@ -193,10 +192,10 @@ def _parallel(given: dict[str, Any]) -> ParallelConfig:
 
 
 def changed(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """`given` with changes such as "optimizer.learning_rate=1e-4".
+    """Copy `given` and apply changes such as "optimizer.learning_rate=1e-4".
 
     Raises:
-        ValueError: a change that is none.
+        ValueError: a change is malformed.
     """
     import yaml
 

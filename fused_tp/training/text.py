@@ -1,9 +1,9 @@
-"""Text as rows of equally many tokens: documents one after the other, none of which sees another.
+"""Text packed into rows of equal length: consecutive documents that do not see each other.
 
 documents   | A A A A A | B B | C C C C C C ...
 rows of 6   | A A A A A B | B C C C C C | C ...
-position_ids| 0 1 2 3 4 0 | 1 0 1 2 3 4 | 5 ...       a row that begins inside of a document counts on
-labels      | . A A A A . | B . C C C C | C ...       no token is the target of the document before (-100)
+position_ids| 0 1 2 3 4 0 | 0 0 1 2 3 4 | 0 ...       positions restart at each document and each row
+labels      | . A A A A . | . . C C C C | . ...       first tokens of documents and rows are no targets (-100)
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-IGNORED = -100  # label of a token that is no target, as everywhere in transformers
+IGNORED = -100  # label of tokens that are not targets, as everywhere in transformers
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
 
 
 class Bytes:
-    """The tokenizer of 256 tokens: UTF-8, byte by byte."""
+    """Tokenizer of UTF-8 bytes, with 256 tokens."""
 
     name = "bytes"
     vocab_size = 256
@@ -37,17 +37,17 @@ class Bytes:
 
 
 class PackedText(Dataset[dict[str, Tensor]]):
-    """Rows {input_ids, position_ids, labels} of `seq` tokens each, of documents one after the other.
+    """Dataset of rows {input_ids, position_ids, labels} of `seq` tokens each, packed from consecutive documents.
 
-    The last tokens, fewer than a row, are left out. `DistributedBatches` shuffles rows.
+    The last tokens, fewer than a row, are dropped. `DistributedBatches` shuffles rows.
 
     Args:
         tokens: int [tokens] of all documents, in memory or memory-mapped.
-        starts: int [documents], where each begins, ascending, the first 0.
-        seq: tokens of a row.
+        starts: int [documents], start of each document, ascending, the first 0.
+        seq: number of tokens per row.
 
     Raises:
-        ValueError: fewer tokens than a row has.
+        ValueError: there are fewer tokens than in one row.
 
     Example:
         >>> rows = PackedText(np.arange(7), np.array([0, 5]), 6)
@@ -66,11 +66,12 @@ class PackedText(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         first = index * self.seq
         places = np.arange(first, first + self.seq)
-        # Positions stay below `seq`: what came before the row is not seen, and rotations see differences only.
+        # Positions restart at the row, to stay below `seq`: tokens before the row are not seen, and rotary embeddings
+        # depend only on differences.
         begins = self.starts[np.searchsorted(self.starts, places, side="right") - 1]
         tokens = torch.from_numpy(np.array(self.tokens[first : first + self.seq], dtype=np.int64))
         labels = torch.where(torch.from_numpy(begins == places), IGNORED, tokens)
-        labels[0] = IGNORED  # rows may be put one behind the other
+        labels[0] = IGNORED  # rows may be concatenated, and this token is not the target of the row before
         return {
             "input_ids": tokens,
             "position_ids": torch.from_numpy(places - np.maximum(begins, first)),
@@ -79,16 +80,16 @@ class PackedText(Dataset[dict[str, Tensor]]):
 
 
 def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
-    """The documents of `path`, tokenized, as rows.
+    """Tokenize the documents of `path` and pack them into rows.
 
     Args:
-        path: a text file (a document), a folder of such and of .jsonl files (a document is the "text" of a line), a
-            folder that `datasets` has saved (column "text", or "input_ids" of tokens), or an .npy file of tokens, which
-            is memory-mapped and one document. None: Python's language reference as `help()` shows it.
-        tokenizer: of transformers, or Bytes().
+        path: a text file (one document); a folder of text and .jsonl files (each line's "text" is a document); a
+            dataset saved by `datasets` (column "text", or "input_ids" of tokens); or an .npy file of tokens, which is
+            memory-mapped and one document. None: Python's language reference as `help()` shows it.
+        tokenizer: a tokenizer of transformers, or Bytes().
 
     Raises:
-        ValueError: there is no text, what is there is something else, or there is not enough for a row.
+        ValueError: there is no text, it has another format, or it is shorter than one row.
     """
     if path is not None and not path.exists():
         raise ValueError(f"{path} does not exist.")
@@ -130,7 +131,7 @@ def _saved_rows(path: Path) -> Iterator[str | list[int]]:
 
     try:
         found = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, IndexError) as error:  # the last of one without rows
+    except (OSError, ValueError, KeyError, IndexError) as error:  # IndexError: a dataset without rows
         raise ValueError(f"The dataset {path} has no rows, or cannot be loaded ({error!r}); save it anew.") from error
     if isinstance(found, DatasetDict) and "train" not in found:
         raise ValueError(f"The dataset {path} has the parts {[*found]}; it needs 'train', or name the folder of one.")
@@ -163,7 +164,7 @@ def _documents(path: Path) -> Iterator[str | list[int]]:
     files: Iterable[Path] = [path] if path.is_file() else sorted(path.rglob("*"))
     for file in files:
         if file.suffix == ".jsonl":
-            with file.open("rb") as lines:  # which end with \n alone, unlike those of splitlines
+            with file.open("rb") as lines:  # splits at \n only, unlike splitlines
                 for number, line in enumerate(lines, 1):
                     try:
                         if line.strip():

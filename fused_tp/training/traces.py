@@ -1,9 +1,9 @@
-"""What torch.profiler has recorded on each rank: when it computed, when it communicated, and for which module.
+"""Readers of torch.profiler traces: times of computation and communication on each rank, by module.
 
-A trace is what `export_chrome_trace` writes in any program, in Kineto's format. On a GPU kernels and copies tell; on a
-CPU the ops of the thread that computes, gloo's ranges, and what ops of fused_tp have waited. A kernel that multiplies
-and communicates is compute, and so is an op of fused_tp in shared memory but for its waits: no trace tells their
-arithmetic from what they move.
+A trace is a file written by `export_chrome_trace` in any program, in Kineto's format. On a GPU, times are those of
+kernels and copies; on a CPU, those of ops in the computing thread, gloo's ranges, and the waits of fused_tp's ops. A
+kernel that multiplies and communicates counts as compute, and so does an op of fused_tp in shared memory except for its
+waits: a trace does not separate their arithmetic from their communication.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from fused_tp.training.intervals import Intervals
 
 OUTSIDE = "outside of modules"
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-# NCCL's and RCCL's kernels, copies between GPUs, kernels of torch and of fused_tp that only communicate.
+# Kernels of NCCL and RCCL, copies between GPUs, kernels of torch and of fused_tp that only communicate.
 _COMMUNICATES = re.compile(
     r"nccl|rccl|nvshmem|Memcpy PtoP|multimem|(one|two)_shot|"
     r"\b(all_gather|reduce_scatter|all_to_all|barrier|sum_terms|stage|relay|begin)_kernel"
 )
-# Ops of torch and of libraries; not what stands around them, such as nodes of autograd and calls of torch.distributed.
+# Ops of torch and of libraries; not the ranges around them, such as autograd nodes and calls of torch.distributed.
 _COMPUTES = re.compile(r"(?!autograd::|torch::|fused_tp::|FSDP::|_?c10d)\w+::|## Call CompiledFxGraph")
 _STEP = re.compile(r"step \d+|ProfilerStep#\d+")
-_WAIT = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchange of .*, group (.*)|.*)")  # of tracing
+_WAIT = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchange of .*, group (.*)|.*)")  # by tracing
 _NODE = "autograd::engine::evaluate_function: "
 
 
 class Group(NamedTuple):
-    """Ranks that communicate; none where the trace does not tell."""
+    """Ranks that communicate; empty if the trace does not name them."""
 
     name: str = ""
     ranks: tuple[int, ...] = ()
 
 
 class Communication(NamedTuple):
-    """A collective, a message from one rank to another, or a wait; `op` is the op of fused_tp, or the collective."""
+    """Collective, message between two ranks, or wait; `op` is the op of fused_tp, or the collective."""
 
     start: float
     stop: float
@@ -54,13 +54,13 @@ class Communication(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """A rank's trace; times in seconds.
+    """Trace of one rank; times in seconds.
 
     Attributes:
-        groups: of the rank, by torch's names.
-        steps: how many it covers; 1 where it marks none.
-        exposed: communication beside which nothing is computed.
-        spent: by module, or by op outside of modules: computing, or on the way to it.
+        groups: groups of the rank, by torch's names.
+        steps: number of steps that the trace covers; 1 if it marks none.
+        exposed: communication that is not overlapped by compute.
+        spent: time that is not exposed communication, by module, or by op outside of modules.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class _Event(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """A time that belongs to one module (or op), and not to that around it."""
+    """Time that belongs to one module (or op), and is subtracted from the enclosing one."""
 
     start: float
     stop: float
@@ -93,13 +93,13 @@ class _Work(NamedTuple):
 
 
 def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
-    """The traces of a run, by rank.
+    """Read the traces of a run, ordered by rank.
 
     Args:
-        paths: files, or folders of files `*.json` and `*.json.gz`, or folders that have such a folder `traces`.
+        paths: files, folders with `*.json` and `*.json.gz` files, or folders with such a subfolder `traces`.
 
     Raises:
-        ValueError: a file is no trace, its rank is not known or has two, or there is none.
+        ValueError: a file is not a trace, its rank is unknown, a rank has two traces, or there is no trace.
     """
     traces: dict[int, RankTrace] = {}
     for path in paths:
@@ -107,7 +107,7 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
             raise ValueError(f"{path} does not exist; give traces of torch.profiler, or a folder of them.")
         folder = path / "traces" if (path / "traces").is_dir() else path
         files = [path] if not path.is_dir() else sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
-        files = [file for file in files if file == path or file.name != "report.json"]  # which report may have written
+        files = [file for file in files if file == path or file.name != "report.json"]  # written by `fused-tp report`
         if not files:
             raise ValueError(f"{folder} holds no trace; give a folder of files *.json or *.json.gz of torch.profiler.")
         for file in files:
@@ -161,7 +161,7 @@ def _event(event: Mapping[str, Any]) -> _Event:
 
 
 def _groups(info: Mapping[str, Any], dims: Mapping[str, str]) -> dict[str, Group]:
-    """By torch's names; called as the dim of the mesh, or as torch describes them."""
+    """Map torch's group names to groups, which are named for their mesh dim, or by torch's description."""
     found = {}
     for group in info.get("pg_config") or ():
         name, ranks = str(group["pg_name"]), tuple(group.get("ranks") or ())
@@ -175,7 +175,7 @@ _Parts = tuple[Intervals, list[Communication], list[_Work]]
 
 
 def _of_device(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
-    """Kernels and copies, each of the op and the module that launched it."""
+    """Split kernels and copies into compute and communication, with the op and module that launched each."""
     computing, communication, work = list[tuple[float, float]](), list[Communication](), list[_Work]()
     on_cpu = (event for event in events if event.category not in _ON_DEVICE)
     launches = {event.args.get("correlation"): (op, module.label) for event, op, module in _in_context(on_cpu)}
@@ -197,16 +197,16 @@ def _of_device(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
 
 
 def _of_cpu(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
-    """The thread that computes, what gloo's threads do meanwhile, and the waits."""
+    """Split events of the computing thread and of gloo's threads into compute and communication, with waits."""
     busiest = Counter(event.thread for event in events if not event.name.startswith("gloo:")).most_common(1)
     main = busiest[0][0] if busiest else None
     several = {group.ranks: group for group in groups.values() if len(group.ranks) > 1}
-    only = several.popitem()[1] if len(several) == 1 else Group()  # gloo's ranges do not tell theirs
+    only = several.popitem()[1] if len(several) == 1 else Group()  # gloo's ranges do not name their group
     seen = (event._replace(thread=main) if event.name.startswith("gloo:") else event for event in events)
     computing, waits = list[tuple[float, float]](), list[tuple[float, float]]()
     communication, work = list[Communication](), list[_Work]()
-    waited: dict[float, tuple[_Event, float, Group]] = {}  # by the start of an op; its own mark is the last one in it
-    over_gloo: set[float] = set()  # ops whose communication is in sight
+    waited: dict[float, tuple[_Event, float, Group]] = {}  # by the start of an op; the last mark in it is its own
+    over_gloo: set[float] = set()  # starts of ops whose communication appears in gloo's ranges
     for event, op, module in _in_context(event for event in seen if event.thread == main):
         span = event.start, event.stop
         if event.name.startswith("gloo:"):
@@ -226,7 +226,7 @@ def _of_cpu(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
                 communication.append(Communication(*span, "exchange", groups.get(mark[3], Group())))
         elif op is event or (event.category != "user_annotation" and _COMPUTES.match(event.name)):
             computing.append(span)
-    # Where in an op its native code has waited is not known: at the end, of the right length.
+    # The trace has only the length of a wait in native code, not its position: it is placed at the end of the op.
     for op, seconds, group in (waited[start] for start in waited.keys() - over_gloo):
         begun = max(op.start, op.stop - seconds)
         waits.append((begun, op.stop))
@@ -235,13 +235,13 @@ def _of_cpu(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
 
 
 def _in_context(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | None, _Work]]:
-    """Each event of CPU threads, with the outermost op of fused_tp that it is part of, and its module.
+    """Yield each event of CPU threads with its outermost enclosing op of fused_tp, and its module.
 
-    The module is the innermost range that the program, FSDP or `with_stack` has named; in backward, that of the
-    forward; outside of these an op stands for one. Ranges of a thread nest; gloo's, which are no thread's own, do not.
+    The module is the innermost range named by the program, FSDP or `with_stack`; in backward, the module of the
+    forward; outside of modules, the op itself. Ranges of a thread are nested; gloo's ranges are not.
     """
     stacks: dict[Any, list[tuple[_Event, _Event | None, str]]] = defaultdict(list)
-    forward: dict[int, str] = {}  # modules by the number of an op, which its node of autograd has, too
+    forward: dict[int, str] = {}  # modules by the sequence number of an op, which its autograd node shares
     for event in events:
         stack = stacks[event.thread]
         while stack and stack[-1][0].stop <= event.start:
