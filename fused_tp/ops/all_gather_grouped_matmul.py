@@ -150,29 +150,44 @@ def _grads_key(g: _Args | _Grads) -> DispatchKey:
     return DispatchKey.of("grouped_matmul_reduce_scatter", g.x_shard, _shape(g), None, g.x_shard.shape[-1])
 
 
+def _all_gather_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
+    return (
+        g.x_shard.new_empty(g.x_shard.shape if g.needs_x else 0),
+        g.x_shard.new_empty(g.weight.shape if g.needs_weight else 0),
+    )
+
+
 ALL_GATHER_GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
     "all_gather_grouped_matmul_backward",
     _Grads,
     "(Tensor, Tensor)",
     _compute_grads,
-    lambda g: (
-        g.x_shard.new_empty(g.x_shard.shape if g.needs_x else 0),
-        g.x_shard.new_empty(g.weight.shape if g.needs_weight else 0),
-    ),
+    _all_gather_grouped_matmul_backward_fake,
     key=_grads_key,
 )
+
+
+def _all_gather_grouped_matmul_fake(a: _Args) -> Tensor:
+    return a.x_shard.new_empty((len(a.routing.tokens), a.weight.shape[1]))
+
+
+def _all_gather_grouped_matmul_key(a: _Args) -> DispatchKey | None:
+    return DispatchKey.of("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None)
+
+
+def _all_gather_grouped_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:
+    return _Args(x_shard, weight, example_routing(x_shard, weight), 0, x_shard.shape[0] * size, None)
+
 
 ALL_GATHER_GROUPED_MATMUL: Op[_Args] = Op(
     "all_gather_grouped_matmul",
     _Args,
     "Tensor",
     _forward,
-    lambda a: a.x_shard.new_empty((len(a.routing.tokens), a.weight.shape[1])),
-    key=lambda a: DispatchKey.of("all_gather_grouped_matmul", a.x_shard, _shape(a), a.x_shard.shape[-1], None),
+    _all_gather_grouped_matmul_fake,
+    key=_all_gather_grouped_matmul_key,
     backward_key=_grads_key,
-    example=lambda size, x_shard, weight: _Args(
-        x_shard, weight, example_routing(x_shard, weight), 0, x_shard.shape[0] * size, None
-    ),
+    example=_all_gather_grouped_matmul_example,
     prepare=_prepare,
     saves=("x_shard", "weight", "tokens", "offsets"),
     backward=_backward,

@@ -245,17 +245,24 @@ ALL_GATHER_MATMUL_BACKWARD: Op[_Grads] = Op(
     "all_gather_matmul_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_grads_key
 )
 
+
+def _all_gather_matmul_key(a: _Args) -> DispatchKey | None:
+    return DispatchKey.of("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None)
+
+
+def _all_gather_matmul_example(size: int, x_shard: Tensor, weight: Tensor) -> _Args:
+    return _Args(x_shard, [weight], [], [False], 0, x_shard.shape[0] * size, False, None)
+
+
 ALL_GATHER_MATMUL: Op[_Args] = Op(
     "all_gather_matmul",
     _Args,
     "Tensor[]",
     _forward,
     _fake,
-    key=lambda a: DispatchKey.of("all_gather_matmul", a.x_shard, _gathered_shape(a), a.x_shard.shape[-1], None),
+    key=_all_gather_matmul_key,
     backward_key=_grads_key,
-    example=lambda size, x_shard, weight: _Args(
-        x_shard, [weight], [], [False], 0, x_shard.shape[0] * size, False, None
-    ),
+    example=_all_gather_matmul_example,
     prepare=_prepare,
     saves=("x_shard", "weights"),
     backward=_backward,

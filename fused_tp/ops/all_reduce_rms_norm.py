@@ -10,6 +10,7 @@ from torch import Tensor
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor, checked_number
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.gemm import as_rows
 from fused_tp.transport.base import accumulate_dtype
 
@@ -103,14 +104,30 @@ def rms_norm_backward(d_normed: Tensor, new_residual: Tensor, norm_weight: Tenso
     return d_h, d_weight
 
 
+def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
+    return schedule.all_reduce_rms_norm(*a[:4])
+
+
+def _fake(a: _Args) -> tuple[Tensor, Tensor]:
+    return (a.partial.new_empty(a.partial.shape), a.partial.new_empty(a.partial.shape))
+
+
+def _key(a: _Args) -> DispatchKey | None:
+    return DispatchKey.of("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1])
+
+
+def _example(size: int, partial: Tensor) -> _Args:
+    return _Args(partial, partial, partial, 1.0, None)
+
+
 ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     "all_reduce_rms_norm",
     _Args,
     "(Tensor, Tensor)",
-    lambda schedule, a: schedule.all_reduce_rms_norm(*a[:4]),
-    lambda a: (a.partial.new_empty(a.partial.shape), a.partial.new_empty(a.partial.shape)),
-    key=lambda a: DispatchKey.of("all_reduce_rms_norm", a.partial, a.partial.shape, None, a.partial.shape[-1]),
-    example=lambda size, partial: _Args(partial, partial, partial, 1.0, None),
+    _forward,
+    _fake,
+    key=_key,
+    example=_example,
     prepare=_prepare,
     saves=("norm_weight", 1),
     backward=_backward,

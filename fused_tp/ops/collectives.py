@@ -182,42 +182,100 @@ def _reduce_scatter_backward(s: Saved[_ReduceScatter], grad: Tensor) -> dict[str
     return {"x": ALL_GATHER(grad, s.args.dim, size[s.args.dim], s.args.group) if s.needs.x else None}
 
 
+def _all_gather_fake(a: _AllGather) -> Tensor:
+    return a.x_shard.new_empty(_gathered_shape(a))
+
+
+def _all_gather_key(a: _AllGather) -> DispatchKey | None:
+    return _key("all_gather", a.x_shard, _gathered_shape(a))
+
+
+def _all_gather_backward_key(a: _AllGather) -> DispatchKey:
+    return _key("reduce_scatter", a.x_shard, _gathered_shape(a))
+
+
+def _all_gather_example(size: int, x_shard: Tensor, dim: int = 0) -> _AllGather:
+    return _AllGather(x_shard, dim, x_shard.shape[dim] * size, None)
+
+
+def _all_gather_backward(s: Saved[_AllGather], grad: Tensor) -> dict[str, Any]:
+    return {"x_shard": REDUCE_SCATTER(grad, s.args.dim, s.args.group) if s.needs.x_shard else None}
+
+
 ALL_GATHER: Op[_AllGather] = Op(
     "all_gather",
     _AllGather,
     "Tensor",
     _all_gather,
-    lambda a: a.x_shard.new_empty(_gathered_shape(a)),
-    key=lambda a: _key("all_gather", a.x_shard, _gathered_shape(a)),
-    backward_key=lambda a: _key("reduce_scatter", a.x_shard, _gathered_shape(a)),
-    example=lambda size, x_shard, dim=0: _AllGather(x_shard, dim, x_shard.shape[dim] * size, None),
+    _all_gather_fake,
+    key=_all_gather_key,
+    backward_key=_all_gather_backward_key,
+    example=_all_gather_example,
     prepare=_prepare_all_gather,
-    backward=lambda s, grad: {"x_shard": REDUCE_SCATTER(grad, s.args.dim, s.args.group) if s.needs.x_shard else None},
+    backward=_all_gather_backward,
 )
+
+
+def _reduce_scatter_forward(schedule: Schedule, a: _ReduceScatter) -> Tensor:
+    return schedule.reduce_scatter(a.x, scatter_dim=a.dim)
+
+
+def _reduce_scatter_key(a: _ReduceScatter) -> DispatchKey | None:
+    return _key("reduce_scatter", a.x, a.x.shape)
+
+
+def _reduce_scatter_backward_key(a: _ReduceScatter) -> DispatchKey:
+    return _key("all_gather", a.x, a.x.shape)
+
+
+def _reduce_scatter_example(size: int, x: Tensor, dim: int = 0) -> _ReduceScatter:
+    return _ReduceScatter(x, dim, None)
+
 
 REDUCE_SCATTER: Op[_ReduceScatter] = Op(
     "reduce_scatter",
     _ReduceScatter,
     "Tensor",
-    lambda schedule, a: schedule.reduce_scatter(a.x, scatter_dim=a.dim),
+    _reduce_scatter_forward,
     _reduce_scatter_fake,
-    key=lambda a: _key("reduce_scatter", a.x, a.x.shape),
-    backward_key=lambda a: _key("all_gather", a.x, a.x.shape),
-    example=lambda size, x, dim=0: _ReduceScatter(x, dim, None),
+    key=_reduce_scatter_key,
+    backward_key=_reduce_scatter_backward_key,
+    example=_reduce_scatter_example,
     prepare=_prepare_reduce_scatter,
     backward=_reduce_scatter_backward,
 )
+
+
+def _all_reduce_forward(schedule: Schedule, a: _AllReduce) -> Tensor:
+    return schedule.all_reduce(a.x)
+
+
+def _all_reduce_fake(a: _AllReduce) -> Tensor:
+    return a.x.new_empty(a.x.shape)
+
+
+def _all_reduce_key(a: _AllReduce) -> DispatchKey | None:
+    return _key("all_reduce", a.x, a.x.shape)
+
+
+def _all_reduce_example(size: int, x: Tensor) -> _AllReduce:
+    return _AllReduce(x, None)
+
+
+def _all_reduce_backward(s: Saved[_AllReduce], grad: Tensor) -> dict[str, Any]:
+    return {"x": grad if s.needs.x else None}
+
 
 ALL_REDUCE: Op[_AllReduce] = Op(
     "all_reduce",
     _AllReduce,
     "Tensor",
-    lambda schedule, a: schedule.all_reduce(a.x),
-    lambda a: a.x.new_empty(a.x.shape),
-    key=lambda a: _key("all_reduce", a.x, a.x.shape),
-    example=lambda size, x: _AllReduce(x, None),
+    _all_reduce_forward,
+    _all_reduce_fake,
+    key=_all_reduce_key,
+    example=_all_reduce_example,
     prepare=_prepare_all_reduce,
-    backward=lambda s, grad: {"x": grad if s.needs.x else None},
+    backward=_all_reduce_backward,
 )
 
 

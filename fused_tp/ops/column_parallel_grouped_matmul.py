@@ -110,26 +110,43 @@ def _sum_key(a: _Args | _Grads) -> DispatchKey:
     return DispatchKey.of("grouped_matmul_all_reduce", a.x, a.x.shape, None, a.x.shape[-1])
 
 
+def _column_parallel_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
+    return (
+        g.x.new_empty(g.x.shape if g.needs_x else 0),
+        g.x.new_empty(g.weight.shape if g.needs_weight else 0),
+    )
+
+
+def _column_parallel_grouped_matmul_backward_key(g: _Grads) -> DispatchKey | None:
+    return _sum_key(g) if g.needs_x else None
+
+
 COLUMN_PARALLEL_GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
     "column_parallel_grouped_matmul_backward",
     _Grads,
     "(Tensor, Tensor)",
     _compute_grads,
-    lambda g: (
-        g.x.new_empty(g.x.shape if g.needs_x else 0),
-        g.x.new_empty(g.weight.shape if g.needs_weight else 0),
-    ),
-    key=lambda g: _sum_key(g) if g.needs_x else None,
+    _column_parallel_grouped_matmul_backward_fake,
+    key=_column_parallel_grouped_matmul_backward_key,
 )
+
+
+def _column_parallel_grouped_matmul_fake(a: _Args) -> Tensor:
+    return a.x.new_empty((len(a.routing.tokens), a.weight.shape[1]))
+
+
+def _column_parallel_grouped_matmul_example(size: int, x: Tensor, weight: Tensor) -> _Args:
+    return _Args(x, weight, example_routing(x, weight), None)
+
 
 COLUMN_PARALLEL_GROUPED_MATMUL: Op[_Args] = Op(
     "column_parallel_grouped_matmul",
     _Args,
     "Tensor",
     _forward,
-    lambda a: a.x.new_empty((len(a.routing.tokens), a.weight.shape[1])),
+    _column_parallel_grouped_matmul_fake,
     backward_key=_sum_key,
-    example=lambda size, x, weight: _Args(x, weight, example_routing(x, weight), None),
+    example=_column_parallel_grouped_matmul_example,
     prepare=_prepare,
     saves=("x", "weight", "tokens", "offsets"),
     backward=_backward,

@@ -129,23 +129,40 @@ def _grads_fake(g: _Grads) -> list[Tensor]:
     return [d_x, *(w.new_empty(w.shape) for w, needs in zip(g.weights, g.needs_weight, strict=True) if needs)]
 
 
+def _column_parallel_matmul_backward_key(g: _Grads) -> DispatchKey | None:
+    return _sum_key(g) if g.needs_x else None
+
+
 COLUMN_PARALLEL_MATMUL_BACKWARD: Op[_Grads] = Op(
     "column_parallel_matmul_backward",
     _Grads,
     "Tensor[]",
     _compute_grads,
     _grads_fake,
-    key=lambda g: _sum_key(g) if g.needs_x else None,
+    key=_column_parallel_matmul_backward_key,
 )
+
+
+def _column_parallel_matmul_forward(_: None, a: _Args) -> list[Tensor]:
+    return [linear(a.x, w, b) for w, b in zip(a.weights, spread(a.biases, a.has_bias), strict=True)]
+
+
+def _column_parallel_matmul_fake(a: _Args) -> list[Tensor]:
+    return [a.x.new_empty((*a.x.shape[:-1], w.shape[0])) for w in a.weights]
+
+
+def _column_parallel_matmul_example(size: int, x: Tensor, weight: Tensor) -> _Args:
+    return _Args(x, [weight], [], [False], None)
+
 
 COLUMN_PARALLEL_MATMUL: Op[_Args] = Op(
     "column_parallel_matmul",
     _Args,
     "Tensor[]",
-    lambda _, a: [linear(a.x, w, b) for w, b in zip(a.weights, spread(a.biases, a.has_bias), strict=True)],
-    lambda a: [a.x.new_empty((*a.x.shape[:-1], w.shape[0])) for w in a.weights],
+    _column_parallel_matmul_forward,
+    _column_parallel_matmul_fake,
     backward_key=_sum_key,
-    example=lambda size, x, weight: _Args(x, [weight], [], [False], None),
+    example=_column_parallel_matmul_example,
     prepare=_prepare,
     saves=("x", "weights"),
     backward=_backward,

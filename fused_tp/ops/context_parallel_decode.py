@@ -336,13 +336,21 @@ def _example(size: int, q: Tensor, k_cache_shard: Tensor, v_cache_shard: Tensor)
     return DecodeArguments(q, k_cache_shard, v_cache_shard, q, world_size=size)
 
 
+def _fake(a: DecodeArguments) -> tuple[Tensor, Tensor]:
+    return new_results(a.q, a.v)
+
+
+def _prepare(a: DecodeArguments) -> DecodeArguments:
+    return a if a.world_size else _checked(a, group_identity(a.group).size)
+
+
 CONTEXT_PARALLEL_DECODE: Op[DecodeArguments] = Op(
     "context_parallel_decode",
     DecodeArguments,
     "(Tensor, Tensor)",
     _forward,
-    lambda a: new_results(a.q, a.v),
+    _fake,
     key=_key,
     example=_example,
-    prepare=lambda a: a if a.world_size else _checked(a, group_identity(a.group).size),
+    prepare=_prepare,
 )

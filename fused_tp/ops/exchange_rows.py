@@ -53,14 +53,22 @@ def _backward(s: Saved[_Args], grad: Tensor) -> dict[str, Any]:
     return {"x": EXCHANGE_ROWS(grad, s.args.recv_sizes, s.args.send_sizes, s.args.group) if s.needs.x else None}
 
 
+def _fake(a: _Args) -> Tensor:
+    return a.x.new_empty((sum(a.recv_sizes), *a.x.shape[1:]))
+
+
+def _key(a: _Args) -> DispatchKey | None:
+    return DispatchKey(ALL_TO_ALL, a.x.dtype, a.x.device, 0, None, a.x.shape[1])
+
+
 EXCHANGE_ROWS: Op[_Args] = Op(
     "exchange_rows",
     _Args,
     "Tensor",
     _exchange,
-    lambda a: a.x.new_empty((sum(a.recv_sizes), *a.x.shape[1:])),
+    _fake,
     # The key must be equal on all ranks, so it leaves out the number of rows.
-    key=lambda a: DispatchKey(ALL_TO_ALL, a.x.dtype, a.x.device, 0, None, a.x.shape[1]),
+    key=_key,
     prepare=_prepare,
     backward=_backward,
 )

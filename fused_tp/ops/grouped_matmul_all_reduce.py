@@ -135,27 +135,42 @@ def _compute_grads(schedule: None, g: _Grads) -> tuple[Tensor, Tensor]:
     return d_scaled, grouped_weight_grad(d_rows, x, g.weight, g.routing)
 
 
+def _grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
+    return (
+        g.x.new_empty(g.x.shape if g.needs_rows else 0),
+        g.x.new_empty(g.weight.shape if g.needs_weight else 0),
+    )
+
+
 GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
     "grouped_matmul_backward",
     _Grads,
     "(Tensor, Tensor)",
     _compute_grads,
-    lambda g: (
-        g.x.new_empty(g.x.shape if g.needs_rows else 0),
-        g.x.new_empty(g.weight.shape if g.needs_weight else 0),
-    ),
+    _grouped_matmul_backward_fake,
 )
+
+
+def _grouped_matmul_all_reduce_fake(a: _Args) -> Tensor:
+    return a.x.new_empty((*a.shape, a.weight.shape[1]))
+
+
+def _grouped_matmul_all_reduce_key(a: _Args) -> DispatchKey | None:
+    return DispatchKey("grouped_matmul_all_reduce", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1])
+
+
+def _grouped_matmul_all_reduce_example(size: int, x: Tensor, weight: Tensor) -> _Args:
+    return _Args(x, weight, example_routing(x, weight), None, list(x.shape[:-1]), None)
+
 
 GROUPED_MATMUL_ALL_REDUCE: Op[_Args] = Op(
     "grouped_matmul_all_reduce",
     _Args,
     "Tensor",
     _forward,
-    lambda a: a.x.new_empty((*a.shape, a.weight.shape[1])),
-    key=lambda a: DispatchKey(
-        "grouped_matmul_all_reduce", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1]
-    ),
-    example=lambda size, x, weight: _Args(x, weight, example_routing(x, weight), None, list(x.shape[:-1]), None),
+    _grouped_matmul_all_reduce_fake,
+    key=_grouped_matmul_all_reduce_key,
+    example=_grouped_matmul_all_reduce_example,
     prepare=_prepare,
     saves=("x", "weight", "tokens", "offsets", "scale"),
     backward=_backward,

@@ -162,17 +162,24 @@ GROUPED_MATMUL_REDUCE_SCATTER_BACKWARD: Op[_Grads] = Op(
     "grouped_matmul_reduce_scatter_backward", _Grads, "(Tensor, Tensor)", _gather_grads, _grads_fake, key=_grads_key
 )
 
+
+def _grouped_matmul_reduce_scatter_key(a: _Args) -> DispatchKey | None:
+    return DispatchKey("grouped_matmul_reduce_scatter", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1])
+
+
+def _grouped_matmul_reduce_scatter_example(size: int, x: Tensor, weight: Tensor) -> _Args:
+    return _Args(x, weight, example_routing(x, weight), None, list(x.shape[:-1]), 0, None)
+
+
 GROUPED_MATMUL_REDUCE_SCATTER: Op[_Args] = Op(
     "grouped_matmul_reduce_scatter",
     _Args,
     "Tensor",
     _forward,
     _fake,
-    key=lambda a: DispatchKey(
-        "grouped_matmul_reduce_scatter", a.x.dtype, a.x.device, prod(a.shape), None, a.weight.shape[1]
-    ),
+    key=_grouped_matmul_reduce_scatter_key,
     backward_key=_grads_key,
-    example=lambda size, x, weight: _Args(x, weight, example_routing(x, weight), None, list(x.shape[:-1]), 0, None),
+    example=_grouped_matmul_reduce_scatter_example,
     prepare=_prepare,
     saves=("x", "weight", "tokens", "offsets", "scale"),
     backward=_backward,

@@ -9,6 +9,7 @@ from torch import Tensor
 from fused_tp.ops.arguments import checked_linear
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
+from fused_tp.schedules.base import Schedule
 from fused_tp.schedules.gemm import bias_grad, linear, weight_grad
 
 
@@ -63,15 +64,35 @@ def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
     }
 
 
+def _forward(schedule: Schedule, a: _Args) -> Tensor:
+    return schedule.matmul_all_reduce([(a[0], a[1])], a[2])
+
+
+def _fake(a: _Args) -> Tensor:
+    return a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0]))
+
+
+def _key(a: _Args) -> DispatchKey | None:
+    return DispatchKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.weight.shape[0])
+
+
+def _example(size: int, x: Tensor, weight: Tensor) -> _Args:
+    return _Args(x, weight, None, None)
+
+
+def _prepare(a: _Args) -> _Args:
+    return _Args(*checked_linear("x", *a[:3]), a.group)
+
+
 MATMUL_ALL_REDUCE: Op[_Args] = Op(
     "matmul_all_reduce",
     _Args,
     "Tensor",
-    lambda schedule, a: schedule.matmul_all_reduce([(a[0], a[1])], a[2]),
-    lambda a: a.x.new_empty((*a.x.shape[:-1], a.weight.shape[0])),
-    key=lambda a: DispatchKey.of("matmul_all_reduce", a.x, a.x.shape, None, a.weight.shape[0]),
-    example=lambda size, x, weight: _Args(x, weight, None, None),
-    prepare=lambda a: _Args(*checked_linear("x", *a[:3]), a.group),
+    _forward,
+    _fake,
+    key=_key,
+    example=_example,
+    prepare=_prepare,
     saves=("x", "weight"),
     backward=_backward,
     once=True,

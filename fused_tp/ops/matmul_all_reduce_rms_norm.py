@@ -11,7 +11,7 @@ from fused_tp.ops.arguments import autocast_dtype, checked_linear
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 from fused_tp.runtime.group import GroupLike
-from fused_tp.schedules.base import add_rms_norm
+from fused_tp.schedules.base import Schedule, add_rms_norm
 from fused_tp.schedules.gemm import weight_grad
 
 
@@ -90,14 +90,30 @@ def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict
     }
 
 
+def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
+    return schedule.matmul_all_reduce_rms_norm(*a[:5])
+
+
+def _fake(a: _Args) -> tuple[Tensor, Tensor]:
+    return (a.residual.new_empty(a.residual.shape), a.residual.new_empty(a.residual.shape))
+
+
+def _key(a: _Args) -> DispatchKey | None:
+    return DispatchKey.of("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0])
+
+
+def _example(size: int, x: Tensor, weight: Tensor) -> _Args:
+    return _Args(x, weight, x, weight, 1.0, None)
+
+
 MATMUL_ALL_REDUCE_RMS_NORM: Op[_Args] = Op(
     "matmul_all_reduce_rms_norm",
     _Args,
     "(Tensor, Tensor)",
-    lambda schedule, a: schedule.matmul_all_reduce_rms_norm(*a[:5]),
-    lambda a: (a.residual.new_empty(a.residual.shape), a.residual.new_empty(a.residual.shape)),
-    key=lambda a: DispatchKey.of("matmul_all_reduce_rms_norm", a.x, a.x.shape, None, a.weight.shape[0]),
-    example=lambda size, x, weight: _Args(x, weight, x, weight, 1.0, None),
+    _forward,
+    _fake,
+    key=_key,
+    example=_example,
     prepare=_prepare,
     saves=("x", "weight", "norm_weight", 1),
     backward=_backward,

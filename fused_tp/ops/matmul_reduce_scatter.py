@@ -126,15 +126,28 @@ MATMUL_REDUCE_SCATTER_BACKWARD: Op[_Grads] = Op(
     "matmul_reduce_scatter_backward", _Grads, "Tensor[]", _gather_grads, _grads_fake, key=_grads_key
 )
 
+
+def _matmul_reduce_scatter_forward(schedule: Schedule, a: _Args) -> Tensor:
+    return schedule.matmul_reduce_scatter([(a.x, a.weight)], a.bias, scatter_dim=a.scatter_dim)
+
+
+def _matmul_reduce_scatter_key(a: _Args) -> DispatchKey | None:
+    return DispatchKey.of("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0])
+
+
+def _matmul_reduce_scatter_example(size: int, x: Tensor, weight: Tensor) -> _Args:
+    return _Args(x, weight, None, 0, None)
+
+
 MATMUL_REDUCE_SCATTER: Op[_Args] = Op(
     "matmul_reduce_scatter",
     _Args,
     "Tensor",
-    lambda schedule, a: schedule.matmul_reduce_scatter([(a.x, a.weight)], a.bias, scatter_dim=a.scatter_dim),
+    _matmul_reduce_scatter_forward,
     _fake,
-    key=lambda a: DispatchKey.of("matmul_reduce_scatter", a.x, a.x.shape, None, a.weight.shape[0]),
+    key=_matmul_reduce_scatter_key,
     backward_key=_grads_key,
-    example=lambda size, x, weight: _Args(x, weight, None, 0, None),
+    example=_matmul_reduce_scatter_example,
     prepare=_prepare,
     saves=("x", "weight"),
     backward=_backward,

@@ -280,15 +280,24 @@ RING_ATTENTION_BACKWARD: Op[_Grads] = Op(
     "ring_attention_backward", _Grads, "Tensor[]", _compute_grads, _grads_fake, key=_key
 )
 
+
+def _ring_attention_fake(a: _Args) -> tuple[Tensor, Tensor]:
+    return new_results(a.q, a.v)
+
+
+def _ring_attention_example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
+    return _Args(*checked_call(q, k, v, AttentionArguments(), size, 0), None)
+
+
 RING_ATTENTION: Op[_Args] = Op(
     "ring_attention",
     _Args,
     "(Tensor, Tensor)",
     _forward,
-    lambda a: new_results(a.q, a.v),
+    _ring_attention_fake,
     key=_key,
     backward_key=_key,
-    example=lambda size, q, k, v: _Args(*checked_call(q, k, v, AttentionArguments(), size, 0), None),
+    example=_ring_attention_example,
     prepare=_prepare,
     saves=("q", "k", "v", "alibi_slopes", "sinks", "cu_seqlens", "cu_seqlens_kv", "seed", 0, 1),
     backward=_backward,

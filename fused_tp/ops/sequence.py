@@ -294,12 +294,17 @@ SHARD_SEQUENCE: Op[_Shard] = Op(
     "shard_sequence", _Shard, "Tensor", _shard, _shard_fake, saves=("cu_seqlens",), backward=_shard_backward
 )
 
+
+def _unshard_sequence_fake(a: _Unshard) -> Tensor:
+    return a.x_shard.new_empty(a.whole_shape)
+
+
 UNSHARD_SEQUENCE: Op[_Unshard] = Op(
     "unshard_sequence",
     _Unshard,
     "Tensor",
     _unshard,
-    lambda a: a.x_shard.new_empty(a.whole_shape),
+    _unshard_sequence_fake,
     key=_unshard_key,
     saves=("cu_seqlens",),
     backward=_unshard_backward,

@@ -227,6 +227,10 @@ def _backward(s: Saved[_Args], d_losses: Tensor, _: Tensor) -> dict[str, Any]:
     return {"logits_shard": d_logits.to(logits_shard.dtype)}
 
 
+def _example(size: int, logits_shard: Tensor) -> _Args:
+    return _Args(logits_shard, logits_shard, 0, 0.0, 0, "mean", None)
+
+
 VOCAB_PARALLEL_CROSS_ENTROPY: Op[_Args] = Op(
     "vocab_parallel_cross_entropy",
     _Args,
@@ -234,7 +238,7 @@ VOCAB_PARALLEL_CROSS_ENTROPY: Op[_Args] = Op(
     _forward,
     _fake,
     key=_key,
-    example=lambda size, logits_shard: _Args(logits_shard, logits_shard, 0, 0.0, 0, "mean", None),
+    example=_example,
     prepare=_prepare,
     saves=("logits_shard", "target", 1),
     backward=_backward,
