@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from threading import TIMEOUT_MAX, Thread
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
 ANSWER_SECONDS = 2.0  # limit for reads and writes while an error is handled
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05  # between two looks at the store
 _SLICE_SECONDS = 0.5  # a wait inside the store notices neither Ctrl-C nor the death of a peer
 _FIRST_SLICE_SECONDS = 0.1
 _LOST_SECONDS = 0.4  # a rank whose connection has been closed for this long has died, or left
@@ -285,20 +286,29 @@ class _Exchange:
     def get(self, rank: int) -> bytes:
         while True:
             left = self._deadline - time.monotonic()
-            seconds = timedelta(seconds=max(min(left, self._slice), 0.01))
-
-            def wait(store: dist.Store, seconds: timedelta = seconds) -> bytes:
-                key = self._key(store, rank)
-                store.wait([key], seconds)
-                return store.get(key)
-
             try:
-                return self._ask(wait)
-            except RuntimeError as error:  # DistStoreError from most stores, a plain one from FileStore
-                if (failure := self._failure(left <= self._slice)) is not None:
-                    raise failure from error
-                self._slice = _FIRST_SLICE_SECONDS if self._closed_since else _SLICE_SECONDS
-                time.sleep(0.01)  # a store that has died raises at once
+                value = self._ask(partial(self._polled, rank, max(min(left, self._slice), 0.01)))
+            except RuntimeError as error:  # the store has died, and raises at once
+                cause: RuntimeError | None = error
+                time.sleep(0.01)
+            else:
+                if value is not None:
+                    return value
+                cause = None
+            if (failure := self._failure(left <= self._slice)) is not None:
+                raise failure from cause
+            self._slice = _FIRST_SLICE_SECONDS if self._closed_since else _SLICE_SECONDS
+
+    def _polled(self, rank: int, seconds: float, store: dist.Store) -> bytes | None:
+        """Return the value of `rank`, or None if it has not arrived within `seconds`."""
+        # Not `store.wait`: torch writes two warnings to stderr each time one ends without a value.
+        key, end, pause = self._key(store, rank), time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+        while not store.check([key]):
+            if time.monotonic() >= end:
+                return None
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)  # later than the value by half of the wait at most
+        return store.get(key)
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T:
         # A store that is merely slow has until the deadline.

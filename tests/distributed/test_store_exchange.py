@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +130,24 @@ def join_after_a_receive_that_timed_out(group: Any) -> float:
 @beside(lambda: fresh_ranks(3, join_after_a_receive_that_timed_out, env=ONE_SIDED))
 def test_closed_connections_are_no_dead_ranks(outcome: list[Outcome]) -> None:
     assert [one.unwrap() for one in outcome] == [3.0] * 3
+
+
+LATE = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+import fused_tp
+time.sleep(0.8 * dist.get_rank())
+assert fused_tp.all_reduce(torch.ones(2), group=dist.group.WORLD)[0] == 2
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_a_wait_writes_nothing(tmp_path: Path) -> None:
+    """torch's TCPStore warns on stderr of each wait that ends without a value."""
+    (tmp_path / "late.py").write_text(LATE)
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "late.py")
+    ran = subprocess.run(
+        launch, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ran.returncode == 0 and "waitForInput" not in ran.stderr, ran.stderr
