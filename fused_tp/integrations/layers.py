@@ -237,8 +237,8 @@ def _take_heads(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments:
-    """Narrow per-head arguments of an attention module to this rank's heads: those in `dims`, which gives the dim of
-    size heads or batch * heads."""
+    """Narrow per-head arguments of an attention module to this rank's heads. `dims` maps their names to the dim of size
+    heads or batch * heads."""
     start, stop = shard_rows(heads, mesh)
 
     def own(name: str, t: Any) -> Any:
@@ -304,7 +304,7 @@ def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], Layer
 
 
 def _share_input(mesh: GroupLike, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
-    """Make backward sum the gradients of hidden states and routing weights over the ranks, each with its experts'."""
+    """Make backward sum over ranks the gradients of hidden states and routing weights from each rank's experts."""
 
     def shared(value: Any) -> Any:
         return copy_to_group(value, group=mesh) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -448,7 +448,7 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
 
 
 def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
-    """Do the same for the own parameters of one module, called `name` in the model."""
+    """Replicate the own parameters of one module, called `name` in the model, like `replicate_parameters`."""
     embedded = isinstance(module, nn.Embedding)
     sums = _question(name, spec, sharding.sequence, embedded=embedded)
     held = replicate_own(module, sharding.mesh, memo, sums=sums)

@@ -179,7 +179,7 @@ def _held_by_a_rank(parallelism: Parallelism) -> str:
 def _of_parameters(
     outputs: Sequence[Tensor], total: Mapping[int, Tensor], parameters: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Gradients of `parameters`, given those of outputs. An output may depend on another one: a loss on logits.
+    """Gradients of `parameters`, from those of outputs. An output may depend on another one: a loss on logits.
 
     The gradient of logits in backward includes the contribution of the loss, which is subtracted here.
     """

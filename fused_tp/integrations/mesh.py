@@ -35,7 +35,7 @@ def make_mesh(
             is kept, so that code for all sizes can name it.
 
     Raises:
-        TypeError, ValueError: a size is no positive int, or the sizes do not multiply to the number of ranks.
+        TypeError, ValueError: a size is not a positive int, or the product of the sizes is not the number of ranks.
 
     Example:
         >>> mesh = fused_tp.make_mesh(pp=2, dp_shard=-1, cp=2, tp=8)

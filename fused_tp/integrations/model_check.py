@@ -68,7 +68,7 @@ class ModuleCheck:
         self.memory = _memory_of(model)
 
     def remember(self, model: nn.Module) -> None:
-        """Record that the present code of `model` has been compared."""
+        """Record that the current code of `model` has been compared."""
         self._code = {name: code_of(module) for name, module in model.named_modules()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class ModuleCheck:
 
 
 def remember_code(model: nn.Module) -> None:
-    """Record that the callers' present code in `model` has been compared with the whole model."""
+    """Record that the callers' current code in `model` has been compared with the whole model."""
     for hook in model._forward_pre_hooks.values():
         check = getattr(hook, "__self__", None)
         if isinstance(check, ModuleCheck):

@@ -42,7 +42,7 @@ class OwnAttention:
     dropout: str = ""
 
     def modules_of(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of `model` whose method is the one that `ours` was written for: all of them or none."""
+        """Modules of `model` whose method is the one that `ours` replaces: all of them or none."""
         found = [module for module in model.modules() if type(module).__name__ == self.kind]
         return found if all(map(self._is_known, found)) else []
 
@@ -58,7 +58,7 @@ class OwnAttention:
         return called and names <= {*inspect.signature(theirs).parameters}
 
     def dropped(self, module: nn.Module) -> float:
-        """Dropout probability of `module` in its present mode."""
+        """Dropout probability of `module` in its current mode."""
         p: Any = getattr(module, self.dropout) if self.dropout and module.training else 0.0
         return float(p.p if isinstance(p, nn.Dropout) else p)
 

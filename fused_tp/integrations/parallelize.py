@@ -106,7 +106,7 @@ def parallelize(
     Packed documents (transformers): `position_ids` [1 or batch, seq] that do not count up by one, with use_cache=False
     and no attention_mask, or `cu_seq_lens_q`, delimit documents that do not see each other.
 
-    Parameters become DTensors on mesh[tp_dim] under their old names, sharded from their present values, which the ranks
+    Parameters become DTensors on mesh[tp_dim] under their old names, sharded from their current values, which the ranks
     compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, filled with
     NaN: then call `load_full_state_dict`, torch.distributed.checkpoint or, with equal random states on all ranks,
     `init_weights()` or `apply(init)`, which set the same values as in one process. Tied weights stay one parameter.
@@ -167,7 +167,7 @@ def parallelize(
             elementwise, and DistributedDataParallel must be over the data parallel ranks only; else ValueError is
             raised before the first step. A penalty on norms of weights covers each rank's shard only, undetected.
         verify: compare the sharded model with the whole one: both compute a few pseudo-random tokens without gradients,
-            in the model's present mode, or without dropout or in eval mode if it draws random numbers. "auto": if the
+            in the model's current mode, or without dropout or in eval mode if it draws random numbers. "auto": if the
             whole model has values, accepts such tokens, and computes them within two seconds; else a log line gives the
             reason. True: raise if it cannot be compared. A dict: keyword arguments of forward to compare on. Then
             the first calls with gradients are compared, on their own arguments: each rank gathers the weights

@@ -170,7 +170,7 @@ class Place:
     def shard(self, key: str, module: nn.Module, memo: Memo) -> nn.Module:
         """Return `module`, sharded or replicated, for `key` of the wrapper."""
         style = _style_of(key, self.sharding.plan.modules.get(self.name))
-        # A copy of the model's own module has the same input, so it goes by the name of that module.
+        # A copy of the model's own module has the same input, so it is sharded under the name of that module.
         name = f"{self.name}.{key}" if key.startswith("lora_") else self.name
         if isinstance(style, str):
             module = shard_layer(name, module, style, self.sharding, memo)

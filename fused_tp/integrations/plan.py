@@ -125,7 +125,7 @@ class Plan:
 
     Attributes:
         modules: styles of modules.
-        parameters: styles of parameters, for modules without a layer of ours.
+        parameters: styles of parameters, for modules that no layer of fused_tp replaces.
         counts: attributes that count heads, of which a rank has some; by module name.
         per_head: arguments with one entry for each head, and their dim of heads; by module name.
         unread: names of parameters that no forward reads, although its source does.
@@ -516,9 +516,9 @@ def embedding_scale(module: nn.Module) -> float | None:
 
 
 def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:
-    """Refuse a TP size that would cut through an attention head, and say which sizes work.
+    """Refuse a TP size that would split an attention head, and name the sizes that work.
 
-    Head counts come from the attention module, its `config` or the model's `config`; the first that has one overrides.
+    Head counts are read from the attention module, its `config` or the model's `config`; the first one found is used.
     """
     for name, style in plan.items():
         attention = attention_of(name)

@@ -53,7 +53,7 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
     return sorted(found)
 
 
-@cache  # of classes
+@cache  # by class
 def _chains(kind: Any, by_forward: bool, patches: tuple[tuple[Any, str, FunctionType], ...]) -> frozenset[str]:
     """Every `a.b.c` of a `self.a.b.c` in the methods of a class and its bases."""
     found: set[str] = set()
@@ -89,7 +89,7 @@ def _chains_of_function(function: FunctionType) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """Present source of a module. Not cached: the module may be reloaded, or replaced under the same name."""
+    """Current source of a module. Not cached: the module may be reloaded, or replaced under the same name."""
     try:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):

@@ -20,7 +20,7 @@ have a fixed order, with and without `deterministic`. `max_seqlen`, which sizes 
 Arguments common to all:
 
 - `dropout_p`, `softmax_scale` (None: head_dim ** -0.5), `causal`, `window_size` and `alibi_slopes` [heads] are those of
-  flash-attn. `ring_attention`, which gets them, documents them.
+  flash-attn. They are passed to `ring_attention`, which documents them.
 - `cu_seqlens` of the varlen functions is int32 or int64 [documents + 1], for a rank's tokens: that of the whole
   documents divided by W. Keep it on the CPU: reading it elsewhere waits for the device.
 - `return_attn_probs`: return (out, lse, None), lse [batch, heads, seq / W], for varlen functions [heads, tokens / W].

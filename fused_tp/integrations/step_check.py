@@ -201,7 +201,7 @@ def _free_memory(device: torch.device, ranks: int) -> float:
 
 
 class _Steps:
-    """One step of the whole model and of the cut one, on the arguments of one call.
+    """One step of the whole model and of the sharded one, on the arguments of one call.
 
     Args:
         args, kwargs: arguments of the call.
@@ -470,7 +470,7 @@ class _Steps:
         with self._as_whole(), torch.no_grad(), recorded(self.model) as recording:
             self._run()
         comparison = OutputComparison(recording, self.part)
-        with as_cut(self.model, self.mode), comparison.watching([self.model]):  # with a graph, which shows losses
+        with as_cut(self.model, self.mode), comparison.watching([self.model]):  # with a graph, to recognise losses
             self._run()
         first = first_difference(comparison.differences()[0], bound)[0]
         names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")

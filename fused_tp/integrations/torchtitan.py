@@ -291,7 +291,7 @@ def _documents_at(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> li
     """cu_seqlens of each row.
 
     Raises:
-        ValueError: positions do not count up within documents: tokens are cut in another layout.
+        ValueError: positions do not count up within documents: tokens are sharded in another layout.
     """
     known = _known.get(positions)
     if known is not None and known[0] == positions._version:
@@ -352,7 +352,7 @@ def _check_linears(what: str, *layers: Any, bias: bool = True) -> None:
     target=GQAttention.Config, fqns=["*.attention"], exact=True, description="fused_tp: projections, ring attention"
 )
 def attention(cfg: GQAttention.Config, *, ring: str | None = None) -> GQAttention.Config:
-    """GQAttention.Config whose projections are one op each with their communication.
+    """GQAttention.Config in which each projection and its communication are one op.
 
     Args:
         ring: replace the configured inner module by `ring_attention` over the context parallel ranks, causal and within

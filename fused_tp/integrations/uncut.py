@@ -6,9 +6,9 @@
 | hooks                  | those before sharding, and those registered later                         |
 | layers in it           | those before sharding, with later additions to the layers in their place  |
 | parameters             | whole ones, passed by the caller                                          |
-| buffers                | the present ones, and those of replaced layers                            |
+| buffers                | the current ones, and those of replaced layers                            |
 
-So the callers' present code runs, on one rank alone. Rejected: a copy of the model, made before sharding. Functions
+So the callers' current code runs, on one rank alone. Rejected: a copy of the model, made before sharding. Functions
 that callers have put into modules would compute with modules of the sharded model, and later additions would be
 missing.
 """
@@ -83,7 +83,7 @@ class ModuleState:
         return ModuleState(None, self.kind, {k: _noted(v) for k, v in self.attributes.items()}, tables)
 
     def changed(self, cut: ModuleState, now: ModuleState) -> ModuleState:
-        """Return this state, of before sharding, with the changes from `cut` to `now`."""
+        """Return this state, from before sharding, with the changes from `cut` to `now`."""
         kind = self.kind if now.kind is cut.kind else now.kind
         attributes = _merged(self.attributes, cut.attributes, now.attributes)
         tables = {
