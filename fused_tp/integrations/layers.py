@@ -1,7 +1,7 @@
-"""Puts fused_tp's layers in the place of a model's own, by plan, and makes what stays whole a DTensor too.
+"""Replace a model's layers by fused_tp's according to a plan, and make every other parameter a replicated DTensor.
 
-Names stay: a replaced module sits under its old name and calls its parameters as before, so state_dict keys do not
-change. Everything is decided from the plan before the first module is touched.
+A replaced module keeps its name and the names of its parameters, so state_dict keys do not change. `check_layers`
+refuses an unusable plan before the first module is replaced.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a model is cut into.
+    """Plan, meshes and options by which a model is sharded.
 
     Attributes:
-        plan: with concrete names.
-        mesh: of the tensor parallel ranks.
-        meshes: of all ranks that share the model, see `of_all_ranks`.
-        sequence: what cuts a forward pass.
-        config: the model's, if it has one.
-        dealing: of experts over other ranks.
-        plain: parameters are plain tensors in the end, see `plain_parameters_`.
+        plan: plan with concrete names.
+        mesh: mesh of the tensor parallel ranks; without any, of the ranks over which experts are distributed.
+        meshes: meshes of all ranks that share the model, see `of_all_ranks`.
+        sequence: shards the sequence of each forward pass.
+        config: the model's config, if it has one.
+        dealing: distribution of experts over the ranks of `ep_dim`, if any.
+        plain: parameters end up as plain tensors, see `plain_parameters_`.
     """
 
     plan: Plan
@@ -74,12 +74,12 @@ class Sharding:
 
 
 def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
-    """Refuse what `shard_layers` could not do over so many ranks, before it has done half of it.
+    """Refuse a plan that `shard_layers` could not carry out over `ranks` ranks, before any layer is replaced.
 
     Raises:
         TypeError: a parameter is a DTensor already.
-        ValueError: tied weights that the plan cuts differently; a cut weight that is read by another module than its
-            own; hooks that would be lost.
+        ValueError: the plan shards tied weights differently; a module other than its owner reads a sharded weight;
+            ranks cannot share a dim evenly; hooks would be lost.
     """
     dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
@@ -127,8 +127,8 @@ def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
 
 
 def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
-    """Refuse a layer of several parts that the ranks cannot share evenly, and one of queries and one head of keys and
-    values that is not that."""
+    """Refuse a packed layer whose parts the ranks cannot share evenly, and a layer that is planned as multi-query but
+    does not have its widths."""
     if spec.parts > 1 and spec.shard_dim is not None:
         dim = 1 - spec.shard_dim if is_conv1d(module) else spec.shard_dim
         check_parts(_path(name, "weight"), module.weight, PartsCut(dim, spec.parts), ranks)
@@ -146,8 +146,8 @@ def _path(module: str, name: str) -> str:
 
 
 def _check_nothing_lost(name: str, module: nn.Module, replaced: bool) -> None:
-    """Refuse what users have attached to a module that is replaced, and embeddings that write to a DTensor's values or
-    find sparse gradients."""
+    """Refuse to replace a module with a patched forward or hooks, and refuse embeddings that write to the values of
+    their weight (max_norm) or have sparse gradients."""
     if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
         raise ValueError(
             f"{name!r} is an nn.Embedding with max_norm or sparse=True, which tensor parallel ranks do not serve."
@@ -160,12 +160,12 @@ def _check_nothing_lost(name: str, module: nn.Module, replaced: bool) -> None:
 
 
 def attachments(module: nn.Module) -> list[str]:
-    """Names of what has been attached to `module`: a forward of its own, and its hooks."""
+    """Names of the attributes of `module` that hold a patched forward or hooks."""
     return [key for key, value in vars(module).items() if (key == "forward" or key.endswith("_hooks")) and value]
 
 
 def _check_reads(name: str, module: nn.Module, plan: Plan) -> None:
-    """Refuse a plan that cuts what code of `module` reads as if it were whole."""
+    """Refuse a plan that shards a parameter which the code of `module` reads as a whole one."""
     for parameter in parameters_read(module, by_forward=True):
         owner = _path(name, parameter.rpartition(".")[0])
         if spec_of(plan.modules.get(owner)).shard_dim is not None and _path(name, parameter) not in plan.unread:
@@ -188,13 +188,13 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     plan, mesh, sequence = sharding.plan, sharding.mesh, sharding.sequence
     places: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(
         list
-    )  # of modules, by id: a model may share one
+    )  # by id of the module, as a model may share one
     for parent in model.modules():
         for key, child in parent._modules.items():
             places[id(child)].append((parent, key))
     for name, style in plan.modules.items():
-        # check_style has seen that it is what its style needs. Nothing must keep it: whole weights of all layers next
-        # to the parts would be half as much memory again.
+        # `check_style` has checked its type. Nothing else may refer to it: keeping the whole weights of all layers
+        # beside the shards would take half as much memory again.
         module: Any = model.get_submodule(name)
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style)
@@ -219,7 +219,7 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     _share_gathers(model, plan.modules)
     for name, arguments in plan.per_head.items():
         attention: Any = model.get_submodule(name)
-        heads = max(head_counts(attention).values())  # of queries
+        heads = max(head_counts(attention).values())  # number of query heads
         order = list(inspect.signature(attention.forward).parameters)
         attention.register_forward_pre_hook(partial(_take_heads, mesh, heads, arguments, order), with_kwargs=True)
     for name, attributes in plan.counts.items():
@@ -237,8 +237,8 @@ def _take_heads(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> HookArguments:
-    """Hand an attention module what is for its own heads, of arguments that hold something for each of `heads`: of
-    [heads, ...] or [batch * heads, ...] along the dim that `dims` names."""
+    """Narrow per-head arguments of an attention module to this rank's heads. `dims` maps their names to the dim of size
+    heads or batch * heads."""
     start, stop = shard_rows(heads, mesh)
 
     def own(name: str, t: Any) -> Any:
@@ -251,15 +251,15 @@ def _take_heads(
 
 
 def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Memo) -> nn.Module:
-    """What is to stand in the place of `module`, that of `name`: its parallel counterpart, or itself where its style
-    leaves it whole; with hooks for its input and output."""
+    """Return the parallel counterpart of `module`, called `name`, or `module` itself if its style leaves it whole; with
+    hooks for its input and output."""
     spec, mesh, sequence = STYLES[style], sharding.mesh, sharding.sequence
     if spec.shares_rotary:
         module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(sharding.config, module)))
     if spec.convert is None:
         return module
     layer = spec.convert(module, mesh=mesh, memo=memo)
-    # Marks such as that of transformers for layers that have been initialised.
+    # Keep marks, such as transformers' mark of initialised layers.
     vars(layer).update((key, value) for key, value in vars(module).items() if key not in vars(layer))
     scale = embedding_scale(module)
     if scale is not None:
@@ -286,7 +286,7 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
 
 
 def deal_experts(model: nn.Module, dealing: Dealing) -> None:
-    """Deal out the experts of a model without tensor parallel ranks."""
+    """Distribute the experts of a model without tensor parallel ranks."""
     for name in sorted(dealing.names):
         _run_experts(model.get_submodule(name), dealing.ranks(cut=False), unsharded)
 
@@ -304,7 +304,7 @@ def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], Layer
 
 
 def _share_input(mesh: GroupLike, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
-    """Each rank finds the gradient of hidden states, and of routing weights, that its part of the experts makes."""
+    """Make backward sum over ranks the gradients of hidden states and routing weights from each rank's experts."""
 
     def shared(value: Any) -> Any:
         return copy_to_group(value, group=mesh) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -317,18 +317,18 @@ def _sum_output(mesh: GroupLike, experts: nn.Module, args: Any, output: Tensor) 
 
 
 def _keep_on_one_rank(mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    # A product, not zeros: every rank's backward must come to the sum that `_share_input` has put before it.
+    # A product, not zeros: the backward of every rank must reach the sum of `_share_input`.
     return output if mesh.get_local_rank() == 0 else 0 * output
 
 
 def holds_sharded_heads(attention: nn.Module) -> bool:
-    """Whether the TP ranks hold different heads of that attention module."""
+    """True if the TP ranks hold different heads of the attention module."""
     return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.modules())
 
 
 def _swap(old: nn.Module, new: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
-    """Put `new` at `places` of `old`, which keeps no values: so the full weight is freed before the next layer is cut,
-    and what still computes with `old` fails."""
+    """Put `new` at `places`, and move the parameters of `old` to the meta device: this frees the full weight before the
+    next layer is sharded, and code that still computes with `old` fails."""
     for parent, key in places:
         parent._modules[key] = new
     for key, parameter in old._parameters.items():
@@ -339,7 +339,7 @@ def _swap(old: nn.Module, new: nn.Module, places: Sequence[tuple[nn.Module, str]
 def _row_by_row(
     sequence: SequenceSharding, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments | None:
-    """Tell a layer of how many rows it is given the tokens, [batch * seq, n], which it gathers, or scatters, by row."""
+    """Pass the batch size to a layer whose input is [batch * seq, n], so that it gathers or scatters row by row."""
     state = sequence.state_now()
     return (args, {"batch": state.batch, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
 
@@ -350,11 +350,11 @@ _PART = "_fused_tp_part"
 def _show_whole_length(
     sequence: SequenceSharding, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments | None:
-    """Hand an attention module an input of the whole sequence's shape that holds nothing but a reference to the part.
+    """Replace the input of an attention module by a stand-in of the whole sequence's shape that refers to the shard.
 
-    Attention modules shape what q_proj returns, the whole sequence, after the shape of their own input. Rejected: to
-    gather that input here, which would undo the fusing of gather and matmul in the projections. The stand-in is one
-    NaN, expanded: a module that computes with it, rather than passing it on, says so in every output.
+    Attention modules reshape the output of q_proj, which is the whole sequence, by the shape of their own input.
+    Rejected: gathering that input here, which would undo the fused gather and matmul of the projections. The stand-in
+    is one NaN, expanded: a module that computes with it instead of passing it on returns NaN everywhere.
     """
     state = sequence.state_now()
     if not state.tp_sharded:
@@ -363,20 +363,20 @@ def _show_whole_length(
     stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], state.local_len, x.shape[-1])
     setattr(stand_in, _PART, x)
 
-    def shown(value: Any) -> Any:  # also what is given a second time, for keys and values
+    def shown(value: Any) -> Any:  # also where the same tensor is passed again, for keys and values
         return stand_in if value is x else value
 
     return tuple(map(shown, args)), {name: shown(value) for name, value in kwargs.items()}
 
 
 def part_of(x: Tensor) -> Tensor:
-    """What `x` stands for: see `_show_whole_length`."""
+    """Shard that the stand-in `x` refers to (see `_show_whole_length`), or `x` itself."""
     part: Tensor = getattr(x, _PART, x)
     return part
 
 
 def _see_part(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hand a layer that stays whole the part that the attention module around it was given."""
+    """Pass the shard to a layer that stays whole, instead of the stand-in of the attention module around it."""
     return tuple(map(part_of, args))
 
 
@@ -391,19 +391,19 @@ def _take_part(
     if not state.tp_sharded:
         return None
     x = args[0]
-    part = getattr(x, _PART, None)  # gates in attention are given the stand-in, too
+    part = getattr(x, _PART, None)  # gates in attention get the stand-in, too
     if part is None and attention_projection:
         raise ValueError(
             "sequence_parallel=True needs attention modules that hand their first argument to their projections "
             f"as it is; {attention_projection!r} was given another tensor. Pass sequence_parallel=False."
         )
     x = x if part is None else part
-    # A part of the sequence does not tell how long the whole is where the last rank's part is shorter.
+    # The length of a shard does not determine that of the whole sequence: the last rank's shard may be shorter.
     return (x, *args[1:]), {"gather_size": state.local_len, **kwargs}
 
 
 def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
-    """Let q, k and v, and gate and up, read their common input by one op."""
+    """Gather the common input of q, k and v, and of gate and up, in one op."""
     families: dict[tuple[Any, ...], list[ColumnParallelLinear]] = defaultdict(list)
     modules = dict(model.named_modules())
     for name in plan:
@@ -422,9 +422,9 @@ def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
 def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
     """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
 
-    FSDP2, clip_grad_norm_ and checkpoints want all parameters of a model on the same mesh. The modules' own forward
-    keeps computing on plain tensors, those that it reads of other modules included. Where a rank's gradient covers only
-    its heads (style "replicated_with_grad_allreduce") or its part of the sequence, backward sums it over the ranks.
+    FSDP2, clip_grad_norm_ and checkpoints need all parameters of a model on the same mesh. The forward of a module
+    still computes on plain tensors, also for parameters that it reads from other modules. If a rank's gradient covers
+    only its heads (style "replicated_with_grad_allreduce") or its shard of the sequence, backward sums it over ranks.
     """
     modules = dict(model.named_modules())
     plan = sharding.plan
@@ -438,7 +438,7 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
         own = plan.parameters_of(name, module).items()
         cut = {key: PartsCut(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in own}
         read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
-        # Not those that are cut: a rank's part would be taken for all of it, where now torch raises.
+        # Not sharded ones: the code would take a plain shard for the whole parameter; for a DTensor torch raises.
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
         dealing = sharding.dealing
         over = dealing.parameter_mesh if dealing and name in dealing.names else None
@@ -448,7 +448,7 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
 
 
 def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
-    """The same for the own parameters of one module, that of `name` in the model."""
+    """Replicate the own parameters of one module, called `name` in the model, like `replicate_parameters`."""
     embedded = isinstance(module, nn.Embedding)
     sums = _question(name, spec, sharding.sequence, embedded=embedded)
     held = replicate_own(module, sharding.mesh, memo, sums=sums)
@@ -457,8 +457,8 @@ def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sh
 
 
 def _question(name: str, spec: StyleSpec, sequence: SequenceSharding, *, embedded: bool) -> Callable[[], bool]:
-    # Token ids are whole on every rank: an embedding, and what is in it, computes the whole sequence, and the rank
-    # takes its part.
+    # Every rank has all token ids: an embedding and its submodules compute the whole sequence, and the rank then takes
+    # its shard.
     return partial(_sums_gradient, sequence, spec.sums_gradient, embedded or sequence.is_whole(name))
 
 

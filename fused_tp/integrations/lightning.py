@@ -1,6 +1,6 @@
-"""Lightning's ModelParallelStrategy over meshes of more dims than two, and with checkpoints that fit any of them.
+"""Lightning's ModelParallelStrategy over meshes of more than two dims, with checkpoints that load over any of them.
 
-A model that is tensor parallel, with FSDP2 over data parallel ranks or without, needs nothing of this module:
+A tensor parallel model, with or without FSDP2 over data parallel ranks, does not need this module: call
 `parallelize(self.model, self.device_mesh, tp_dim="tensor_parallel")` in `configure_model`.
 """
 
@@ -30,24 +30,24 @@ from fused_tp.nn.plain_data import PlainPlanner, PlainReader
 
 T = TypeVar("T", bound=type)
 
-_METADATA = "meta.pt"  # as Lightning calls what is in a checkpoint besides weights and optimizers
+_METADATA = "meta.pt"  # Lightning's name for the part of a checkpoint besides weights and optimizers
 _OWN_BATCHES = ("dp_replicate", "dp_shard", "ep")
 
 
 def parallel_strategy(kind: T) -> T:
-    """`kind`, the ModelParallelStrategy of `lightning` or of `pytorch_lightning`, over a mesh of `make_mesh`.
+    """Extend `kind`, the ModelParallelStrategy of `lightning` or `pytorch_lightning`, to meshes of `make_mesh`.
 
-    Its instances take the keywords of `make_mesh` (dp_replicate, dp_shard, ep, cp, tp) in the place of Lightning's
-    sizes, besides `process_group_backend` and `timeout`. `self.device_mesh` of the LightningModule is that mesh. Ranks
-    along cp and tp get the same batches, the others their own. Checkpoints are folders of torch.distributed.checkpoint
-    in the original model's shapes, which load over a mesh of other sizes.
+    Instances take the keywords of `make_mesh` (dp_replicate, dp_shard, ep, cp, tp) instead of Lightning's sizes,
+    besides `process_group_backend` and `timeout`. `self.device_mesh` of the LightningModule is that mesh. Ranks along
+    cp and tp get the same batch; ranks along other dims get different ones. Checkpoints are folders of
+    torch.distributed.checkpoint in the original model's shapes, so they load over a mesh of other sizes.
 
     Args:
-        kind: lightning.pytorch.strategies.ModelParallelStrategy, or a class made from it.
+        kind: lightning.pytorch.strategies.ModelParallelStrategy, or a subclass of it.
 
     Returns:
-        A subclass of `kind`. Fitting raises ValueError where `configure_model` has left undone what the mesh needs:
-        `parallelize` for cp and tp, `fully_shard` for ranks with batches of their own.
+        A subclass of `kind`. Fitting raises ValueError if `configure_model` omits a call that the mesh requires:
+        `parallelize` for cp and tp, `fully_shard` for ranks with different batches.
 
     Example:
         >>> strategy = parallel_strategy(ModelParallelStrategy)(dp_shard=-1, cp=2, tp=4)
@@ -63,7 +63,7 @@ def _made(kind: Any) -> Any:
 
 
 class _ParallelStrategy:
-    """What `parallel_strategy` puts in front of a ModelParallelStrategy."""
+    """Mixin that `parallel_strategy` puts before a ModelParallelStrategy in the MRO."""
 
     model: Any
     lightning_module: Any
@@ -127,7 +127,7 @@ class _ParallelStrategy:
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         folder = Path(self.broadcast(checkpoint_path))
-        if not (folder / _METADATA).exists():  # a file of one process, or nothing
+        if not (folder / _METADATA).exists():  # a file written by one process, or no checkpoint
             strategy: Any = super()
             found: dict[str, Any] = strategy.load_checkpoint(folder, weights_only)
             return found
@@ -135,7 +135,7 @@ class _ParallelStrategy:
         for number, optimizer in enumerate(self.optimizers):
             state[f"optimizer_{number}"] = get_optimizer_state_dict(self.model, optimizer)
         strict = self.lightning_module.strict_loading
-        # As torch.load of the rest below, for which None is True.
+        # Same rule as in torch.load of the metadata below, for which None means True.
         plain = weights_only is not False
         planner = (PlainPlanner if plain else DefaultLoadPlanner)(allow_partial_load=not strict)
         reader = (PlainReader if plain else dcp.FileSystemReader)(folder)

@@ -1,8 +1,8 @@
-"""Models that transformers' own loader has sharded, with collectives that run together with the matmuls.
+"""Fused layers for models that transformers' own loader shards: collectives overlap with the matmuls.
 
-transformers (5.23 and later) makes a model tensor parallel while it loads it: parameters become DTensors, and the
-forward of a planned layer is enclosed by DTensor operations. Here that forward is another one; parameters, loading,
-saving, FSDP2 and generation stay transformers':
+transformers (5.23 and later) makes a model tensor parallel while loading it: parameters become DTensors, and DTensor
+operations enclose the forward of a planned layer. This module replaces only that forward; parameters, loading, saving,
+FSDP2 and generation stay transformers':
 
 | style                                                 | transformers                | here                     |
 |-------------------------------------------------------|-----------------------------|--------------------------|
@@ -33,11 +33,11 @@ ROW = ("rowwise", "rowwise_split_input", "rowwise_rep")
 
 @contextmanager
 def fused_styles() -> Iterator[None]:
-    """A context in which transformers' loader makes layers whose collectives run together with their matmuls.
+    """Context in which transformers' loader makes layers whose collectives overlap with their matmuls.
 
-    Models that were loaded outside of it, before or after, stay as they are. Sequence and context parallelism, and one
-    all-reduce for the gradients of q, k and v, come with `parallelize` only. Layers that a quantizer has put in, and
-    inputs that are DTensors, are transformers' own matter.
+    Models loaded outside of the context, before or after, are not changed. Sequence and context parallelism, and one
+    all-reduce for the gradients of q, k and v, need `parallelize`. Quantized layers and DTensor inputs run
+    transformers' own forward.
 
     Raises:
         ImportError: transformers has no such styles.
@@ -73,7 +73,7 @@ def fused_styles() -> Iterator[None]:
 
 @cache
 def _styles() -> tuple[Any, Any]:
-    """Subclasses of transformers' styles: their instances say how parameters are cut, loaded and saved."""
+    """Subclasses of transformers' styles, which still define how parameters are sharded, loaded and saved."""
     from transformers.distributed import tensor_parallel
 
     class FusedColumn(tensor_parallel.ColwiseParallel):
@@ -113,6 +113,6 @@ def _styles() -> tuple[Any, Any]:
 
 
 def _is_served(module: nn.Module, x: Any) -> bool:
-    # By its forward, for FSDP2 puts a module into a subclass of its class.
+    # Compare the forward, not the class: FSDP2 replaces the class of a module by a subclass.
     linear = type(module).forward is nn.Linear.forward and not getattr(module, "_hf_quantized_needs_local_tp", False)
     return linear and isinstance(x, Tensor) and not isinstance(x, DTensor)

@@ -1,9 +1,9 @@
-"""Megatron-Core (0.16 and later): its parallel linear layers and core attention, on the ops of fused_tp.
+"""Megatron-Core (0.16 and later): its parallel linear layers and core attention, computed by the ops of fused_tp.
 
-The layers are subclasses of Megatron's: what they are initialised with, what they say of their parameters and how they
-are saved is Megatron's; parameters are plain tensors and groups those of `parallel_state` or a `pg_collection`, so that
-its DistributedDataParallel, optimizers, pipeline schedules and checkpoints take them as they are. Only forward differs,
-and tensors stay in Megatron's order, [seq, batch, hidden]:
+The layers subclass Megatron's and keep its initialisation, parameter attributes and saving. Parameters are plain
+tensors, and groups are those of `parallel_state` or a `pg_collection`, so Megatron's DistributedDataParallel,
+optimizers, pipeline schedules and checkpoints work unchanged. Only forward differs, and tensors stay in Megatron's
+order, [seq, batch, hidden]:
 
 | layer               | sequence_parallel | forward                | gradient of the input   |
 |---------------------|-------------------|------------------------|-------------------------|
@@ -12,7 +12,7 @@ and tensors stay in Megatron's order, [seq, batch, hidden]:
 | row                 | no                | `matmul_all_reduce`    | local matmul            |
 | row                 | yes               | `matmul_reduce_scatter`| `all_gather_matmul`     |
 
-Core attention, over context parallel ranks too, is in `megatron_attention`.
+See `megatron_attention` for core attention, also over context parallel ranks.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ __all__ = [
 
 
 def layer_spec(config: Any, base: Any = None) -> Any:
-    """`base` with fused layers in the place of Megatron's column- and row-parallel linear layers and core attention.
+    """Copy `base` with fused layers for Megatron's column- and row-parallel linear layers and core attention.
 
-    Norms of torch, which Megatron refuses under sequence_parallel, become `SequenceParallelNorm`. Activations, routers
-    and whatever else is in `base` stay, and so do grouped experts. Experts of linear layers are replaced, too; their
-    token dispatcher communicates, and they do not.
+    torch's norms, which Megatron refuses under sequence_parallel, become `SequenceParallelNorm`. Experts made of linear
+    layers are replaced, too; only their token dispatcher communicates. Activations, routers, grouped experts and all
+    other modules of `base` stay.
 
     Args:
         config: the TransformerConfig of the model.
         base: a ModuleSpec of a layer, the submodules of a block (`get_gpt_decoder_block_spec`,
-            `get_gpt_mtp_block_spec`), or None for `get_gpt_layer_local_spec` as `config` wants it.
+            `get_gpt_mtp_block_spec`), or None for a `get_gpt_layer_local_spec` that matches `config`.
 
     Returns:
-        What `base` is, for `transformer_layer_spec=` (or `mtp_block_spec=`). `base` is left as it was.
+        An object of the type of `base`, for `transformer_layer_spec=` (or `mtp_block_spec=`). `base` is not changed.
 
     Raises:
-        ValueError: `base` has no such layers: those of Transformer Engine have a norm inside or fp8 weights. With
-            base=None, not all layers of `config` are alike. Or it has multi_latent_attention.
+        ValueError: `base` has no such layers (those of Transformer Engine contain a norm or fp8 weights); `base` is
+            None and the layers of `config` differ; `config` has multi_latent_attention.
 
     Example:
         >>> with fused_layers():
@@ -109,8 +109,8 @@ def layer_spec(config: Any, base: Any = None) -> Any:
 
 @contextmanager
 def fused_layers() -> Iterator[None]:
-    """A context in which models that are built get fused layers where Megatron names the class itself: the embedding
-    and the output layer, with weights that are tied or not, and the last norm.
+    """Context in which Megatron builds fused layers where no spec names their class: the embedding, the output layer
+    (tied or not) and the last norm.
 
     Example:
         >>> with fused_layers():
@@ -128,11 +128,11 @@ def fused_layers() -> Iterator[None]:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """A context in which Megatron-Core builds and runs models on the CPU over gloo, to test without a GPU.
+    """Context in which Megatron-Core builds and runs models on the CPU over gloo, to test without a GPU.
 
     Set use_cpu_initialization=True, hidden_dropout=0.0, bias_dropout_fusion=False and masked_softmax_fusion=False in
-    the config. Megatron's optimizers and pipeline schedules still need a GPU: step with one of torch, whose parameters
-    get their `main_grad` as `grad`.
+    the config. Megatron's optimizers and pipeline schedules still need a GPU: set the `grad` of each parameter to its
+    `main_grad`, and use an optimizer of torch.
 
     Example:
         >>> with on_cpu():
@@ -141,7 +141,7 @@ def on_cpu() -> Iterator[None]:
     with (
         mock.patch("torch.cuda.current_device", lambda: torch.device("cpu")),
         mock.patch.multiple("torch.cuda", synchronize=lambda: None, current_stream=lambda: None),
-        # Positions go through pinned memory, and there are no generators of a GPU.
+        # Megatron copies positions through pinned memory, and uses random generators of a GPU.
         mock.patch.object(
             rotary_pos_embedding,
             "get_pos_emb_on_this_cp_rank",
@@ -154,15 +154,15 @@ def on_cpu() -> Iterator[None]:
 
 
 class FusedColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's ColumnParallelLinear, whose gather, or sum of input gradients, hides behind its matmuls.
+    """Megatron's ColumnParallelLinear with its gather, or its sum of input gradients, overlapped with its matmuls.
 
-    Arguments, attributes and results are the parent's. Gradients are added to the `main_grad` of parameters that have
-    one, with gradient_accumulation_fusion and without, rounded to the dtype of the parameter once. Nothing of APEX is
+    Arguments, attributes and results are the parent's. With and without gradient_accumulation_fusion, gradients are
+    added to the `main_grad` of parameters that have one, rounded once to the dtype of the parameter. APEX is not
     needed.
 
     Raises:
-        ValueError: the config asks for what only Transformer Engine has (fp8, fp4, delayed weight gradients, offloading
-            of activations), or for deferred gradients of the embedding (defer_embedding_wgrad_compute).
+        ValueError: the config asks for a feature of Transformer Engine (fp8, fp4, delayed weight gradients, activation
+            offloading), or for deferred gradients of the embedding (defer_embedding_wgrad_compute).
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
@@ -172,7 +172,7 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
                 "are computed in backward here, so set it to False."
             )
         _check_config(config)
-        # The parent demands an extension of APEX for what the ops do.
+        # The parent requires an extension of APEX for this fusion, which the ops do themselves.
         given = copy(config)
         given.gradient_accumulation_fusion = False
         super().__init__(input_size, output_size, config=given, **keywords)
@@ -182,7 +182,7 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """(output, bias where skip_bias_add), of `input_` [seq, batch, input_size] or [tokens, input_size]."""
+        """Return (output, bias if skip_bias_add else None) for `input_` [seq, batch, n] or [tokens, n]."""
         weight = self.weight if weight is None else weight
         wanted = (self.output_size_per_partition, self.input_size)
         if weight is None or tuple(weight.shape) != wanted:
@@ -202,13 +202,13 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
 
 
 class FusedRowParallelLinear(RowParallelLinear):
-    """Megatron's RowParallelLinear, whose sum over ranks hides behind its matmul.
+    """Megatron's RowParallelLinear with its sum over ranks overlapped with its matmul.
 
-    Arguments, attributes and results are the parent's, and gradients as of `FusedColumnParallelLinear`.
+    Arguments, attributes and results are the parent's; gradients are accumulated as in `FusedColumnParallelLinear`.
 
     Raises:
-        ValueError: the config asks for what only Transformer Engine has: fp8, fp4, delayed weight gradients, offloading
-            of activations. Or an expert's layer is to add its bias, which its token dispatcher does.
+        ValueError: the config asks for a feature of Transformer Engine (fp8, fp4, delayed weight gradients, activation
+            offloading). Or the layer of an expert, whose output its token dispatcher sums, has skip_bias_add=False.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
@@ -219,8 +219,8 @@ class FusedRowParallelLinear(RowParallelLinear):
             raise ValueError("an expert's output is summed by its token dispatcher; set skip_bias_add=True.")
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output, bias where skip_bias_add), of `input_` [seq, batch, features], this rank's where
-        input_is_parallel."""
+        """Return (output, bias if skip_bias_add else None) for `input_` [seq, batch, features], which holds this rank's
+        features if input_is_parallel."""
         x = input_ if self.input_is_parallel else scatter(input_, -1, group=self.tp_group)
         _check_weight(self.weight)
         bias = None if self.skip_bias_add else self.bias
@@ -228,7 +228,7 @@ class FusedRowParallelLinear(RowParallelLinear):
             output = F.linear(x, into_main_grad(self.weight))
         elif self.sequence_parallel:
             output = matmul_reduce_scatter(x, self.weight, group=self.tp_group)
-            # Not in the op, whose gradient of a bias is complete: Megatron sums that of this rank's tokens over ranks.
+            # Not in the op, whose bias gradient is complete: Megatron sums the gradients of each rank's tokens itself.
             output = output if bias is None else output + bias
         else:
             output = matmul_all_reduce(x, self.weight, bias, group=self.tp_group)
@@ -236,19 +236,19 @@ class FusedRowParallelLinear(RowParallelLinear):
 
 
 class FusedVocabParallelEmbedding(VocabParallelEmbedding):
-    """Megatron's VocabParallelEmbedding, whose sum over ranks is an op of fused_tp: the same arguments and results."""
+    """Megatron's VocabParallelEmbedding with its sum over ranks by an op of fused_tp; same arguments and results."""
 
     def __init__(self, *sizes: int, **keywords: Any) -> None:
         super().__init__(*sizes, **keywords)
         _check_uncut(self)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """[seq / ranks, batch, embedding_dim] where reduce_scatter_embeddings, else [batch, seq, embedding_dim], of
-        `input_` [batch, seq]."""
+        """Embed `input_` [batch, seq]: to [seq / ranks, batch, embedding_dim] if reduce_scatter_embeddings, else to
+        [batch, seq, embedding_dim]."""
         ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_
         elsewhere = (ids < self.vocab_start_index) | (ids >= self.vocab_end_index)
         rows = (ids - self.vocab_start_index).masked_fill(elsewhere, 0)
-        # As the parent does: on GPUs the gradient of F.embedding depends on timing.
+        # Like the parent: on GPUs the gradient of F.embedding is not deterministic.
         found = self.weight[rows] if self.deterministic_mode else F.embedding(rows, self.weight)
         partial_sum = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
@@ -257,8 +257,8 @@ class FusedVocabParallelEmbedding(VocabParallelEmbedding):
 
 
 class SequenceParallelNorm(WrappedTorchNorm):
-    """torch's LayerNorm or RMSNorm as Megatron's WrappedTorchNorm makes it, with sequence_parallel, too: Megatron sums
-    gradients of what is marked over the ranks, in finalize_model_grads."""
+    """Megatron's WrappedTorchNorm (LayerNorm or RMSNorm of torch) that also supports sequence_parallel: it marks its
+    parameters, and Megatron's finalize_model_grads sums the gradients of marked ones over the ranks."""
 
     def __new__(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
         given = copy(config)
@@ -279,7 +279,7 @@ def _check_config(config: Any) -> None:
 
 
 def _check_uncut(layer: Any) -> None:
-    """Of Megatron-Core 0.19: weights may be cut over data parallel ranks, too."""
+    """Refuse weights that are also sharded over data parallel ranks, as Megatron-Core 0.19 can do."""
     if getattr(layer, "gtp_remat_size", 1) > 1:
         raise ValueError(
             f"the weight is cut over {layer.gtp_remat_size} more ranks (generalized tensor parallelism), which "
@@ -304,13 +304,13 @@ _FUSED: dict[type, type] = {
 
 
 def _fused(spec: Any, found: list[type]) -> Any:
-    """A copy of a part of a spec with other classes; `found` gets all classes that are in it."""
+    """Copy a part of a spec with fused classes, and append all classes in it to `found`."""
     if isinstance(spec, type):
         found.append(spec)
         return _FUSED.get(spec, spec)
     if isinstance(spec, (list, tuple)):
         return type(spec)(_fused(one, found) for one in spec)
-    if isinstance(spec, partial):  # what 0.19 has in the place of some specs
+    if isinstance(spec, partial):  # Megatron-Core 0.19 uses these instead of some specs
         keywords = {name: _fused(value, found) for name, value in spec.keywords.items()}
         return partial(_fused(spec.func, found), *spec.args, **keywords)
     if is_dataclass(spec) and not isinstance(spec, type):

@@ -1,7 +1,7 @@
-"""Core attention of Megatron-Core, over context parallel ranks as well.
+"""Core attention of Megatron-Core, also over context parallel ranks.
 
-Megatron cuts a sequence over them as "zigzag" does, and each packed document by itself as "zigzag_documents" does;
-rotary embeddings follow. `cp_comm_type` decides how keys and values get to the queries:
+Megatron shards a sequence over them in the layout "zigzag", and each packed document in "zigzag_documents"; rotary
+embeddings follow. `cp_comm_type` selects how keys and values reach the queries:
 
 | cp_comm_type     | runs                                                                                  |
 |------------------|---------------------------------------------------------------------------------------|
@@ -38,19 +38,19 @@ class FusedDotProductAttention(DotProductAttention):
     """Megatron's DotProductAttention with context parallelism: causal or not, grouped heads, windows, attention sinks
     (softmax_type "learnable" or "off-by-one"), packed documents and dropout.
 
-    Shapes on a rank: query [seq, batch, heads, head_dim], key and value the same with fewer heads; of packed documents
+    Shapes on a rank: query [seq, batch, heads, head_dim], key and value the same with fewer heads; for packed documents
     (qkv_format "thd") [tokens, heads, head_dim]. Returns [seq, batch, heads * head_dim] or [tokens, heads * head_dim].
 
-    `cu_seqlens` are of the documents of all ranks, as Megatron makes them, with lengths that are multiples of 2 cp.
-    Where they are padded, cu_seqlens_q_padded counts: padding is behind the tokens of a document, which do not see it.
-    Dropout does not depend on the number of ranks, where those of a context parallel group have torch's CPU generator
-    in equal states, as Megatron seeds it. Gradients of sinks are those of this rank's tokens, which Megatron sums with
-    those of all other parameters.
+    `cu_seqlens` covers the documents of all ranks, as in Megatron, with lengths that are multiples of 2 cp. If
+    documents are padded, cu_seqlens_q_padded is used: padding follows the tokens of a document, which do not see it.
+    Dropout does not depend on the number of ranks if torch's CPU generator has equal states on the ranks of a context
+    parallel group, as Megatron seeds it. Gradients of sinks cover this rank's tokens; Megatron sums them with those of
+    all other parameters.
 
     Args:
-        config, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, pg_collection: as
-            DotProductAttention has them.
-        cp_comm_type: "p2p", "a2a" or "a2a+p2p"; None is the first.
+        config, layer_number, attn_mask_type, attention_type, attention_dropout, softmax_scale, pg_collection: as in
+            DotProductAttention.
+        cp_comm_type: "p2p", "a2a" or "a2a+p2p"; None means "p2p".
 
     Raises:
         ValueError: cross-attention, cp_comm_type="all_gather", qk_clip, log_max_attention_logit; at a call: an
@@ -78,13 +78,13 @@ class FusedDotProductAttention(DotProductAttention):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         given = copy(config)
-        given.context_parallel_size = 1  # which is all that the parent takes
+        given.context_parallel_size = 1  # the parent accepts no other size
         kind, dropout = attn_mask_type, attention_dropout
         super().__init__(given, layer_number, kind, attention_type, dropout, softmax_scale, None, pg_collection)
         self.config = config
-        if config.softmax_type == "learnable":  # heads are cut, which norms of gradients must know
+        if config.softmax_type == "learnable":  # mark sharded heads for Megatron's gradient norms
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        # The parent divides it by a number that its softmax multiplies by again, against overflows in fp16.
+        # Undo the parent's division by layer_number, which its own softmax reverts: it avoids overflows in fp16.
         self.softmax_scale *= self.layer_number if config.apply_query_key_layer_scaling else 1
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = tuple(config.window_size) if windowed else None
@@ -133,7 +133,7 @@ class FusedDotProductAttention(DotProductAttention):
         return self._attend(q, k, v, **keywords).transpose(0, 1).flatten(2)
 
     def _check_mask(self, mask: Tensor | None, queries: int, keys: int) -> None:
-        """Masks are not read but for this check, once each: Megatron-LM makes causal ones unless told not to."""
+        """Refuse a mask that is not causal. Megatron-LM makes causal masks by default; each is read here only, once."""
         if mask is None or mask in _CAUSAL_MASKS:
             return
         if self.cp_group is None:
@@ -150,7 +150,7 @@ class FusedDotProductAttention(DotProductAttention):
         _CAUSAL_MASKS[mask] = True
 
 
-_CAUSAL_MASKS = WeakIdKeyDictionary()  # all layers are given the same one
+_CAUSAL_MASKS = WeakIdKeyDictionary()  # all layers get the same mask
 
 
 def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> Callable[..., Tensor]:
@@ -162,7 +162,7 @@ def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> C
         return partial(attention_of_heads_over, inner=cp_group, ring=None)
     if cp_comm_type == "a2a+p2p":
         groups = getattr(pg_collection, "hcp", None) or parallel_state.get_hierarchical_context_parallel_groups(False)
-        # Megatron's destroy_model_parallel leaves these groups behind: they may be old ones.
+        # Megatron's destroy_model_parallel leaves these groups behind: they may be stale.
         if not groups or len(groups) != 2 or groups[0].size() * groups[1].size() != cp_group.size():
             raise ValueError(
                 "cp_comm_type is 'a2a+p2p', which needs two hierarchical_context_parallel_sizes whose product is the "
@@ -176,7 +176,7 @@ def _attention(cp_group: Any, cp_comm_type: str | None, pg_collection: Any) -> C
 
 
 def _documents(packed: Any, causal: bool, ranks: int) -> dict[str, Any]:
-    """Keywords of attention over these packed documents, which `ranks` context parallel ranks hold."""
+    """Keyword arguments of attention over packed documents that are sharded over `ranks` context parallel ranks."""
     if packed.qkv_format != "thd":
         raise ValueError(f"qkv_format of packed_seq_params is {packed.qkv_format!r}; it must be 'thd'.")
     if getattr(packed, "cp_group", None) is not None or getattr(packed, "local_cp_size", None) is not None:
@@ -191,7 +191,7 @@ def _documents(packed: Any, causal: bool, ranks: int) -> dict[str, Any]:
     ):
         if padded is not None and not causal and not torch.equal(padded, bounds):
             raise ValueError("documents are padded and not causal, so that tokens would see padding; do not pad them.")
-        found[name] = (bounds if padded is None else padded).cpu()  # once for the check and the op
+        found[name] = (bounds if padded is None else padded).cpu()  # copied once, for the check and the op
         lengths = found[name].diff()
         if ranks > 1 and bool((lengths % (2 * ranks)).any()):
             raise ValueError(

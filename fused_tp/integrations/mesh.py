@@ -1,4 +1,4 @@
-"""Meshes over all kinds of parallelism at once, in the order that torchtitan, accelerate and Megatron have them in."""
+"""Meshes over all kinds of parallelism, with the order of dims that torchtitan, accelerate and Megatron use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fused_tp.ops.arguments import check_int
 
-# From the outermost to the innermost: what communicates most has the nearest ranks.
+# From the outermost to the innermost: the dim that communicates most has the nearest ranks.
 ORDER = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 
 
@@ -24,18 +24,18 @@ def make_mesh(
     cp: int | None = None,
     tp: int | None = None,
 ) -> DeviceMesh:
-    """A DeviceMesh of all ranks with those of these dims that are given, in this order, from outside to inside.
+    """Make a DeviceMesh of all ranks with the given dims, in the order of the arguments, the outermost first.
 
-    Ranks along pp hold other layers, those along dp_replicate and dp_shard (and ep) have batches of their own, those
-    along cp and tp share a batch. `fsdp_mesh(mesh)` gives what fully_shard takes.
+    Ranks along pp hold different layers, ranks along dp_replicate, dp_shard and ep have different batches, and ranks
+    along cp and tp share a batch. `fsdp_mesh(mesh)` returns the mesh for fully_shard.
 
     Args:
-        device_type: "cpu", "cuda", ...; None: that of this machine's accelerator, or "cpu".
-        pp, dp_replicate, dp_shard, ep, cp, tp: the sizes; -1 for one of them: as many as the ranks allow. A dim of size
-            1 is there, too: what is written for all sizes can name it.
+        device_type: "cpu", "cuda", ...; None: the type of this machine's accelerator, or "cpu".
+        pp, dp_replicate, dp_shard, ep, cp, tp: sizes; -1 for one of them: as many as the ranks allow. A dim of size 1
+            is kept, so that code for all sizes can name it.
 
     Raises:
-        TypeError, ValueError: a size is no positive int, or the sizes do not multiply to the number of ranks.
+        TypeError, ValueError: a size is not a positive int, or the product of the sizes is not the number of ranks.
 
     Example:
         >>> mesh = fused_tp.make_mesh(pp=2, dp_shard=-1, cp=2, tp=8)
@@ -75,14 +75,14 @@ def make_mesh(
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What `fully_shard(..., mesh=)` takes for a model over `mesh`: parameters are sharded over dp_shard and cp.
+    """Return the mesh for `fully_shard` of a model over `mesh`: parameters are sharded over dp_shard and cp.
 
-    Context parallel ranks hold the same parameters and gradients of other tokens, as data parallel ranks do. A
+    Like data parallel ranks, context parallel ranks hold the same parameters and gradients of different tokens. A
     dp_replicate dim in front makes it HSDP. Pass grad_sync=False to `parallelize`, which leaves the mean over these
     ranks to FSDP2.
 
     Args:
-        mesh: of `make_mesh`, or with dims of these names.
+        mesh: a mesh of `make_mesh`, or one with dims of these names.
 
     Raises:
         ValueError: `mesh` has neither dp_shard nor cp; or expert parallel ranks, whose experts differ.

@@ -1,5 +1,4 @@
-"""Whether the ranks that are to share a model have made the same one, asked before it is cut; and whether it is still
-the one that was cut."""
+"""Check that all ranks have made the same model before it is sharded, and that it is not changed afterwards."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ from fused_tp.runtime.errors import RankMismatchError, listed
 from fused_tp.transport.base import checksum
 
 _LOG = logging.getLogger("fused_tp")
-# Numbers of a tensor that are compared: weights that were drawn apart differ in each. Some of every row: rows that were
-# added to a vocabulary are few.
+# Size of the sample compared of each tensor, and the most rows in it. A small sample suffices, as independently drawn
+# weights differ everywhere; it covers every row, as few rows may have been added to a vocabulary.
 _SAMPLE, _MOST = 1021, 1 << 20
 
 
@@ -33,9 +32,9 @@ MARK, SHARDING = "_fused_tp_parallelism", "_fused_tp_sharding"
 
 
 def is_parallelized(model: nn.Module) -> bool:
-    """Whether `parallelize` has made `model`, or a module in it, parallel.
+    """True if `parallelize` has made `model`, or a module in it, parallel.
 
-    Hooks such as Lightning's `configure_model` are called more than once, and `parallelize` takes a model once.
+    Hooks such as Lightning's `configure_model` are called more than once, but `parallelize` accepts a model only once.
 
     Example:
         >>> if not fused_tp.is_parallelized(self.model):
@@ -45,38 +44,38 @@ def is_parallelized(model: nn.Module) -> bool:
 
 
 class ModuleCheck:
-    """Forward pre-hooks that look, at the first calls and now and then, for what was changed after the model was cut.
+    """Forward pre-hooks that check, at the first calls and periodically, for changes made after sharding.
 
-    What a rank's part is computed with or replaced by fails nowhere, so it is refused. Another module without
-    parameters, forward, method or hook of the caller's is named in a log line: it was not compared with the whole
+    New parameters beside or instead of shards would raise no error elsewhere, so they are refused. A new module without
+    parameters, or a forward, method or hook that the caller has changed, is logged: it was not compared with the whole
     model.
 
     Args:
         parallelism: the mark of the model's modules.
-        model: the model as `parallelize` leaves it.
-        from_meta: it has been made on the meta device, and may have no values yet.
+        model: the model as `parallelize` returns it.
+        from_meta: the model was made on the meta device, and may have no values yet.
 
     Raises:
-        ValueError: modules or parameters that were put into a tensor parallel model; an assignment to
-            `parameter.data`, which a DTensor ignores; parameters without values.
+        ValueError: modules with parameters, or parameters, were put into a tensor parallel model; `parameter.data` was
+            assigned to, which a DTensor ignores; parameters have no values.
     """
 
     def __init__(self, parallelism: Any, model: nn.Module, *, from_meta: bool) -> None:
         self.parallelism = parallelism
         self.from_meta = from_meta
         self.calls, self._is_due = 0, False
-        self._code: dict[str, dict[str, object]] = {}  # of each module, when it was compared with the whole model
+        self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the whole model
         self.memory = _memory_of(model)
 
     def remember(self, model: nn.Module) -> None:
-        """What `model` is now has been compared."""
+        """Record that the current code of `model` has been compared."""
         self._code = {name: code_of(module) for name, module in model.named_modules()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "memory": {}, "_code": {}}  # of other parameters and modules than a copy's
+        return {**vars(self), "memory": {}, "_code": {}}  # a copy has other parameters and modules
 
     def refuse(self, model: nn.Module, args: Any) -> None:
-        """The first of the hooks, before what makes the model whole."""
+        """Refuse changed parameters. The first hook, before those that make the model whole."""
         if is_suspended():
             return
         self.calls += 1
@@ -108,7 +107,7 @@ class ModuleCheck:
             _check_values(model)
 
     def name_changes(self, model: nn.Module, args: Any) -> None:
-        """The last of them, when what has been compared is remembered."""
+        """Log changed code. The last hook, after a comparison has recorded the code that it covers."""
         if is_suspended() or not self._is_due:
             return
         for name, module in model.named_modules():
@@ -138,7 +137,7 @@ class ModuleCheck:
 
 
 def remember_code(model: nn.Module) -> None:
-    """Record that the code of the callers in `model`, as it is now, has been compared with the whole model."""
+    """Record that the callers' current code in `model` has been compared with the whole model."""
     for hook in model._forward_pre_hooks.values():
         check = getattr(hook, "__self__", None)
         if isinstance(check, ModuleCheck):
@@ -146,8 +145,8 @@ def remember_code(model: nn.Module) -> None:
 
 
 def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
-    """Of each DTensor parameter its storage, which has no memory, and that of its part. An assignment to `data`
-    exchanges the first only. (Not weak references to tensors: module.to() refuses to swap those.)"""
+    """Storages of each DTensor parameter, by id: its own, which has no memory, and that of its shard. An assignment to
+    `data` replaces the first only. (No weak references to tensors: module.to() refuses to swap those.)"""
     dtensors = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
     return {
         id(one): (StorageWeakRef(one.untyped_storage()), StorageWeakRef(one._local_tensor.untyped_storage()))
@@ -156,7 +155,7 @@ def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakR
 
 
 def _check_values(model: nn.Module) -> None:
-    """Refuse parameters that hold what memory for a model of the meta device is filled with."""
+    """Refuse parameters that still hold the NaN with which a model from the meta device is filled."""
     locals_of = {name: p._local_tensor if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     firsts = {name: t.detach().view(-1)[:1].float() for name, t in locals_of.items() if t.is_floating_point()}
     known = {name: first for name, first in firsts.items() if first.numel()}
@@ -183,7 +182,7 @@ _LIBRARIES = (
 
 
 def code_of(module: nn.Module) -> dict[str, object]:
-    """Code of the callers that runs in `module`, by name. Libraries may register their hooks at any time."""
+    """The callers' code that runs in `module`, by name; without libraries', which may register hooks at any time."""
     code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
     own = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
     tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
@@ -197,7 +196,7 @@ def code_of(module: nn.Module) -> dict[str, object]:
 
 
 def is_of_library(function: Any) -> bool:
-    """True if `function`, or the function that it is a partial of, belongs to a library that models are made with."""
+    """True if `function`, or the function inside a partial, belongs to a library that models are made with."""
     inner = getattr(function, "func", function)
     home = getattr(inner, "__module__", None) or type(inner).__module__
     return f"{home}.".startswith(_LIBRARIES)
@@ -223,13 +222,13 @@ def warn_once(meshes: Sequence[DeviceMesh], key: str, message: str, *values: obj
 
 
 def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
-    """Compare parameters and persistent buffers over the ranks of `meshes`: names, shapes, dtypes, whether they require
-    grad, and a sample of the numbers.
+    """Compare parameters and persistent buffers over the ranks of `meshes`: names, shapes, dtypes, requires_grad, and a
+    sample of the values.
 
-    What a rank holds on the meta device has no numbers to compare, nor has what is not dense.
+    Tensors on the meta device are compared without values; tensors that are not dense are not compared.
 
     Raises:
-        RankMismatchError: on all ranks; names what differs and how to make it equal.
+        RankMismatchError: on all ranks; names the difference and how to remove it.
     """
     named = chain(model.named_parameters(), _persistent_buffers(model))
     mine = {name: [list(t.shape), str(t.dtype), t.requires_grad, _sample(t)] for name, t in named if _is_plain(t)}
@@ -237,7 +236,7 @@ def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
     if len(set(sums)) == 1:
         return
     ranks = of_all_ranks(meshes, "the model", mine)
-    first: dict[str, list[object]] = {}  # what some rank has numbers of, as the first such rank has it
+    first: dict[str, list[object]] = {}  # each entry from the first rank that has values for it
     for theirs in ranks:
         first |= {name: one for name, one in theirs.items() if first.get(name, [None])[-1] is None}
     for i, theirs in enumerate(ranks):
@@ -265,22 +264,22 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_plain(t: Tensor) -> bool:
-    """Whether its numbers lie in its own memory: not those of a DTensor or of another class that dispatches."""
+    """True if `t` is dense and holds its values itself: not a DTensor or another class that dispatches."""
     if is_lazy(t) or type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
     return t.layout == torch.strided and not (t.is_nested or t.is_quantized)
 
 
 def _sample(t: Tensor) -> int | None:
-    """A checksum of some of the numbers of `t`; None on the meta device, and of numbers of less than a byte."""
+    """Checksum of a sample of `t`; None on the meta device, and for elements of less than a byte."""
     if t.is_meta:
         return None
-    with torch._C.DisableTorchFunctionSubclass():  # of a class of parameters with a mind of its own
+    with torch._C.DisableTorchFunctionSubclass():  # parameter classes may override the functions below
         t = t.detach()
         if t.ndim and t.numel():
             try:  # by index: flattening would copy all of a transposed tensor
                 sample = t[torch.unravel_index(_places(t.shape).to(t.device), t.shape)]
-            except NotImplementedError:  # torch does not index numbers of less than a byte
+            except NotImplementedError:  # torch does not index elements of less than a byte
                 return None
         else:
             sample = t
@@ -288,7 +287,7 @@ def _sample(t: Tensor) -> int | None:
 
 
 def _places(shape: torch.Size) -> Tensor:
-    """Indices, as if flattened, of some numbers of each row, or of _MOST rows of more, each in other columns."""
+    """Flat indices of a sample of each row, or of _MOST rows if there are more, in different columns for each row."""
     rows, columns = shape[0], shape[1:].numel()
     sampled = min(rows, _MOST)
     each = min(columns, -(-_SAMPLE // sampled))

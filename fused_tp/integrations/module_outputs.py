@@ -1,8 +1,7 @@
-"""Outputs of the modules of a parallel model, compared with those of the whole model for the same batch.
+"""Compare the outputs of a parallel model's modules with those of the whole model for the same batch.
 
-A rank knows which part of each tensor it may hold: some of the tokens, in the order of its context parallel layout,
-some of the features or heads, or both. So it finds the matching part of the whole tensor by its shape, and sends
-nothing.
+A rank knows which shards of a tensor it may hold: some of the tokens, in the order of its context parallel layout, some
+of the features or heads, or both. It finds the matching shard of the whole tensor by shape, without communication.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from fused_tp.integrations.outputs import tensors_in
 from fused_tp.runtime.partition import shard_range
 
 Outputs = dict[str, list[list[Tensor]]]
-"""By the name of a module: for each of its calls the tensors that it returned. In the order in which modules return."""
-_PACKED = (1, 2, 3)  # parts that lie one after the other, each of which is cut: gate and up; q, k and v
-_SMALLEST = 1e-6  # what differences are relative to, at least
+"""Returned tensors for each call, by module name, in the order in which modules return."""
+_PACKED = (1, 2, 3)  # numbers of consecutive parts that are each sharded: 2 for gate and up; 3 for q, k and v
+_SMALLEST = 1e-6  # smallest denominator of a relative error
 
 
 def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
@@ -47,8 +46,8 @@ class Recording:
     """Outputs of the modules of a whole model.
 
     Attributes:
-        outputs: of each call, by the name of the module.
-        parameters: names of those of each module, its modules' included.
+        outputs: outputs of each call, by module name.
+        parameters: parameter names by module name, including those of submodules.
     """
 
     parameters: dict[str, set[str]]
@@ -57,10 +56,10 @@ class Recording:
 
 @contextmanager
 def recorded(model: nn.Module, before_each: Callable[[], object] = lambda: None) -> Iterator[Recording]:
-    """A context in which outputs of all modules of `model` are recorded, on the CPU.
+    """Context in which outputs of all modules of `model` are recorded, on the CPU.
 
     Args:
-        before_each: is called when a module returns; an exception ends the forward pass.
+        before_each: called when a module returns; an exception ends the forward pass.
     """
     recording = Recording(_parameters_in(model))
 
@@ -79,9 +78,10 @@ def recorded(model: nn.Module, before_each: Callable[[], object] = lambda: None)
 
 
 def first_difference(errors: Mapping[str, float], bound: float) -> tuple[str | None, set[str]]:
-    """The first module whose output differs by more than `bound`, and those that differ inside of a right one.
+    """Return the first module whose output differs by more than `bound`, and those that differ inside a correct one.
 
-    The latter return something else than in the whole model (terms of a sum, another order), which is made good.
+    The latter return other values than in the whole model (terms of a sum, another order), but the module around them
+    returns the right ones.
     """
     wrong = {name for name, error in errors.items() if not error <= bound}
     others = set()
@@ -100,12 +100,12 @@ def enclosing(name: str) -> Iterator[str]:
 
 
 class RankPart:
-    """Which part of a tensor this rank may hold.
+    """Shards of a tensor that this rank may hold.
 
     Args:
-        tp, cp: meshes of one dim; None: nothing is cut over it.
-        tokens: of a row, on all ranks together.
-        documents: where packed documents begin, and the end; () for one document.
+        tp, cp: 1-D meshes; None: nothing is sharded over it.
+        tokens: number of tokens of a row, over all ranks.
+        documents: bounds of packed documents: where each begins, and the end; () for one document.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RankPart:
     def error(
         self, found: Tensor, expected: Tensor, measure: Callable[[Tensor, Tensor], float] = relative_error
     ) -> float | None:
-        """How much `found` differs from this rank's part of `expected`; None where it is of no such shape."""
+        """Error of `found` against this rank's shard of `expected`; None if no shard has its shape."""
         if found.ndim != expected.ndim:
             return None
         errors = []
@@ -134,16 +134,16 @@ class RankPart:
             for dim, indices in enumerate(cuts):
                 part = part if indices is None else part.index_select(dim, indices)
             errors.append(measure(found, part))
-        # A part of the same shape that is not the one meant would differ in everything.
+        # Several shards may have that shape. The smallest error is the right one's: others would differ everywhere.
         return min(errors, default=None)
 
     def _cuts(self, whole: int, own: int) -> list[Tensor | None]:
-        """Indices, `own` many, that this rank may hold of a dim of size `whole`; None for all."""
+        """Sets of `own` indices that this rank may hold of a dim of size `whole`; None for all indices."""
         if own == whole:
             return [None]
         cuts: list[Tensor] = []
         rows, rest = divmod(whole, self._tokens)
-        if rows and not rest:  # tokens; of all rows where they lie in one dim
+        if rows and not rest:  # tokens of one row, or of all rows in one dim
             begins = torch.arange(rows, device="cpu").unsqueeze(1) * self._tokens
             cuts += [(begins + positions).flatten() for positions in self._positions]
         for parts in _PACKED:
@@ -155,7 +155,7 @@ class RankPart:
 
 
 class OutputComparison:
-    """Outputs of the modules of a parallel model, compared with the `expected` ones when they are asked for."""
+    """Records outputs of the modules of a parallel model; `differences` compares them with the `expected` ones."""
 
     def __init__(self, expected: Recording, part: RankPart) -> None:
         self._expected, self._part = expected, part
@@ -163,12 +163,12 @@ class OutputComparison:
 
     @contextmanager
     def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """A context in which the modules of these are compared; each is the recorded model, or a part of it."""
+        """Context in which outputs of `models` are recorded; each is the recorded model, or a part of it."""
         handles = []
         for model in models:
             parameters = _parameters_in(model)
             for name, module in model.named_modules():
-                # Else a pipeline's: in the place of others' layers, or around it, where nothing meant is returned.
+                # Otherwise it is a pipeline's stand-in for layers of other stages, or encloses some: not comparable.
                 if self._expected.parameters.get(name) == parameters[name]:
                     handles.append(module.register_forward_hook(partial(self._record, name)))
         try:
@@ -179,12 +179,12 @@ class OutputComparison:
 
     def _record(self, name: str, module: nn.Module, args: object, output: Any) -> None:
         if running_node() is not None:
-            return  # activation checkpointing computes it again
+            return  # recomputed by activation checkpointing
         self._found.append((name, [t.detach().clone() for t in tensors_in(output)]))
 
     @torch.no_grad()
     def differences(self) -> tuple[dict[str, float], dict[str, str]]:
-        """(The largest error of all calls, why a module is not compared), by the name of a module."""
+        """Return (largest error of all calls, reason why it is not compared), each by module name."""
         errors: dict[str, float] = {}
         skipped: dict[str, str] = {}
         counts: dict[str, int] = {}
@@ -210,7 +210,7 @@ class OutputComparison:
 
 
 def _parameters_in(model: nn.Module) -> dict[str, set[str]]:
-    """By the name of a module, names of its parameters, its modules' included, as it names them."""
+    """Parameter names by module name, relative to the module and including those of submodules."""
     names: dict[str, set[str]] = {name: set() for name, _ in model.named_modules(remove_duplicate=False)}
     for name, _ in model.named_parameters(remove_duplicate=False):
         for around in enclosing(name):

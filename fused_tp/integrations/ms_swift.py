@@ -1,7 +1,7 @@
-"""The ring attention of ms-swift's sequence parallelism, by `ring_attention`.
+"""Ring attention for ms-swift's sequence parallelism, computed by `ring_attention`.
 
-ms-swift has a ring where `sequence_parallel_size` is more than the heads can be shared by; its function needs CUDA and
-flash-attn. ms-swift (4.6) takes it from one module, where this one goes before training starts:
+ms-swift uses a ring if `sequence_parallel_size` exceeds the number of ranks that can share the heads; its function
+needs CUDA and flash-attn. ms-swift (4.6) reads the function from one module; replace it before training starts:
 
     import swift.sequence_parallel.sequence_parallel as sequence_parallel
     from fused_tp.integrations.ms_swift import zigzag_ring_flash_attn_varlen_func
@@ -31,15 +31,15 @@ def zigzag_ring_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
 ) -> Found:
-    """out [1, tokens / W, heads, head_dim] of attention within documents: of each, rank r holds chunks r and 2W-1-r.
+    """Attention within documents; rank r holds chunks r and 2W-1-r of each. Returns [1, tokens / W, heads, head_dim].
 
-    Unlike ring-flash-attention's function of this name, ms-swift's has a batch of one row, and `cu_seqlens` of the
-    whole documents, each of which W divides.
+    Unlike ring-flash-attention's function of this name, ms-swift's takes a batch of one row, and `cu_seqlens` of the
+    whole documents, whose lengths W divides.
 
     Args:
         q, k, v: [1, tokens / W, heads, head_dim].
-        cu_seqlens: int32 or int64 [documents + 1], of the whole.
-        window_size: (left, right), or transformers' sliding_window, which ms-swift passes on: n for (n - 1, 0).
+        cu_seqlens: int32 or int64 [documents + 1], of the whole documents.
+        window_size: (left, right), or transformers' sliding_window, which ms-swift passes on: n means (n - 1, 0).
 
     The other arguments are those of `fused_tp.integrations.ring_flash_attention`.
     """

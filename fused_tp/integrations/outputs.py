@@ -1,4 +1,4 @@
-"""The tensors in what a model's forward returns."""
+"""Tensors in the output of a model's forward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOT_SEARCHED = (nn.Module, ModuleType, FunctionType, type)
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors in a nest of containers and other objects, in one order, each once."""
+    """Tensors in nested containers and other objects, each once, in a fixed order."""
     return list(_search(output, set()))
 
 
@@ -43,14 +43,14 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], output: Any, *, caches: tuple[type, ...] = ()) -> Any:
-    """`output`, a nest of tuples, lists and dicts, with every tensor replaced by function(tensor).
+    """Return `output`, nested tuples, lists and dicts, with every tensor replaced by function(tensor).
 
     Args:
-        caches: classes whose objects stay as they are.
+        caches: classes whose objects are not changed.
 
     Raises:
-        TypeError: it holds another object with tensors, such as a dataclass or a dict of a class of its own; these
-            would stay what one rank has.
+        TypeError: `output` holds another object with tensors, such as a dataclass or a subclass of dict, whose tensors
+            would not be replaced.
     """
 
     def one(value: Any) -> Any:

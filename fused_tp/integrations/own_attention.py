@@ -1,14 +1,14 @@
-"""Attention that families of transformers models compute by code of their own, and what takes its place.
+"""Replacements for attention that families of transformers models compute by code of their own.
 
-Most models hand queries, keys and values to a function that transformers looks up (see `hf_attention`). Of those here a
-method attends, which builds scores seq x seq: in forward passes whose tokens, or cache, lie on several ranks a function
-of this file is called instead. It makes of the method's arguments what the method does, but for the attention itself:
-`attend(query, key, value, scaling=None, sliding_window=None, alibi_slopes=None)`, of [batch, heads, seq, head_dim],
-gives [batch, seq, heads, head_dim], causal and with the module's dropout. No mask is needed.
+Most models pass queries, keys and values to a function that transformers looks up (see `hf_attention`). In the families
+here a method attends, and builds scores of seq x seq. In forward passes whose tokens, or cache, are sharded over ranks,
+a function of this file replaces the method. It computes the same as the method, but calls `attend` for the attention:
+`attend(query, key, value, scaling=None, sliding_window=None, alibi_slopes=None)`, on [batch, heads, seq, head_dim],
+returns [batch, seq, heads, head_dim], causal and with the module's dropout. No mask is needed.
 
-ALiBi adds slope * position to scores, of which softmax sees differences only: slopes are all that attention over ranks
-needs. It adds them in fp32, where transformers rounds the biases of Bloom to the dtype of the model. Those of Falcon it
-rounds to bfloat16 always, which nothing but the biases themselves could repeat: Falcon with ALiBi is not here.
+ALiBi adds slope * position to scores. Softmax depends on their differences only, so attention over ranks needs just the
+slopes. It adds biases in fp32, whereas transformers rounds those of Bloom to the dtype of the model. Not supported:
+Falcon with ALiBi (transformers always rounds its biases to bfloat16, which slopes alone cannot reproduce).
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ Attend: TypeAlias = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """Of one family.
+    """The attention method of one model family, and its replacement.
 
     Attributes:
-        kind: the class of the modules that attend.
-        ours: called as ours(module, attend, ...) with the method's arguments, for what the method returns.
-        method: its name.
-        dropout: the attribute of the module, a number or nn.Dropout, that says how much of the weights is dropped; ""
-            where none is.
+        kind: name of the class of the modules that attend.
+        ours: the replacement, called as ours(module, attend, ...) with the method's arguments.
+        method: name of the method.
+        dropout: attribute of the module, a number or nn.Dropout, with the dropout probability; "" for no dropout.
     """
 
     kind: str
@@ -43,13 +42,13 @@ class OwnAttention:
     dropout: str = ""
 
     def modules_of(self, model: nn.Module) -> list[nn.Module]:
-        """The modules of `model` whose method is the one that `ours` was written for: all of them or none."""
+        """Modules of `model` whose method is the one that `ours` replaces: all of them or none."""
         found = [module for module in model.modules() if type(module).__name__ == self.kind]
         return found if all(map(self._is_known, found)) else []
 
     def _is_known(self, module: nn.Module) -> bool:
-        """Whether the method has the arguments that `ours` reads, and attends: in other versions of transformers a
-        class may have another."""
+        """True if the method attends and has the arguments that `ours` reads, which depends on the version of
+        transformers."""
         theirs, forward = getattr(type(module), self.method, None), inspect.unwrap(type(module).forward)
         if theirs is None or {self.method, "forward"} & vars(module).keys():
             return False
@@ -59,7 +58,7 @@ class OwnAttention:
         return called and names <= {*inspect.signature(theirs).parameters}
 
     def dropped(self, module: nn.Module) -> float:
-        """The probability that `module` drops a weight now."""
+        """Dropout probability of `module` in its current mode."""
         p: Any = getattr(module, self.dropout) if self.dropout and module.training else 0.0
         return float(p.p if isinstance(p, nn.Dropout) else p)
 
@@ -131,7 +130,7 @@ def bloom(
     query, key, value = module._reshape(module.query_key_value(hidden_states))
     two = torch.ones(
         1, 2, dtype=torch.int64, device=value.device
-    )  # tokens, of which the second has the slopes for its biases
+    )  # two tokens: the biases of the second are the slopes
     biases = _in_file_of(module, "build_alibi_tensor")(two, _heads_of_all_ranks(module), torch.float32)
     out = attend(query, *_cached(module, layer_past, key, value), alibi_slopes=biases[:, 0, 1])
     add = _in_file_of(module, "dropout_add")

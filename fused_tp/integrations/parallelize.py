@@ -1,4 +1,4 @@
-"""`parallelize(model, mesh)`: a model as it is, made tensor, sequence and context parallel in place."""
+"""`parallelize(model, mesh)`: make an unmodified model tensor, sequence and context parallel in place."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from fused_tp.runtime.group import check_mesh_order, resolve_group
 from fused_tp.transport.two_level import split
 
 Model = TypeVar("Model", bound=nn.Module)
-_HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # of configs whose layers differ in it
+_HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # in configs whose layers have different numbers of heads
 
 
 def parallelize(
@@ -81,110 +81,107 @@ def parallelize(
     parameters: str = "dtensor",
     verify: str | bool | Mapping[str, Any] = "auto",
 ) -> Model:
-    """Make `model` compute over the ranks of `mesh`, in place; its callers need not change.
+    """Shard `model` over the ranks of `mesh`, in place; its callers need not change.
 
-    Every rank calls the model with the same full batch and full labels. The ranks compare them at the first calls and
-    now and then (`FUSED_TP_CHECK_BATCH`; not under torch.compile), and RankMismatchError names what differs. Inside,
-    `tp_dim` cuts linear layers and heads (Megatron-LM, arXiv:1909.08053), `sequence_parallel` cuts what lies between
-    them along the sequence over the same ranks (arXiv:2205.05198), and `cp_dim` cuts the tokens, with ring attention
-    (arXiv:2310.01889) between the ranks.
-    `ep_dim` deals whole experts out over ranks, to which tokens travel.
+    Every rank calls the model with the same full batch and full labels. The ranks compare these at the first calls and
+    periodically (`FUSED_TP_CHECK_BATCH`; not under torch.compile), and RankMismatchError names any difference.
+    `tp_dim` shards linear layers and heads (Megatron-LM, arXiv:1909.08053), `sequence_parallel` shards the activations
+    between them along the sequence over the same ranks (arXiv:2205.05198), and `cp_dim` shards the tokens, with ring
+    attention (arXiv:2310.01889) between the ranks.
+    `ep_dim` distributes whole experts over ranks, to which tokens are sent.
     The loss is the mean over all tokens, the same value on every rank, and its gradients are those of the whole model.
 
-    What a call returns (tokens [batch, seq]):
+    A call returns (tokens [batch, seq]):
 
-    - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: a loss that all
-      ranks compute in the same way from them has the right gradients.
-    - with labels: the global loss. Under `cp_dim` the logits next to it are this rank's tokens, in the order of
-      `sequence_positions(seq, group=cp)`, of packed documents `(seq, group=cp, layout="balanced", cu_seqlens=...)`;
-      under `loss_parallel` this rank's part of the vocabulary.
+    - without labels: logits [batch, seq, vocab] of the whole sequence on every rank, differentiable: if all ranks
+      compute the same loss from them, its gradients are right.
+    - with labels: the global loss. Under `cp_dim` the logits beside it cover this rank's tokens, in the order of
+      `sequence_positions(seq, group=cp)`, for packed documents `(seq, group=cp, layout="balanced", cu_seqlens=...)`;
+      under `loss_parallel` they cover this rank's shard of the vocabulary.
     - with a KV cache (transformers: past_key_values or use_cache=True, so `generate()`; others: see
-      `fused_tp.integrations.plain`), or with fewer tokens than CP ranks: only `tp_dim` cuts, every CP rank computes the
-      same. But an empty transformers `DynamicCache`, given in eval mode under torch.no_grad(), becomes one of which
-      each CP rank holds a part, and attention over it is shared.
+      `fused_tp.integrations.plain`), or with fewer tokens than CP ranks: only `tp_dim` shards, and every CP rank
+      computes the same. Exception: an empty transformers `DynamicCache`, passed in eval mode under torch.no_grad(), is
+      sharded over the CP ranks, which share the attention over it.
 
-    Packed documents (transformers): `position_ids` [1 or batch, seq] that do not count up by one, next to
-    use_cache=False and no attention_mask, or `cu_seq_lens_q`, make documents that do not see each other.
+    Packed documents (transformers): `position_ids` [1 or batch, seq] that do not count up by one, with use_cache=False
+    and no attention_mask, or `cu_seq_lens_q`, delimit documents that do not see each other.
 
-    Parameters become DTensors on mesh[tp_dim] under their old names, cut from the values they have, which the ranks
-    compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, of NaN:
-    follow with `load_full_state_dict`, torch.distributed.checkpoint or, with equal random states on all ranks,
-    `init_weights()` or `apply(init)`, which leave the values that they leave in one process. Tied weights stay one
-    parameter.
-    `gather_state_dict(model)` gives the original's state back. `save_pretrained(folder)` of a transformers model, which
+    Parameters become DTensors on mesh[tp_dim] under their old names, sharded from their current values, which the ranks
+    compare. They move to the mesh's device. A model on the meta device gets memory for its shards only, filled with
+    NaN: then call `load_full_state_dict`, torch.distributed.checkpoint or, with equal random states on all ranks,
+    `init_weights()` or `apply(init)`, which set the same values as in one process. Tied weights stay one parameter.
+    `gather_state_dict(model)` returns the original's state. `save_pretrained(folder)` of a transformers model, which
     all ranks must call, writes the original's files on global rank 0.
 
-    Gradients: over the TP ranks they are complete after backward in any case. After the first backward passes and now
-    and then (`FUSED_TP_CHECK_BATCH`) the TP ranks compare those of parameters that each holds whole, and ValueError
-    names what differs. Over the CP ranks each rank's are its own tokens' share of the global loss. `grad_sync=True`
-    SUMS the shares in backward; so what a caller adds to the loss that comes from no tokens, such as a penalty on
-    parameters, is to be divided by the CP size. `grad_sync=False` leaves them, each times the CP size, to FSDP2 or DDP
-    over a mesh that includes the CP ranks, which take the MEAN.
+    Gradients: over the TP ranks they are always complete after backward. After the first backward passes and
+    periodically (`FUSED_TP_CHECK_BATCH`) the TP ranks compare the gradients of replicated parameters, and ValueError
+    names any difference. Over the CP ranks each rank's gradients are its own tokens' share of the global loss.
+    `grad_sync=True` SUMS the shares in backward; so divide loss terms that do not depend on tokens, such as a penalty
+    on parameters, by the CP size. `grad_sync=False` leaves the shares, each times the CP size, to FSDP2 or DDP over a
+    mesh that includes the CP ranks, which takes the MEAN.
 
-    With `grad_sync` a gradient is summed as soon as backward has it, before hooks that were registered after the first
-    forward, DistributedDataParallel and optimizers see it. The CP ranks compare which parameters they have used, at
-    the same forward passes as above, and at each of a model that has modules named "expert". Those that only some
-    ranks used are summed at the end of backward, in this and all later steps; under DistributedDataParallel and with
-    hooks on them that is refused. When backward ends the ranks compare what they have summed (RankMismatchError).
+    With `grad_sync` backward sums a gradient as soon as it is computed, before DistributedDataParallel, optimizers and
+    hooks registered after the first forward see it. The CP ranks compare which parameters they have used, at the same
+    forward passes as above, and at every one of a model that has modules named "expert". Gradients of parameters that
+    only some ranks used are summed at the end of backward, in this and all later steps; under DistributedDataParallel
+    and with hooks on them this is refused. When backward ends, the ranks compare which gradients they have summed
+    (RankMismatchError).
 
     Dropout and noise on activations that all TP ranks hold (the residual stream without `sequence_parallel`, routers)
-    must be the same on them: give the TP ranks equal seeds. Activation checkpointing may come with forward passes of
-    different lengths before one backward. Modules inside of the model may be called by themselves; under `cp_dim` only
-    in torch.no_grad().
+    must be the same on them: seed the TP ranks equally. Activation checkpointing supports forward passes of different
+    lengths before one backward. Submodules may be called by themselves; under `cp_dim` only in torch.no_grad().
 
-    A PeftModel, or a model that PEFT has put LoRA adapters into, keeps them: see `fused_tp.integrations.peft`, also for
-    adapters on a model that is parallel already.
+    A PeftModel, or a model with LoRA adapters of PEFT, keeps its adapters: see `fused_tp.integrations.peft`, also for
+    adding adapters to a model that is parallel already.
 
-    `torch.compile(model)` traces a plain model as one graph, where the model by itself is one. With `cp_dim` and
-    `grad_sync` the cutting before it and the joining after it run as they are, outside of the graph.
+    `torch.compile(model)` traces a plain model as one graph if the model before `parallelize` is one. With `cp_dim` and
+    `grad_sync`, sharding of inputs and gathering of outputs run eagerly, outside of the graph.
 
     Args:
-        model: a transformers model, a PeftModel of LoRA adapters, or any nn.Module; `fused_tp.integrations.plain` has
-            the contract of the latter.
-        mesh: DeviceMesh with named dims, at least one of `tp_dim`, `cp_dim` and `ep_dim`. Others, such as "dp", are
-            left alone.
-        tp_dim, cp_dim: the names of the dims; one that the mesh does not have counts as size 1. A dim of size 1 cuts
+        model: a transformers model, a PeftModel of LoRA adapters, or any nn.Module that keeps the contract of
+            `fused_tp.integrations.plain`.
+        mesh: DeviceMesh with named dims, at least one of `tp_dim`, `cp_dim` and `ep_dim`. Other dims, such as "dp", are
+            not used.
+        tp_dim, cp_dim: names of the dims; one that the mesh does not have counts as size 1. A dim of size 1 shards
             nothing and needs no plan.
-        ep_dim: the dim over whose ranks whole experts are dealt out: `tp_dim`, `cp_dim`, or one of its own, along which
-            each rank has a batch of its own, such as data parallel ranks. None: tensor parallel ranks have a part of
-            each expert.
-        ulysses_size: how many context parallel ranks, one behind the other in `cp_dim`, share out among them the heads
-            that a TP rank has (DeepSpeed Ulysses, arXiv:2309.14509). Such groups form a ring. All ranks of `cp_dim`: no
-            ring; 1: a ring of all ranks.
-        plan: "auto" reads the model's `tp_plan`; else {module name, `*` for one part of it: style}, a style being one
-            of transformers' words ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise",
-            "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays whole and sees only
-            this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce". The name of a parameter of one
-            dim (attention sinks) takes "colwise"; parameters of experts take "packed_colwise", "colwise", "rowwise"
-            next to "moe_tp_experts" for their module. Layers of two or three parts one after the other (gate and up; q,
-            k and v) take "packed_colwise" and "packed_colwise_3".
-        sequence_parallel: also cut the residual stream and the norms, which saves their memory; any sequence length.
-            Blocks that cannot see a part of the sequence, or of which that is not known (state spaces, latent
-            attention, experts that are not transformers' own), get the tokens of all TP ranks and give back this
-            rank's.
-        loss_parallel: leave the logits cut by vocabulary and compute the loss over the ranks.
+        ep_dim: the dim over whose ranks whole experts are distributed: `tp_dim`, `cp_dim`, or another one, along which
+            ranks have different batches, such as a data parallel dim. None: tensor parallel ranks hold a shard of each
+            expert.
+        ulysses_size: number of consecutive ranks of `cp_dim` that share the heads of a TP rank (DeepSpeed Ulysses,
+            arXiv:2309.14509). These groups form a ring. The size of `cp_dim`: no ring; 1: a ring of all ranks.
+        plan: "auto" reads the model's `tp_plan`; else a dict {module name: style}, where `*` matches one part of a
+            name. A style is one of transformers' names ("colwise", "rowwise", "colwise_gather_output",
+            "embedding_rowwise", "replicated_with_grad_allreduce", ...) or a torch `ParallelStyle`. A module that stays
+            whole and sees only this rank's heads (a norm of q and k) needs "replicated_with_grad_allreduce". A
+            parameter of one dim (attention sinks) takes "colwise"; parameters of experts take "packed_colwise",
+            "colwise" or "rowwise", with "moe_tp_experts" for their module. Packed layers of two or three consecutive
+            parts (gate and up; q, k and v) take "packed_colwise" and "packed_colwise_3".
+        sequence_parallel: also shard the residual stream and the norms, which saves their memory; any sequence length.
+            Blocks that need the whole sequence, or may need it (state spaces, latent attention, experts that are not
+            transformers' own), get the tokens of all TP ranks and return this rank's.
+        loss_parallel: leave the logits sharded by vocabulary and compute the loss over the ranks.
         grad_sync: see above.
-        parameters: "dtensor" as above; "plain": each is a plain tensor of this rank's part, for what knows no DTensors
-            (DeepSpeed, Megatron-Core, DistributedDataParallel). See `fused_tp.nn.plain_parameters_`. A norm over all
-            gradients is then to be summed over the TP ranks: see `fused_tp.nn.clip_grad_norm_`. Optimizers must be
-            elementwise, and DistributedDataParallel is given the data parallel ranks only; else ValueError is raised
-            before the first step. Norms of weights as a penalty are each rank's own, which nothing notices.
-        verify: compare the cut model with the whole one: both compute a few pseudo-random tokens without gradients, in
-            the mode that the model is in, without dropout or in eval mode where it draws random numbers. "auto": where
-            the whole model has values, takes such tokens, and computes them within two seconds; else a log line says
-            why not. True: that it is left out is an error. A dict: keyword arguments of forward to compare on. Then
-            the first calls with gradients are compared, on their own arguments: each rank gathers the weights for a
-            moment, and computes outputs and gradients as before the cut, with what was changed since. It costs about a
-            step of the whole model; a log line says where it is left out. Both leave random states, modes, buffers and
-            gradients as they were. False: compare neither.
+        parameters: "dtensor" as above; "plain": each is a plain tensor with this rank's shard, for code that does not
+            support DTensors (DeepSpeed, Megatron-Core, DistributedDataParallel). See `fused_tp.nn.plain_parameters_`.
+            Sum a norm over all gradients over the TP ranks then: see `fused_tp.nn.clip_grad_norm_`. Optimizers must be
+            elementwise, and DistributedDataParallel must be over the data parallel ranks only; else ValueError is
+            raised before the first step. A penalty on norms of weights covers each rank's shard only, undetected.
+        verify: compare the sharded model with the whole one: both compute a few pseudo-random tokens without gradients,
+            in the model's current mode, or without dropout or in eval mode if it draws random numbers. "auto": if the
+            whole model has values, accepts such tokens, and computes them within two seconds; else a log line gives the
+            reason. True: raise if it cannot be compared. A dict: keyword arguments of forward to compare on. Then
+            the first calls with gradients are compared, on their own arguments: each rank gathers the weights
+            temporarily, and computes outputs and gradients as before sharding, with later changes of the model. This
+            costs about a step of the whole model; a log line gives the reason if it is left out. Both comparisons leave
+            random states, modes, buffers and gradients unchanged. False: compare neither.
 
     Raises:
-        TypeError: an argument of another type; a model that is sharded already.
-        RankMismatchError: the ranks have made different models, or of different random states.
-        ValueError: what cannot be served, in a sentence, before anything is changed: a mesh without these dims, TP
-            sizes that do not divide the heads, a style or module the plan cannot have, sequence cuts that the model
-            cannot take. Or the cut model does not compute what the whole one did (`verify`), also in the first calls
-            with gradients; it is not to be used then.
+        TypeError: an argument has the wrong type; the model is sharded already.
+        RankMismatchError: the ranks have made different models, or initialised them from different random states.
+        ValueError: an unsupported request, before anything is changed: a mesh without these dims, TP sizes that do not
+            divide the heads, a style or module that the plan cannot contain, sequence sharding that the model does not
+            support. Or the sharded model differs from the whole one (`verify`), also in the first calls with
+            gradients; do not use it then.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("cp", "tp"))
@@ -217,18 +214,18 @@ def parallelize(
         )
     own_dim = [] if ep_mesh is None or ep_mesh is tp_mesh or ep_mesh is cp_mesh else [ep_mesh]
     sharing = [*own_dim, *meshes]
-    check_equal_models(model, sharing)  # before what one rank may refuse and another not
+    check_equal_models(model, sharing)  # first, as later checks may raise on some ranks only
     if tp_mesh is None and (sequence_parallel or loss_parallel):
         asked = "sequence_parallel" if sequence_parallel else "loss_parallel"
         if tp_dim not in (mesh.mesh_dim_names or ()):
             raise ValueError(f"{asked}=True needs tensor parallel ranks, and mesh has no dim {tp_dim!r}.")
-        sequence_parallel = loss_parallel = False  # over one rank there is nothing to cut
+        sequence_parallel = loss_parallel = False  # nothing to shard over one rank
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise TypeError(
             "model is in a DistributedDataParallel, which holds the parameters that parallelize replaces; parallelize "
             "the model inside, and wrap that."
         )
-    compiled = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled where it has not been imported
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # before its import nothing has been compiled
     if compiled is not None and any(isinstance(module, compiled.OptimizedModule) for module in model.modules()):
         raise TypeError(
             "model is, or holds, what torch.compile has returned, in which names differ from the plan's. Parallelize "
@@ -243,7 +240,7 @@ def parallelize(
     parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync, ulysses)
 
     with compared(model, verify, sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
-        # Experts that are dealt out over a dim of their own see batches of other ranks, which this one does not have.
+        # Experts distributed over a separate dim see batches of other ranks, which this rank does not have.
         uncut = UncutModel(model) if verify is not False and len(sharing) == len(meshes) > 0 else None
         sequence = _cut(
             model, mesh, parallelism, uncut, plan=plan, ep_dim=ep_dim, ep_mesh=ep_mesh, plain=parameters == "plain"
@@ -264,15 +261,15 @@ def _cut(
     ep_mesh: DeviceMesh | None,
     plain: bool,
 ) -> SequenceSharding:
-    """Cut `model` over the ranks of `parallelism` and `ep_mesh`, once its arguments are known to be right."""
+    """Shard `model` over the ranks of `parallelism` and `ep_mesh`, after the checks of `parallelize`."""
     tp_mesh, cp_mesh, sequence_parallel = parallelism.tp_mesh, parallelism.cp_mesh, parallelism.sequence_parallel
     meshes = [one for one in (tp_mesh, cp_mesh) if one is not None]
     peft = _peft()
     from_meta = any(parameter.is_meta for parameter in model.parameters())
     adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
-    # Without TP ranks the model's own plan says where a plain model's attention is, and of a transformers model nothing
-    # that is needed.
+    # Without TP ranks the model's own plan is used to locate the attention of a plain model; a transformers model does
+    # not need it.
     has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     ranks = 1 if tp_mesh is None else tp_mesh.size()
     sequence: SequenceSharding
@@ -294,7 +291,7 @@ def _cut(
         with without_input_hooks(model):
             check_layers(model, resolved, ranks)
         check_buffers(model, hf=hf)
-        if hf:  # before what may ask for a style that would not help
+        if hf:  # before `find_blocks`, which may ask for a style that would not help
             check_transformers_model(model, resolved.modules, parallelism)
         rows_travel = dealing is not None and dealing.mesh is not tp_mesh
         blocks = find_blocks(model, resolved, rows_travel=rows_travel) if sequence_parallel else ([], [])
@@ -336,9 +333,9 @@ def _cut(
             adapters.shard(sharding, memo)
     elif dealing is not None:
         deal_experts(model, dealing)
-        # All parameters are DTensors on one mesh then: clipping and optimizers take no two kinds at once. FSDP2, which
-        # comes with grad_sync=False, shards the others over these ranks itself, and wants them as they are.
-        # What a plan says of other modules is for tensor parallel ranks.
+        # Make all parameters DTensors on one mesh: clipping and optimizers do not accept two kinds at once. But with
+        # grad_sync=False, FSDP2 shards the other parameters over these ranks itself, and needs plain ones.
+        # Plan entries of other modules apply to tensor parallel ranks only.
         for name in dealing.names:
             experts = model.get_submodule(name)
             whole = Plan(parameters=dict.fromkeys(experts._parameters, "grouped_gemm"))
@@ -380,7 +377,7 @@ def _cut(
     users: Any = model
     users.no_sync = partial(no_sync, model)
     for module in model.modules():
-        if next(module.parameters(), None) is not None:  # others may be shared by models: activations of OpenAI GPT are
+        if next(module.parameters(), None) is not None:  # models may share others, such as OpenAI GPT's activations
             setattr(module, MARK, parallelism)
     setattr(model, SHARDING, sharding)
     if uncut is not None:
@@ -389,7 +386,7 @@ def _cut(
 
 
 def _peft() -> ModuleType | None:
-    """What knows of PEFT's adapters, where PEFT has been imported: only then can a model have some."""
+    """The integration of PEFT, or None if PEFT has not been imported: then no model has adapters."""
     if "peft" not in sys.modules:
         return None
     from fused_tp.integrations import peft
@@ -398,7 +395,7 @@ def _peft() -> ModuleType | None:
 
 
 class _Watch:
-    """Before each forward pass: has backward average gradients over expert parallel ranks of different batches."""
+    """Forward pre-hook that makes backward average gradients over expert parallel ranks with different batches."""
 
     def __init__(self, sync: GradientSync) -> None:
         self.sync = sync
@@ -412,8 +409,8 @@ class _Watch:
 def _find_dims(
     mesh: DeviceMesh, tp_dim: str, cp_dim: str, ep_dim: str | None
 ) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
-    """The 1-D meshes of these dims; None for one that is missing or has one rank. That of `ep_dim` is one of the others
-    where it names the same dim."""
+    """1-D meshes of these dims; None for a dim that is missing or has one rank. The mesh of `ep_dim` is one of the
+    others if it names the same dim."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh must be a DeviceMesh, not {type(mesh).__name__}; see torch.distributed.init_device_mesh."
@@ -466,8 +463,8 @@ def _check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> N
 
 
 def _split(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """This rank's neighbours of a 1-D mesh, so many with itself, and those at its place among theirs; None for no more
-    than itself. Meshes, which can be copied with the model."""
+    """Split a 1-D mesh: return this rank's group of `ulysses_size` consecutive ranks, and the ring of ranks at the same
+    place in each group, None for one group. These are meshes, which can be copied with the model."""
     if ulysses_size == mesh.size():
         return mesh, None
     groups = split(resolve_group(mesh), ulysses_size)

@@ -1,8 +1,8 @@
-"""Checks that each rank still has its own part of a model, and that all ranks step it alike.
+"""Check that each rank still has its own shard of a model, and that all ranks take the same optimizer steps.
 
-Code that takes a rank's part for the whole model, such as DistributedDataParallel over all ranks or a broadcast from
-the first one, leaves all tensor parallel ranks with the same part. A rank that skips an optimizer step by a decision of
-its own, which the others take, has another model from then on. Neither fails.
+Code that mistakes a rank's shard for the whole model, such as DistributedDataParallel over all ranks or a broadcast
+from the first one, leaves all tensor parallel ranks with the same shard. A rank that alone skips an optimizer step has
+a different model from then on. Neither raises an error.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _OVER_DATA_PARALLEL = "DistributedDataParallel(model, process_group=mesh['dp'].g
 
 
 class PartsCheck:
-    """A forward pre-hook that compares samples of the parts of weights, and numbers of optimizer steps, over ranks.
+    """Forward pre-hook that compares samples of weight shards, and numbers of optimizer steps, over ranks.
 
-    Costs at the calls of `is_due`: a copy of 61 numbers for each parameter that is cut, one transfer from the device,
-    one exchange of two numbers for each mesh.
+    Cost at the calls of `is_due`: a copy of 61 elements of each sharded parameter, one transfer from the device, and
+    one exchange of a few numbers for each mesh.
 
     Args:
-        meshes: whose ranks call the model together, `tp_mesh` first: a rank that steps an optimizer asks there.
-        tp_mesh: over which weights are cut, or None.
+        meshes: meshes whose ranks call the model together, `tp_mesh` first: optimizer steps are compared over that one.
+        tp_mesh: mesh over which weights are sharded, or None.
 
     Raises:
-        ValueError: ranks have the same part; something shards or averages over ranks that have different parts.
+        ValueError: ranks hold the same shard; a wrapper shards or averages over ranks that hold different shards.
         RankMismatchError: ranks have taken different numbers of steps.
     """
 
     def __init__(self, meshes: Sequence[DeviceMesh], tp_mesh: DeviceMesh | None) -> None:
         self.meshes, self.tp_mesh = tuple(meshes), tp_mesh
-        self.calls = {True: 0, False: 0}  # in training mode and not, since weights may be loaded in between
-        self._accepted = 0  # the id of the DistributedDataParallel that was found to be right
+        self.calls = {True: 0, False: 0}  # in training mode and not, as weights may be loaded in between
+        self._accepted = 0  # id of the DistributedDataParallel that has passed the check
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         if is_suspended():
@@ -83,13 +83,13 @@ class PartsCheck:
         self._accepted = id(wrapper)
 
     def _shared_with(self, ranks: Sequence[int]) -> list[int]:
-        """Tensor parallel ranks, this one and others, among these global ranks."""
+        """Tensor parallel ranks among these global ranks, if there is more than one."""
         assert self.tp_mesh is not None
         ours = set(self.tp_mesh.mesh.flatten().tolist()) & set(ranks)
         return sorted(ours) if len(ours) > 1 else []
 
     def _parts(self, model: nn.Module) -> Iterator[Tensor]:
-        """This rank's parts of weights that are cut over `tp_mesh`, but for experts, which may start as copies."""
+        """Yield the local shards of weights over `tp_mesh`, except experts, which may start as copies."""
         assert self.tp_mesh is not None
         for name, parameter, cut in _plain_parts(model):
             if not isinstance(parameter, DTensor):
@@ -117,9 +117,7 @@ class PartsCheck:
 
 
 def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> None:
-    """Raises:
-    RankMismatchError: ranks have taken different numbers of optimizer steps.
-    """
+    """Raise RankMismatchError if ranks have taken different numbers of optimizer steps."""
     other = next((rank for rank, theirs in enumerate(steps) if theirs != steps[0]), None)
     if other is None:
         return
@@ -133,8 +131,8 @@ def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> 
 
 
 def _plain_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Cut]]:
-    """Parameters that `plain_parameters_` has made plain and that are cut, or the DTensors that fully_shard has put in
-    their place."""
+    """Yield the sharded parameters that `plain_parameters_` has made plain, or the DTensors by which fully_shard has
+    replaced them."""
     for path, module in model.named_modules():
         for key, cut in vars(module).get(CUTS, {}).items():
             parameter = module._parameters.get(key)

@@ -1,17 +1,17 @@
 """LoRA adapters of PEFT (arXiv:2106.09685) on the layers of a parallel model.
 
-A LoRA layer adds B(A(x)) to what its base layer gives. One of the two is cut as the base is, so that what travels for
-an adapter is of its rank r:
+A LoRA layer adds B(A(x)) to the output of its base layer. One of A and B is sharded like the base, so that only rank-r
+tensors are communicated:
 
-| base layer    | A [r, in]    | B [out, r]    | travels                              | with sequence parallelism |
-|---------------|--------------|---------------|--------------------------------------|---------------------------|
-| column        | whole        | cut along out | backward: the sum of A(x)'s gradient | A(x), gathered            |
-| row           | cut along in | whole         | the sum of A(x)                      | A(x), reduce-scattered    |
-| whole         | whole        | whole         | nothing                              | nothing                   |
+| base layer | A [r, in]        | B [out, r]        | communicated                         | with sequence parallelism |
+|------------|------------------|-------------------|--------------------------------------|---------------------------|
+| column     | whole            | sharded along out | backward: the sum of A(x)'s gradient | A(x), gathered            |
+| row        | sharded along in | whole             | the sum of A(x)                      | A(x), reduce-scattered    |
+| whole      | whole            | whole             | nothing                              | nothing                   |
 
-PEFT's own code adds, scales, merges, switches and loads adapters; parameters have the names and shapes they have in a
-model on one rank. LoRA layers, and copies in `modules_to_save`, are out of the model while it is checked and cut, so
-that plans and what reads them see the names of the model alone.
+PEFT's own code adds, scales, merges, switches and loads adapters; parameters have the same names and shapes as in a
+model on one rank. LoRA layers, and copies in `modules_to_save`, are taken out of the model while it is checked and
+sharded, so that plans contain the names of the model alone.
 
     # before: with adapters from get_peft_model, PeftModel.from_pretrained or model.add_adapter
     parallelize(peft_model, mesh)
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound=LoraConfig)
 
-# What holds the model's own module in a wrapper of PEFT.
+# Attribute of a PEFT wrapper that holds the model's own module.
 _BASE = {BaseTunerLayer: "base_layer", AuxiliaryTrainingWrapper: "original_module"}
 _WRAPPERS = tuple(_BASE)
-# Fields of a LoraConfig for more than LoRA on linear layers.
+# Fields of a LoraConfig that ask for more than LoRA on linear layers.
 _MORE = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
 
 
 def base_model(model: PeftModel) -> nn.Module:
-    """The model in a PeftModel, which is what `parallelize` takes.
+    """Return the model inside a PeftModel, to be parallelized.
 
     Raises:
         ValueError: the PeftModel has more than LoRA adapters, such as a learned prompt.
@@ -77,10 +77,10 @@ def base_model(model: PeftModel) -> nn.Module:
 
 
 class Adapters:
-    """The wrappers of PEFT in a model.
+    """PEFT's wrappers in a model.
 
     Raises:
-        ValueError: one that is not served; nothing has been changed.
+        ValueError: a wrapper is not supported; nothing has been changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,7 +91,7 @@ class Adapters:
 
     @contextmanager
     def taken_out(self) -> Iterator[None]:
-        """Within it the model has its own modules; what is put in the place of these is in the wrappers after it."""
+        """Context in which the model has its own modules; afterwards the wrappers hold their replacements."""
         places = [
             (parent, key, child)
             for parent in self.model.modules()
@@ -101,7 +101,7 @@ class Adapters:
         for parent, key, wrapper in places:
             parent._modules[key] = wrapper._modules[_base_key(wrapper)]
         for _, _, wrapper in places:
-            wrapper._modules[_base_key(wrapper)] = None  # else it would keep a full weight that is replaced
+            wrapper._modules[_base_key(wrapper)] = None  # otherwise it would keep the replaced full weight in memory
         try:
             yield
         finally:
@@ -110,7 +110,7 @@ class Adapters:
                 parent._modules[key] = wrapper
 
     def check(self, whole_blocks: Collection[str]) -> None:
-        """Refuse wrappers of what the model's code and ours use otherwise than by a call; called while they are out.
+        """Refuse wrappers of modules that are used other than by a call. Call it inside `taken_out`.
 
         Raises:
             ValueError: a module reads the parameters of a wrapped one by itself; a wrapped one is a block that runs on
@@ -130,10 +130,10 @@ class Adapters:
                     )
 
     def plan(self, plan: Plan) -> Plan:
-        """The styles of what the wrappers add to a model of that plan.
+        """Plan for the modules that the wrappers add to a model with `plan`.
 
         Raises:
-            ValueError: a wrapped module has a torch ParallelStyle, which says nothing of adapters.
+            ValueError: a wrapped module has a torch ParallelStyle, which does not define how to shard adapters.
         """
         styles: dict[str, Style] = {}
         for name, wrapper in self.wrappers.items():
@@ -150,7 +150,7 @@ class Adapters:
         return Plan(styles)
 
     def shard(self, sharding: Sharding, memo: Memo) -> None:
-        """Cut what the wrappers add; they are in the model again."""
+        """Shard the modules that the wrappers add. Call it after `taken_out`."""
         for name, wrapper in self.wrappers.items():
             place = Place(name, sharding)
             if isinstance(wrapper, Linear):
@@ -162,15 +162,15 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Place:
-    """Of a wrapper in a parallel model: its name there, and what the model was cut into."""
+    """Name of a wrapper in a parallel model, and the model's sharding."""
 
     name: str
     sharding: Sharding
 
     def shard(self, key: str, module: nn.Module, memo: Memo) -> nn.Module:
-        """What is to be at `key` of the wrapper: `module`, cut or replicated."""
+        """Return `module`, sharded or replicated, for `key` of the wrapper."""
         style = _style_of(key, self.sharding.plan.modules.get(self.name))
-        # A copy of the model's own module is given what that would be given, under its name.
+        # A copy of the model's own module has the same input, so it is sharded under the name of that module.
         name = f"{self.name}.{key}" if key.startswith("lora_") else self.name
         if isinstance(style, str):
             module = shard_layer(name, module, style, self.sharding, memo)
@@ -179,16 +179,16 @@ class Place:
 
 
 class ParallelLoraLinear(Linear):
-    """PEFT's LoRA layer, around a layer that `parallelize` has cut or left whole. (PEFT knows it by "Linear".)"""
+    """PEFT's LoRA layer around a sharded or whole layer of a parallel model. (PEFT looks for "Linear" in the name.)"""
 
     place: Place
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **keywords: Any) -> None:
-        """Add an adapter, as PEFT does, and cut it.
+        """Add an adapter, as PEFT does, and shard it.
 
         Raises:
-            ValueError: a config of more than LoRA on linear layers; low_cpu_mem_usage=True.
-            RankMismatchError: the ranks have drawn different numbers for it.
+            ValueError: the config asks for more than LoRA on linear layers; low_cpu_mem_usage=True.
+            RankMismatchError: the ranks have drawn different initial values.
         """
         check_config(config)
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **keywords)
@@ -213,12 +213,12 @@ class ParallelLoraLinear(Linear):
         return module.in_features, module.out_features  # of the whole layer
 
     def _cast_input_dtype(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        # What attention hands down stands for a part of the sequence, which the base layer finds by itself.
+        # In attention, x is a stand-in for a shard of the sequence; the base layer resolves it by itself.
         cast: Tensor = super()._cast_input_dtype(part_of(x), dtype)
         return cast
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **keywords: Any) -> Tensor:
-        """Each row with its adapter, of which all ranks take one after the other. PEFT takes them as a set has them."""
+        """Apply to each row its adapter, in the same order on all ranks; PEFT uses the order of a set."""
         result: Tensor = self.base_layer(x, *args)
         for name in sorted(set(adapter_names) & self.lora_A.keys()):
             rows = torch.tensor(
@@ -231,13 +231,13 @@ class ParallelLoraLinear(Linear):
 
 
 def parallel_config(model: nn.Module, config: Config) -> Config:
-    """`config`, by which PEFT puts adapters on the layers of `model`, which `parallelize` returned.
+    """Prepare `config` so that PEFT puts adapters on the layers of `model`, which `parallelize` returned.
 
-    All ranks add adapters together, with equal random states.
+    All ranks must add adapters together, with equal random states.
 
     Raises:
         TypeError: `model` is not parallel.
-        ValueError: a config of more than LoRA on linear layers.
+        ValueError: the config asks for more than LoRA on linear layers.
 
     Example:
         >>> parallelize(model, mesh)
@@ -258,7 +258,7 @@ def parallel_config(model: nn.Module, config: Config) -> Config:
 
 
 def _linear_layers(model: Any) -> set[str]:
-    """All but the output layer: PEFT's own search passes over those with adapters."""
+    """Names of all linear layers but the output layer, including those that have adapters already."""
     kinds = (nn.Linear, Linear)
     wrappers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _WRAPPERS))
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and not name.startswith(wrappers)]
@@ -267,7 +267,7 @@ def _linear_layers(model: Any) -> set[str]:
 
 
 class _Maker:
-    """Makes LoRA layers of a parallel model, as PEFT asks for them."""
+    """Makes LoRA layers of a parallel model; PEFT calls it."""
 
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
@@ -279,22 +279,22 @@ class _Maker:
             raise ValueError(f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Leave it out of target_modules.")
         _check_no_block(name, self.sharding.sequence.whole_blocks)
         layer = ParallelLoraLinear.__new__(ParallelLoraLinear)
-        layer.place = Place(name, self.sharding)  # which `update_layer`, called in __init__, asks for
+        layer.place = Place(name, self.sharding)  # read by `update_layer`, which __init__ calls
         Linear.__init__(layer, base, adapter_name, config, **keywords)
         return layer
 
 
 def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keywords: Any) -> None:
-    """`model.save_pretrained(...)` of a PeftModel on a parallel model: the files that one on one rank writes.
+    """Save a PeftModel on a parallel model, to the same files as on one rank.
 
-    All ranks call it; global rank 0 gathers the adapters on the CPU, and writes. A PeftModel that was given to
-    `parallelize` has this one for its method.
+    All ranks must call it; global rank 0 gathers the adapters on the CPU, and writes. `parallelize` makes it the
+    `save_pretrained` of a PeftModel.
     """
     call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
     given = call.arguments.setdefault("kwargs", {})
     writes = call.arguments.get("is_main_process", True)
     inner: Any = model.get_base_model()
-    known = hasattr(inner, "get_output_embeddings")  # of transformers' models, of which PEFT may write the embeddings
+    known = hasattr(inner, "get_output_embeddings")  # a transformers model, whose embeddings PEFT may write
     layers = [inner.get_input_embeddings(), inner.get_output_embeddings()] if known else [None]
     if given.get("state_dict") is None:
         embeddings = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
@@ -309,7 +309,7 @@ def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keyword
         type(model).save_pretrained(*call.args, **call.kwargs)
 
 
-# ---- what is not served ---------------------------------------------------------------------------------------------
+# ---- unsupported adapters -------------------------------------------------------------------------------------------
 
 _ONLY_LINEAR = "a parallel model serves LoRA on nn.Linear only."
 
@@ -318,8 +318,8 @@ def check_config(config: LoraConfig) -> None:
     """Refuse a config that asks for more than LoRA on the linear layers of a parallel model.
 
     Raises:
-        TypeError: it is none of LoRA.
-        ValueError: names what it asks for.
+        TypeError: `config` is not a LoraConfig.
+        ValueError: names the unsupported field.
     """
     if type(config) is not LoraConfig:
         raise TypeError(f"config is a {type(config).__name__}; a parallel model serves LoraConfig only.")
@@ -358,7 +358,7 @@ def _check_wrapper(name: str, wrapper: Any) -> None:
 
 
 def _check_no_block(name: str, whole_blocks: Collection[str]) -> None:
-    # Hooks would have to be on the wrapper, which merging takes away, and not on the layer.
+    # The block's hooks would have to be on the wrapper, which merging removes, and not on the layer.
     if name in whole_blocks:
         raise ValueError(
             f"sequence_parallel=True: {name!r} runs on the whole sequence, and an adapter on it would be given a part. "
@@ -371,13 +371,13 @@ def _base_key(wrapper: nn.Module) -> str:
 
 
 def _added(wrapper: Any) -> list[tuple[str, nn.Module]]:
-    """What a wrapper adds to the module that it holds, by its place in the wrapper."""
+    """Modules that a wrapper adds to the one that it holds, with their paths in the wrapper."""
     kinds = ("lora_A", "lora_B") if isinstance(wrapper, Linear) else ("modules_to_save",)
     return [(f"{kind}.{name}", module) for kind in kinds for name, module in getattr(wrapper, kind).items()]
 
 
 def _style_of(key: str, base: Style | None) -> Style | None:
-    """The style of what a wrapper adds at `key` to a module of the style `base`."""
+    """Style of the module that a wrapper adds at `key` to a module of the style `base`."""
     spec = spec_of(base)
     if key.startswith("lora_A") and (spec.shard_dim == 0 or spec.shares_rotary):
         return None

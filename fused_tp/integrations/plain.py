@@ -1,24 +1,23 @@
-"""Models in plain torch: what their forward must look like, and their attention over a ring of ranks.
+"""Models in plain torch: the contract of their forward, and their attention over a ring of ranks.
 
-Tensor parallelism needs two things, since a rank has some of the heads and features, consecutive rows of the weight:
+Tensor parallelism requires two things, since a rank has some of the heads and features, consecutive rows of the weight:
 
-- `forward` takes head counts from the width of what a projection returned, as in
+- `forward` takes head counts from the width of a projection's output, as in
   `q_proj(x).unflatten(-1, (-1, head_dim))`.
-- Between two layers that are cut it treats heads and features one by one. A norm over all of them is another one over a
-  part; and so is `chunk` of one layer for q, k and v, or for gate and up. Make such a layer several.
+- Between two sharded layers it treats heads and features independently. A norm over all features computes something
+  else on a shard; so does `chunk` of one layer for q, k and v, or for gate and up. Split such a layer into several.
 
-The rest is for sequence and context parallelism:
+Sequence and context parallelism also require:
 
 - forward(tokens [batch, seq], ..., positions [seq] or [batch, seq]) -> tensors [batch, seq, ...], in any nesting.
-  Others, such as a mean over tokens, are refused, but for a scalar loss without context parallelism. Positions are
-  called `positions` or `position_ids`, and every use of a token's place in the sequence goes by them.
+  Other outputs, such as a mean over tokens, are refused, except a scalar loss without context parallelism. The argument
+  is called `positions` or `position_ids`, and is the only source of a token's place in the sequence.
 - Attention is `torch.nn.functional.scaled_dot_product_attention` of q, k, v [batch, heads, seq, head_dim] with
-  is_causal=True, or with neither a mask nor is_causal, called below the modules that the plan names layers of.
-- With sequence parallelism, a module that owns `q_proj` (`wq`, ...) hands its first argument to it as it is.
-- A KV cache, if any, is the argument `cache`, `kv_cache` or `past_key_values`; a forward pass that gets one is not cut.
+  is_causal=True, or with neither a mask nor is_causal, called inside the parent modules of planned layers.
+- With sequence parallelism, a module that owns `q_proj` (`wq`, ...) passes its first argument to it unchanged.
+- A KV cache, if any, is the argument `cache`, `kv_cache` or `past_key_values`; a forward pass with one is not sharded.
 - For `labels` with context parallelism or loss_parallel: `self.loss_function(logits, labels, vocab_size, ...)` is the
-  mean cross entropy of token i's logits against label i + 1, as in transformers. It is replaced by the one over all
-  ranks.
+  mean cross entropy of token i's logits against label i + 1, as in transformers. A loss over all ranks replaces it.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ CACHES = ("cache", "kv_cache", "past_key_values")
 
 
 def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: Parallelism) -> None:
-    """Refuse a model that does not keep the contract above as far as it can be seen from outside.
+    """Refuse a model that visibly breaks the contract above.
 
     Raises:
-        ValueError: with a sentence that says what is missing.
+        ValueError: names the missing part.
     """
     kind = type(model).__name__
     parameters = inspect.signature(model.forward).parameters
@@ -84,8 +83,8 @@ def check_plain_model(model: nn.Module, plan: Mapping[str, Style], parallelism: 
 
 
 def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
-    """Refuse a column layer of several parts (q, k and v) that is cut as if it were one, and parts of widths that a
-    rank does not have."""
+    """Refuse to shard a packed column layer (q, k and v) as one layer, and code that splits its output by the widths of
+    the whole model."""
     parent, _, leaf = name.rpartition(".")
     if spec.shard_dim != 0 or spec.gathers_output or spec.needs is not nn.Linear:
         return
@@ -108,7 +107,7 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 
 class PlainSequence(SequenceSharding):
-    """What a plain model calls its arguments: the first is the tokens."""
+    """Sequence sharding of a plain model, whose first argument is the tokens."""
 
     def __init__(self, model: nn.Module, parallelism: Parallelism, plan: Mapping[str, Style]) -> None:
         super().__init__(model, parallelism)
@@ -121,13 +120,12 @@ class PlainSequence(SequenceSharding):
         self.has_loss = callable(getattr(model, "loss_function", None))
 
     def adapt(self, model: nn.Module) -> None:
-        """Point the model's attention and loss to ours. Its layers have been replaced."""
+        """Replace the model's attention and loss. Its layers have been replaced already."""
         parallelism = self.parallelism
         heads = _heads(self.plan)
         self.head = cut_head(model.get_submodule(heads[0]) if len(heads) == 1 else None)
         if parallelism.cp_mesh is not None:
-            # Not one mode around the whole model: activation checkpointing runs layers again in backward, outside of
-            # it.
+            # Not one mode around the whole model: activation checkpointing reruns layers in backward, outside of it.
             for module in _modules_around_attention(model, self.plan):
                 forward = module.forward
                 # A partial, unlike a closure, survives copy.deepcopy.
@@ -135,7 +133,7 @@ class PlainSequence(SequenceSharding):
                 wrapped.__signature__ = inspect.signature(forward)  # transformers' generate reads it
                 module.forward = wrapped
         if parallelism.computes_loss and self.has_loss:
-            users = cast(Any, model)  # whose class has the attribute
+            users = cast(Any, model)  # nn.Module does not declare the attribute
             users.loss_function = self.global_loss(users.loss_function)
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
@@ -164,7 +162,7 @@ def _heads(plan: Mapping[str, Style]) -> list[str]:
 
 
 def _modules_around_attention(model: nn.Module, plan: Mapping[str, Style]) -> list[nn.Module]:
-    """The parents of cut layers; without a plan, every module that has modules of its own."""
+    """Parents of sharded layers; without a plan, every module that has submodules."""
     specs = {name: spec_of(style) for name, style in plan.items()}
     parents = {
         name.rpartition(".")[0]
@@ -181,13 +179,13 @@ def _with_ring_attention(
     sequence: SequenceSharding, heads_sharded: bool, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     cp = sequence.state_now().cp
-    # One mode at a time: the ring's own attention calls would be seen by a mode further out.
+    # One mode at a time: an outer mode would intercept the ring's own attention calls.
     if cp is None or getattr(_inside, "mode", False):
         return forward(*args, **kwargs)
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled where it has not been imported
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # before its import nothing has been compiled
     if dynamo is not None and not torch.compiler.is_compiling():
-        # Where the model's own frame cannot be traced, torch.compile would trace the mode's, for all functions as for
-        # the first. Each time: torch._dynamo.reset() forgets it.
+        # If torch.compile cannot trace the model's own frame, it would trace the mode's, and treat all functions like
+        # the first one. Skip it on each call: torch._dynamo.reset() forgets skips.
         dynamo.skip_code(RingAttentionMode.__torch_function__.__code__)
     _inside.mode = True
     try:
@@ -205,11 +203,11 @@ WHOLE_ATTENTIONS = (
 
 PYTHON_METHODS = {name for name, method in vars(Tensor).items() if isinstance(method, FunctionType)}
 
-_inside = threading.local()  # .mode: whether this thread is in a RingAttentionMode
+_inside = threading.local()  # .mode: True while this thread is in a RingAttentionMode
 
 
 class RingAttentionMode(TorchFunctionMode):
-    """Within it, F.scaled_dot_product_attention is attention over the ring."""
+    """Mode in which F.scaled_dot_product_attention computes attention over the ring."""
 
     def __init__(self, cp: CpContext, heads_sharded: bool) -> None:
         super().__init__()
@@ -222,15 +220,15 @@ class RingAttentionMode(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         if func in WHOLE_ATTENTIONS:
-            # torch leaves the mode while they run, so what they call inside would not be seen: a rank's tokens would
-            # attend to each other only.
+            # torch disables the mode while these functions run, so their inner attention would not be intercepted: a
+            # rank's tokens would attend to each other only.
             raise ValueError(
                 "nn.MultiheadAttention (or an nn.Transformer layer) was called; over context parallel ranks attention "
                 "must be F.scaled_dot_product_attention, called by the model's own modules."
             )
         if torch.compiler.is_compiling():
-            # As attributes of a tensor torch.compile can trace these; as functions it cannot. (By name: asked in a
-            # generator, it does not find the functions themselves in a set.)
+            # torch.compile can trace these as attributes of a tensor, but not as functions. (Look them up by name: in
+            # a generator, torch.compile does not find functions in a set.)
             if func is getattr:
                 return getattr(*args)
             name = getattr(func, "__name__", "")

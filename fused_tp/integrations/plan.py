@@ -1,8 +1,8 @@
-"""Which module of a model is cut how: names and styles, checked in full before the first module is touched.
+"""Plans: how each module of a model is sharded, by name and style; checked in full before the first module is changed.
 
 A plan maps names of modules, and of parameters of one dim, to styles. `*` in a name matches one part between dots
 ("model.layers.*.mlp.up_proj"), as in transformers' `tp_plan` and in `parallelize_module`. Styles are transformers'
-words, or torch's `ParallelStyle` objects.
+names, or torch's `ParallelStyle` objects.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ Style: TypeAlias = "str | ParallelStyle"
 
 @dataclass(frozen=True)
 class StyleSpec:
-    """What a style does with a module.
+    """Effect of a style on a module.
 
     Attributes:
-        needs: the kind of module that it takes.
+        needs: class of the modules that it applies to.
         convert: makes the parallel layer that replaces the module, called as convert(module, mesh=, memo=); None for
             modules that stay whole.
-        shard_dim: of the weight [out, in]; None: replicated.
-        parts: lie one after the other along it, each of which is cut: 2 of gate and up, 3 n of q, k and v in n blocks.
+        shard_dim: sharded dim of the weight [out, in]; None: replicated.
+        parts: number of consecutive parts along that dim, each sharded: 2 for gate and up, 3 n for q, k and v in n
+            blocks.
         gathers_output: every rank gets all output features.
-        splits_input: the module is given all input features, and with them the whole sequence.
-        sums_gradient: the module sees a part of the heads, so that a rank's gradient is one term of a sum.
-        sums_output: the module holds a part of each of its experts and is given what all ranks have; its output is one
-            term of a sum, and so are the gradients of what it is given.
-        adds_once: what the module returns goes into such a sum as it is: one rank adds it.
-        shares_keys: all ranks compute the keys and values of the one head that the layer makes besides queries.
-        shares_rotary: the last qk_rope_head_dim features of the output go to all heads, past the layer that is cut by
-            heads: each rank finds the gradient of its own heads, which is summed.
+        splits_input: the module gets all input features, and with them the whole sequence.
+        sums_gradient: the module sees only this rank's heads, so its gradient is one term of a sum over ranks.
+        sums_output: the module holds a shard of its experts, and gets the same input on all ranks; its output is one
+            term of a sum over ranks, and so are the gradients of its input.
+        adds_once: the output of the module is added to such a sum, and equal on all ranks: only one rank adds it.
+        shares_keys: the layer makes queries and one head of keys and values, which all ranks compute.
+        shares_rotary: all heads read the last qk_rope_head_dim output features directly, not through the layer that is
+            sharded by heads: each rank's gradient covers its own heads, and is summed.
     """
 
     needs: type[nn.Module] = nn.Module
@@ -72,11 +73,11 @@ STYLES = {
     "colwise_gather_output": _GATHERED,
     "colwise_rep": _GATHERED,
     "embedding_rowwise": StyleSpec(nn.Embedding, VocabParallelEmbedding.from_embedding, 0),
-    "ep_dispatch_experts": StyleSpec(sums_output=True),  # whole experts, dealt out over the ranks of `ep_dim`
-    "local_params": WHOLE,  # next to entries for the module's own parameters
+    "ep_dispatch_experts": StyleSpec(sums_output=True),  # whole experts, distributed over the ranks of `ep_dim`
+    "local_params": WHOLE,  # together with entries for the module's own parameters
     "mla_kv_a_proj": StyleSpec(nn.Linear, shares_rotary=True),
     "moe_identity_expert": StyleSpec(adds_once=True),
-    "moe_tp_experts": StyleSpec(sums_output=True),  # next to entries for the module's own parameters
+    "moe_tp_experts": StyleSpec(sums_output=True),  # together with entries for the module's own parameters
     "multi_query_colwise": StyleSpec(nn.Linear, MultiQueryLinear.from_linear, 0, shares_keys=True),
     "packed_colwise": _packed(ColumnParallelLinear, 0, 2),
     "packed_colwise_3": _packed(ColumnParallelLinear, 0, 3),
@@ -93,18 +94,18 @@ STYLES = {
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a style does with a parameter: of experts [experts, out, in], or of one dim.
+    """Effect of a style on a parameter: of experts [experts, out, in], or of one dim.
 
     Attributes:
-        dim: that is cut, counted from the end.
-        parts: lie one after the other along it, each of which is cut (gate and up).
+        dim: sharded dim, counted from the end.
+        parts: number of consecutive parts along it, each sharded (gate and up).
     """
 
     dim: int
     parts: int = 1
 
     def dim_of(self, parameter: Tensor) -> int:
-        """`dim` from the front; a parameter of one dim has no other."""
+        """`dim` counted from the front; 0 for a parameter of one dim."""
         return max(0, parameter.ndim + self.dim)
 
 
@@ -113,7 +114,7 @@ PARAMETER_STYLES = {
     "rowwise": ParameterSpec(-1),
     "packed_colwise": ParameterSpec(-2, parts=2),
     "packed_rowwise": ParameterSpec(-1, parts=2),
-    "grouped_gemm": ParameterSpec(-3),  # of [experts, ...] whole experts
+    "grouped_gemm": ParameterSpec(-3),  # whole experts of [experts, ...]
 }
 EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
@@ -124,19 +125,19 @@ class Plan:
 
     Attributes:
         modules: styles of modules.
-        parameters: styles of parameters, for modules without a layer of ours.
-        counts: attributes of modules that count what a rank has its part of (heads), by the module's name.
-        per_head: arguments of modules that hold something for each head, and the dim of heads, by the module's name.
-        unread: names of parameters that no forward reads, though its source does.
-        embeds: names of modules that make something for each token of the whole sequence, whatever they are given.
-        before: names of modules that see the whole sequence where a rank has a part of it.
-        splits: arguments behind these that hold the whole sequence, of which a rank takes its part, by names of
-            modules.
-        parts: arguments of blocks that run on the whole sequence, beside the first, of which a rank has its part, by
-            names of modules.
-        joins: the name of the module whose output is gathered where a rank has a part of the sequence, "" for none.
-        behind: names of modules that then get the whole sequence: those outside of the base model.
-        flattens: layers are given the tokens of all rows in one dim.
+        parameters: styles of parameters, for modules that no layer of fused_tp replaces.
+        counts: attributes that count heads, of which a rank has some; by module name.
+        per_head: arguments with one entry for each head, and their dim of heads; by module name.
+        unread: names of parameters that no forward reads, although its source does.
+        embeds: names of modules whose output covers the whole sequence, whatever their input.
+        before: names of modules in front of the layers, which see the whole sequence even if ranks have shards of it.
+        splits: arguments behind these modules that hold the whole sequence, of which a rank takes its shard; by module
+            name.
+        parts: arguments, besides the first, of blocks that run on the whole sequence, of which a rank has its shard; by
+            module name.
+        joins: name of the module whose output is gathered if ranks have shards of the sequence, "" for none.
+        behind: names of the modules behind it, which get the whole sequence: those outside of the base model.
+        flattens: layers get the tokens of all rows in one dim.
     """
 
     modules: dict[str, Style] = field(default_factory=dict)
@@ -159,24 +160,24 @@ class Plan:
         return name in self.modules or name in self.parameters
 
     def parameters_of(self, name: str, module: nn.Module) -> dict[str, ParameterSpec]:
-        """What is to be done with the parameters of the module of that name, by their names in it."""
+        """Specs of the planned parameters of `module`, called `name`, by their names in it."""
         prefix = f"{name}." if name else ""
         known = ((key, self.parameters.get(prefix + key)) for key in module._parameters)
         return {key: PARAMETER_STYLES[style] for key, style in known if style is not None}
 
 
 def spec_of(style: Style | None) -> StyleSpec:
-    """The entry of a style; that of a module that stays whole for none and for a `ParallelStyle`."""
+    """Spec of a style; `WHOLE` for None and for a `ParallelStyle`."""
     return STYLES[style] if isinstance(style, str) else WHOLE
 
 
-# What people call the projections whose output is split into heads, and the attributes that say how many heads.
+# Common names of projections whose output is split into heads, and (HEAD_COUNTS) of attributes with numbers of heads.
 HEAD_PROJECTIONS = {
     *("q_proj", "k_proj", "v_proj", "wq", "wk", "wv", "query", "key", "value", "to_q", "to_k", "to_v"),
     *("Wq", "Wk", "Wv", "project_q", "project_k", "project_v"),
     *("query_key_value", "c_attn", "qkv_proj", "Wqkv"),  # all three in one
 }
-# Norms of what these projections return, of which a rank has its heads.
+# Norms of the outputs of these projections, of which a rank has its own heads.
 HEAD_NORMS = {
     *("q_norm", "k_norm", "query_norm", "key_norm"),
     *("q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm"),
@@ -188,15 +189,15 @@ HEAD_COUNTS = (
 
 
 def attention_of(name: str) -> str | None:
-    """The name of the attention module that the layer of that name makes queries, keys or values for, by itself or in a
-    module that does nothing else (`q_proj.linear`); None for other layers."""
+    """Name of the attention module for which layer `name` computes queries, keys or values, by itself or in a wrapper
+    (`q_proj.linear`); None for other layers."""
     attention, _, leaf = name.removesuffix(".linear").rpartition(".")
     return attention if leaf in HEAD_PROJECTIONS else None
 
 
 def _family(model: nn.Module) -> tuple[str, Family]:
-    """What the names of modules of a transformers model's base begin with, and what is known of its family: where
-    nothing is, of the family of the text model in it."""
+    """Return (name prefix of a transformers model's base, its family); for an unknown family, those of the text model
+    inside."""
     config: Any = getattr(model, "config", None)
     part: Any = model
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -210,9 +211,9 @@ def _family(model: nn.Module) -> tuple[str, Family]:
 
 
 def _own_plan(model: Any) -> dict[str, Style]:
-    """transformers' plan for a model, and that of FAMILIES over it, by the names in `model`."""
+    """transformers' plan for a model, overridden by that of its family in FAMILIES, by the names in `model`."""
     prefix, family = _family(model)
-    # The property is newer than the attribute.
+    # Only newer versions of transformers have the property.
     plan: dict[str, Style] = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     of_family = {(prefix + pattern).removesuffix("."): style for pattern, style in family.plan.items()}
     if family.cuts_head is not None:
@@ -226,18 +227,18 @@ def _own_plan(model: Any) -> dict[str, Style]:
 
 
 def unread_of(model: nn.Module) -> set[str]:
-    """The parameters that no forward reads by itself, though its source does, under an option that is off."""
+    """Names of parameters that no forward reads by itself, although its source does, under an option that is off."""
     prefix, family = _family(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return {name for name in names if any(_matches(name, prefix + one) for one in family.unread)}
 
 
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
-    """Concrete names and their styles, from "auto" (the model's own `tp_plan`) or from a dict of patterns.
+    """Resolve "auto" (the model's own `tp_plan`), or a dict of patterns, to concrete names and their styles.
 
     Raises:
         TypeError: `plan` is neither "auto" nor a dict, or a style is neither a string nor a `ParallelStyle`.
-        ValueError: no plan to be found, a pattern that no module has, an unknown style, or one that does not suit its
+        ValueError: no plan found, a pattern that matches no module, an unknown style, or one that does not suit its
             module.
     """
     own_plan = _own_plan(model)
@@ -269,8 +270,8 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
         if style != "moe_identity_expert":
             names = [name for name in names if not isinstance(modules[name], nn.Identity)]
         cut = [name for name in parameters if _matches(name, pattern)]
-        # A model's own plan may name layers that only some of its configurations have; an entry that somebody wrote for
-        # this call and that matches nothing is a mistake.
+        # A model's own plan may name layers that only some of its configurations have; an entry of the caller's that
+        # matches nothing is a mistake.
         known = own_plan.get(pattern) == style or any(_matches(name, pattern) for name in modules)
         if not (names or cut or known):
             raise ValueError(f"plan names {pattern!r}, but {type(model).__name__} has no such module.")
@@ -328,7 +329,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
 
 
 def _instead_of_auto(model: nn.Module) -> str:
-    """What to do with a model that has no plan: to write one, where most of it are layers that a plan can cut."""
+    """Advice for a model without a plan: to write one, if a plan can shard most of its parameters."""
     others, size = {}, sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
         own = sum(p.numel() for p in module.parameters(recurse=False))
@@ -347,12 +348,12 @@ def _instead_of_auto(model: nn.Module) -> str:
 def deal_experts_in(
     model: nn.Module, plan: Plan, asked: str | Mapping[str, Style], ep_ranks: int, *, whole: bool
 ) -> list[str]:
-    """Names of the modules of experts to be dealt out over `ep_ranks` ranks; entries of `plan` are made to fit.
+    """Return the names of the modules of experts to distribute over `ep_ranks` ranks, and adapt `plan` to it.
 
-    `whole`: no tensor parallel ranks but these cut experts.
+    `whole`: experts are not also sharded over other, tensor parallel ranks.
 
     Raises:
-        ValueError: there are no experts, or some that cannot be dealt out.
+        ValueError: there are no experts, or some that cannot be distributed.
     """
     patterns = {**_own_plan(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(asked, str) else asked
     modules = dict(model.named_modules())
@@ -373,14 +374,14 @@ def deal_experts_in(
             plan.parameters.update(dict.fromkeys(keys, "grouped_gemm"))
         else:
             plan.modules.setdefault(name, "ep_dispatch_experts")
-            for key in keys:  # whole experts that are dealt out over another mesh dim
+            for key in keys:  # whole experts, distributed over another mesh dim
                 if plan.parameters.get(key) == "grouped_gemm":
                     del plan.parameters[key]
     return found
 
 
 def check_nothing_dealt(plan: Plan, ep_dim: str | None) -> None:
-    """Refuse experts that are to be dealt out where no ranks share them; drop the entries where it is one rank."""
+    """Refuse 'ep_dispatch_experts' without `ep_dim`; drop its entries if `ep_dim` has one rank."""
     dealt = [name for name, style in plan.modules.items() if style == "ep_dispatch_experts"]
     if dealt and ep_dim is None:
         raise ValueError(
@@ -394,7 +395,7 @@ def check_nothing_dealt(plan: Plan, ep_dim: str | None) -> None:
 
 
 def _cut_tied_embeddings(model: nn.Module, plan: Plan) -> None:
-    """An embedding that shares its weight with an output layer is cut as that one is, by vocabulary."""
+    """Shard an embedding that is tied to a sharded output layer like that layer, by vocabulary."""
     heads = [name for name, style in plan.modules.items() if spec_of(style).gathers_output]
     weights = {id(model.get_submodule(name).weight) for name in heads}
     for name, module in model.named_modules():
@@ -403,7 +404,7 @@ def _cut_tied_embeddings(model: nn.Module, plan: Plan) -> None:
 
 
 def _own_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
-    """The styles of the module that a parameter belongs to."""
+    """Styles of the module that owns a parameter."""
     owner = name.rpartition(".")[0]
     return {style for pattern, style in patterns.items() if _matches(owner, pattern)}
 
@@ -415,16 +416,16 @@ def _is_served(style: Style, parameter: Tensor, own: set[Style]) -> bool:
 
 
 def check_experts(model: nn.Module, plan: Plan) -> None:
-    """Refuse experts of which a tensor parallel rank would compute more than its part."""
+    """Refuse experts of which a tensor parallel rank would compute more than its shard."""
     for name, style in plan.modules.items():
         if style == "moe_tp_experts":
             _check_experts(name, model.get_submodule(name), plan)
 
 
 def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:
-    """Refuse experts of which a rank would compute more than its part: the sum over the ranks would count it again."""
+    """Refuse experts of which a rank would compute more than its shard: the sum over ranks would count it again."""
     inside = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module)}
-    inside -= {"down_proj_bias"} if takes_routing(module) else set()  # which is added after the sum
+    inside -= {"down_proj_bias"} if takes_routing(module) else set()  # added after the sum
     inside |= {"post_expert_norm"} if getattr(module, "has_post_expert_norm", False) else set()
     inside |= {key for key, child in module.named_children() if isinstance(child, nn.Identity)}
     inside = {key for key in inside if f"{name}.{key}" not in plan}
@@ -446,10 +447,10 @@ def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:
 
 
 def warn_of_small_share(model: nn.Module, plan: Plan) -> None:
-    """Say how little the plan cuts where it is less than a quarter: a TP rank would then compute most of the model."""
+    """Warn if the plan shards less than a quarter of the model: each TP rank would then compute most of it."""
     sizes = {id(p): p.numel() for p in model.parameters()}
     if any(isinstance(style, ParallelStyle) for style in plan.modules.values()):
-        return  # what it cuts is its own affair
+        return  # unknown which parameters it shards
     specs = {name: spec_of(style) for name, style in plan.modules.items()}
     named = (name for name, spec in specs.items() if spec.shard_dim is not None and not spec.shares_keys)
     layers = map(model.get_submodule, named)
@@ -470,7 +471,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _check_not_by_head(name: str, module: nn.Module) -> None:
-    """Refuse a module for heads that has parts for single heads, of which each rank would take the first."""
+    """Refuse a module with a list of submodules for single heads, of which each rank would use the first ones."""
     if any(isinstance(child, nn.ModuleList) for child in module.children()):
         raise ValueError(
             f"{name!r} ({type(module).__name__}) has modules in a list, perhaps one for each head; a tensor parallel "
@@ -478,11 +479,11 @@ def _check_not_by_head(name: str, module: nn.Module) -> None:
         )
 
 
-SAME_AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)  # but for one rounding more
+SAME_AS_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)  # except for one extra rounding
 
 
 def check_style(name: str, module: nn.Module, style: Style) -> None:
-    """Refuse a style that `module` cannot take, with a sentence."""
+    """Refuse a style that does not suit `module`."""
     if isinstance(style, ParallelStyle):
         return
     if not isinstance(style, str):
@@ -491,7 +492,7 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
         _check_not_by_head(name, module)
     kind = f"{type(module).__module__}.{type(module).__name__}"
     wanted = STYLES[style].needs
-    # A subclass has a forward of its own (quantized, with adapters), which the replacement would drop unseen.
+    # A subclass has its own forward (quantized, with adapters), which the replacement would silently drop.
     alike = {nn.Linear: is_conv1d(module) or kind in SAME_AS_LINEAR, nn.Embedding: embedding_scale(module) is not None}
     served = type(module) is wanted or alike.get(wanted, False)
     if wanted is not nn.Module and not served:
@@ -507,7 +508,7 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
 
 
 def embedding_scale(module: nn.Module) -> float | None:
-    """What an embedding of transformers' Gemma family and its like multiplies its rows by; None for other modules."""
+    """Factor by which a scaled embedding of transformers (Gemma family) multiplies its rows; None for other modules."""
     if not (isinstance(module, nn.Embedding) and type(module).__name__.endswith("ScaledWordEmbedding")):
         return None
     scale: Any = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", None))
@@ -515,9 +516,9 @@ def embedding_scale(module: nn.Module) -> float | None:
 
 
 def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: int) -> None:
-    """Refuse a TP size that would cut through an attention head, and say which sizes work.
+    """Refuse a TP size that would split an attention head, and name the sizes that work.
 
-    Head counts are read off the attention module, its `config` or the model's `config`, the first that has them counts.
+    Head counts are read from the attention module, its `config` or the model's `config`; the first one found is used.
     """
     for name, style in plan.items():
         attention = attention_of(name)
@@ -528,7 +529,7 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if spec.shares_keys:
             counts = {key: count for key, count in counts.items() if not is_of_keys(key)}
-        blocks = max(1, spec.parts // 3)  # of q, k and v, each of which is cut
+        blocks = max(1, spec.parts // 3)  # blocks of q, k and v, each sharded
         if any(count % (blocks * world_size) for count in counts.values()):
             smallest = min(counts.values())
             sizes = [w for w in range(1, smallest + 1) if all(c % (blocks * w) == 0 for c in counts.values())]
@@ -540,13 +541,13 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
 
 
 def is_of_keys(count: str) -> bool:
-    """Whether that name in HEAD_COUNTS counts heads of keys and values."""
+    """True if `count`, a name in HEAD_COUNTS, counts heads of keys and values."""
     return "kv" in count or "key_value" in count
 
 
 def value_of(config: object, name: str) -> Any:
-    """An attribute of a module or of a transformers config; None where it has none, or where its layers have several of
-    which transformers names no single one."""
+    """Attribute of a module or of a transformers config; None if it is missing, or if transformers raises because it
+    differs between layers."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
@@ -554,7 +555,7 @@ def value_of(config: object, name: str) -> Any:
 
 
 def head_counts(*sources: object) -> dict[str, int]:
-    """How many heads the first of `sources` that says so has, by the name of what says it."""
+    """Numbers of heads by attribute name, each from the first of `sources` that has the attribute."""
     counts: dict[str, int] = {}
     for source in sources:
         text = getattr(source, "get_text_config", None)
@@ -564,21 +565,21 @@ def head_counts(*sources: object) -> dict[str, int]:
     return counts
 
 
-# ---- what sees a part of the features -------------------------------------------------------------------------------
+# ---- modules that see a shard of the features -----------------------------------------------------------------------
 #
-# A column layer's backward sums the gradient of its input, so modules before it find whole gradients. A module behind
-# it, which sees this rank's features, finds one term of a sum. Which it is shows in the widths of its parameters.
+# A column layer's backward sums the gradient of its input, so modules before it get complete gradients. A module behind
+# it sees this rank's features, and gets one term of a sum. The widths of a module's parameters show its place.
 
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 def settle_between(model: nn.Module, plan: Plan, *, cuts_logits: bool = False) -> Plan:
-    """`plan`, and a style for each module that has parameters and must lie between two that are cut.
+    """Return `plan`, with a style for each module that has parameters and must be between two sharded ones.
 
-    `cuts_logits`: the output layer leaves its features cut, too.
+    `cuts_logits`: the output layer leaves its features sharded, too.
 
     Raises:
-        ValueError: a module whose place cannot be known by its widths, and that the plan says nothing of.
+        ValueError: a module is not in the plan, and its widths do not show its place.
     """
     settled = replace(plan, modules=dict(plan.modules))
     modules = dict(model.named_modules())
@@ -616,13 +617,13 @@ def settle_between(model: nn.Module, plan: Plan, *, cuts_logits: bool = False) -
 def _around_parts(
     modules: Mapping[str, Any], plan: Mapping[str, Style], head: nn.Module | None
 ) -> dict[str, tuple[list[str], set[int]]]:
-    """The modules whose own code may see a rank's features: by name, the column layers that make these, and the widths
-    of what all ranks have.
+    """Modules whose own code may see a rank's features: by name, the column layers that compute these, and the widths
+    of features that all ranks have.
 
-    These are the parent of a column layer and, where no row layer is in it, those around it up to the first one that
-    has some; and from there down to the parents of these. `head` leaves its features cut, whatever its style.
+    These are the parent of a column layer and, if it contains no row layer, the modules around it up to the first one
+    that does; and from there down to the parents of row layers. `head` leaves its features sharded, whatever its style.
     """
-    rows: dict[str, list[str]] = {}  # by each module that they are in
+    rows: dict[str, list[str]] = {}  # row layers by each module around them
     for name, style in plan.items():
         if spec_of(style).shard_dim == 1:
             for scope in _scopes(name):
@@ -645,7 +646,7 @@ def _around_parts(
 
 
 def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | None:
-    """The layer that makes the logits: transformers' models know it; of others it is the only one of its style."""
+    """Layer that computes the logits: transformers' models name it; in others it is the only one of its style."""
     known: Any = getattr(model, "get_output_embeddings", None)
     if callable(known):
         head: nn.Module | None = known()
@@ -655,13 +656,13 @@ def _output_layer(model: nn.Module, plan: Mapping[str, Style]) -> nn.Module | No
 
 
 def _scopes(name: str) -> list[str]:
-    """The names of the modules around one, from its parent to the model itself, ""."""
+    """Names of the modules around `name`, from its parent to the model itself, ""."""
     parts = name.split(".")
     return [".".join(parts[:n]) for n in range(len(parts) - 1, -1, -1)]
 
 
 def within(scope: str, top: str) -> bool:
-    """Whether the module of the name `scope` is that of the name `top`, or in it."""
+    """True if the module `scope` is the module `top`, or is inside it."""
     return not top or scope == top or scope.startswith(f"{top}.")
 
 
@@ -669,13 +670,13 @@ LATENT = "kv_a_proj_with_mqa"
 
 
 def _sees_all(module: nn.Module, whole: set[int], leaf: str, column: list[str]) -> bool:
-    """Whether the widths of what `module` holds are those of what all ranks have."""
+    """True if the widths of the parameters in `module` are those of features that all ranks have."""
     leaves = {name.rpartition(".")[2] for name in column}
     if leaf == LATENT or (leaf in HEAD_NORMS and not HEAD_PROJECTIONS.isdisjoint(leaves)):
         return False
     inside = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
     linears = [m for m in inside if isinstance(m, nn.Linear) or is_conv1d(m)]
-    if linears:  # what follows them inside is made of what they return
+    if linears:  # other modules inside see their outputs
         return any(features_of(m)[0] in whole for m in linears)
     return all(
         isinstance(m, nn.Embedding) or all(p.ndim == 1 and p.numel() in whole for p in m.parameters(recurse=False))

@@ -1,8 +1,8 @@
-"""Which parameters a module's own code reads from the modules inside of it, as in `F.conv1d(x, self.conv1d.weight)`.
+"""Find the parameters that a module's own code reads from its submodules, as in `F.conv1d(x, self.conv1d.weight)`.
 
-Such code finds the parameter without calling its owner, so what the owner's forward does with it (a DTensor becomes a
-plain tensor, see `replicate_own`) must be done around the reader's forward too. Only the source of a class shows it:
-attribute chains that begin at `self`. Where there is no source to read nothing is found.
+Such code reads the parameter without calling its owner, so the conversion around the owner's forward (a DTensor becomes
+a plain tensor, see `replicate_own`) must also be around the reader's forward. Only the source of a class shows such
+reads, as attribute chains that begin at `self`. Without source nothing is found.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _DESCRIBE = {"dtype", "device", "shape", "ndim", "requires_grad", "is_meta", "is
 
 
 def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]:
-    """Names, seen from `module`, of the parameters of modules inside of it that its code reads, and, where it calls
-    methods of these other than forward, that their code reads.
+    """Names, relative to `module`, of the submodule parameters that its code reads; also those that the code of
+    submodules reads, if it calls their methods other than forward.
 
     `by_forward`: only those that its own method `forward` reads; other methods may never be called.
     """
@@ -44,7 +44,7 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
             continue
         held = owner._modules.get(last)
         if owner is not module and not by_forward and inspect.isfunction(getattr(type(owner), last, None)):
-            # A method of it, around which nothing is hooked.
+            # The code calls a method of the submodule, which has no hooks around it.
             found.update(".".join((*owners, name)) for name in parameters_read(owner))
         elif isinstance(held, (nn.ParameterList, nn.ParameterDict)):
             found.update(f"{chain}.{name}" for name in held._parameters)
@@ -53,7 +53,7 @@ def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]
     return sorted(found)
 
 
-@cache  # of classes
+@cache  # by class
 def _chains(kind: Any, by_forward: bool, patches: tuple[tuple[Any, str, FunctionType], ...]) -> frozenset[str]:
     """Every `a.b.c` of a `self.a.b.c` in the methods of a class and its bases."""
     found: set[str] = set()
@@ -66,7 +66,7 @@ def _chains(kind: Any, by_forward: bool, patches: tuple[tuple[Any, str, Function
 
 
 def _patches(kind: Any) -> tuple[tuple[Any, str, FunctionType], ...]:
-    """(class, name, function) of the methods of a class and its bases that its file does not define, as after
+    """Return (class, name, function) of the methods of a class and its bases that come from another file, as after
     `LlamaForCausalLM.forward = lce_forward`."""
     found = []
     for base in kind.__mro__:
@@ -89,18 +89,18 @@ def _chains_of_function(function: FunctionType) -> frozenset[str]:
 
 
 def _source(module: str) -> str:
-    """As it is now: a module may be loaded again, and another one under its name."""
+    """Current source of a module. Not cached: the module may be reloaded, or replaced under the same name."""
     try:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
         return ""
 
 
-@lru_cache(maxsize=16)  # the classes of a model are those of few files
+@lru_cache(maxsize=16)  # the classes of a model are in few files
 def _chains_of(source: str) -> dict[str, dict[str, frozenset[str]]]:
-    """What `_chains` returns, by qualified names of the classes in a source and by methods.
+    """Attribute chains as in `_chains`, by qualified class name and by method, for all classes in a source.
 
-    inspect.getsource parses the whole file anew for every class, which took most of the time of `parallelize`.
+    inspect.getsource of a class parses the whole file each time, which took most of the time of `parallelize`.
     """
     try:
         return {name: _chains_in(definition) for name, definition in _definitions(ast.parse(source), "")}
@@ -132,7 +132,7 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef
 
 
 def _chain(node: ast.expr, owners: set[str]) -> str:
-    """`a.b` of `self.a.b`, where "self" is in `owners`; "" of anything else."""
+    """`a.b` for `self.a.b`, where "self" is in `owners`; "" for anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -141,8 +141,8 @@ def _chain(node: ast.expr, owners: set[str]) -> str:
 
 
 def attentions_named(module: nn.Module) -> set[str]:
-    """Names of attention implementations that code of `module` compares that of its config with, to do something else.
-    A comparison with "eager" alone only tells whether to look the attention up."""
+    """Names of attention implementations for which code of `module` behaves differently: it compares its config's with
+    them. A comparison with "eager" alone does not count: it only decides whether to look the attention up."""
     found: set[str] = set()
     for kind in type(module).__mro__:
         if issubclass(kind, nn.Module) and not kind.__module__.startswith(("torch.", "transformers.modeling_utils")):
@@ -152,7 +152,7 @@ def attentions_named(module: nn.Module) -> set[str]:
 
 @lru_cache(maxsize=16)
 def _attentions_in(source: str) -> dict[str, frozenset[str]]:
-    """What `attentions_named` returns, by qualified names of the classes in a source."""
+    """Names as in `attentions_named`, by qualified class name, for all classes in a source."""
     if "_attn_implementation" not in source:
         return {}
     return {name: frozenset(_compared(definition)) for name, definition in _definitions(ast.parse(source), "")}
@@ -171,12 +171,12 @@ def _compared(definition: ast.ClassDef) -> Iterator[str]:
 
 
 _SPLITS = {"split", "chunk", "tensor_split", "split_with_sizes"}
-_SAME = {"contiguous", "float", "to", "clone"}  # methods that keep a tensor's dims; others may have made one of heads
+_SAME = {"contiguous", "float", "to", "clone"}  # methods that keep a tensor's dims; others may add one of heads
 
 
 def splits_output(kind: Any, layer: str) -> str | None:
-    """The function by which the methods of class `kind` take what `self.<layer>` has returned, itself or under a name,
-    apart into a few names; None where they do not, or there is no source."""
+    """Name of the function by which methods of class `kind` unpack the output of `self.<layer>`, directly or through a
+    variable; None if they do not unpack it, or without source."""
     for definition in [d for k in kind.__mro__ for n, d in _parsed(_source(k.__module__)) if n == k.__qualname__]:
         for method in (node for node in ast.walk(definition) if isinstance(node, ast.FunctionDef)):
             called = f"{method.args.args[0].arg if method.args.args else 'self'}.{layer}"
@@ -203,7 +203,7 @@ def splits_output(kind: Any, layer: str) -> str | None:
 
 
 def _made_of(node: ast.expr, called: str, named: set[str]) -> bool:
-    """Whether an expression is a call of the layer `called`, or a name in `named`."""
+    """True if an expression is a call of the layer `called` or a name in `named`, also behind methods in _SAME."""
     while isinstance(node, ast.Call):
         if ast.unparse(node.func) == called:
             return True
@@ -222,8 +222,8 @@ def _parsed(source: str) -> list[tuple[str, ast.ClassDef]]:
 
 
 def forward_mentions(module: nn.Module, words: str, *, unknown: bool) -> bool:
-    """Whether the source of the class's forward has `words`, or that of a base's which it calls by super(); `unknown`
-    where there is no source to read."""
+    """True if the source of the class's forward, or of a base's that it calls by super(), contains `words`; `unknown`
+    without source."""
     for kind in type(module).__mro__:
         if "forward" not in vars(kind):
             continue

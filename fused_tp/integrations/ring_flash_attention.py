@@ -1,6 +1,6 @@
-"""The functions of ring-flash-attention (Zhu, 2024) by `ring_attention`: the same names, signatures and token orders.
+"""Functions of ring-flash-attention (Zhu, 2024) on `ring_attention`, with the same names, signatures and token orders.
 
-Change the import, and keep the calls and the way in which tokens are cut. Of [batch, seq, heads, head_dim] a rank holds
+Change the import; calls and the sharding of tokens stay the same. Of [batch, seq, heads, head_dim] a rank holds
 
 - `ring_flash_attn_*`: chunk r of W of the sequence;
 - `zigzag_ring_flash_attn_*`: chunks r and 2W-1-r of 2W of the sequence;
@@ -11,22 +11,22 @@ and of packed documents, [tokens, heads, head_dim],
 - `zigzag_ring_flash_attn_varlen_*`: chunks r and 2W-1-r of 2W of each document;
 - `llama3_flash_attn_varlen_*`: chunk r of W of all tokens, wherever documents begin.
 
-Each is there as `_func` (q, k, v), `_kvpacked_func` (q, kv with 2 before heads) and `_qkvpacked_func` (qkv with 3).
+Each exists as `_func` (q, k, v), `_kvpacked_func` (q, kv with 2 before heads) and `_qkvpacked_func` (qkv with 3).
 
-All devices and dtypes of `ring_attention` are served, so are CPU ranks, and what the library refuses or does wrongly:
-windows (of the whole sequence), ALiBi, dropout, sequences without a causal mask in zigzag order. Sums have one order,
-with `deterministic` and without. `max_seqlen`, which sizes CUDA launches there, decides nothing here.
+All devices (also CPU ranks) and dtypes of `ring_attention` are supported, and features that the library refuses or
+computes wrongly: windows (of the whole sequence), ALiBi, dropout, sequences without a causal mask in zigzag order. Sums
+have a fixed order, with and without `deterministic`. `max_seqlen`, which sizes the library's CUDA launches, is ignored.
 
-Arguments, where they are the same for all:
+Arguments common to all:
 
 - `dropout_p`, `softmax_scale` (None: head_dim ** -0.5), `causal`, `window_size` and `alibi_slopes` [heads] are those of
-  flash-attn, and go to `ring_attention`, which says more.
-- `cu_seqlens` of the varlen functions is int32 or int64 [documents + 1], of what a rank holds: that of the documents
-  divided by W. Best on the CPU: elsewhere reading it waits for the device.
-- `return_attn_probs`: return (out, lse, None), lse [batch, heads, seq / W], of varlen functions [heads, tokens / W].
+  flash-attn. They are passed to `ring_attention`, which documents them.
+- `cu_seqlens` of the varlen functions is int32 or int64 [documents + 1], for a rank's tokens: that of the whole
+  documents divided by W. Keep it on the CPU: reading it elsewhere waits for the device.
+- `return_attn_probs`: return (out, lse, None), lse [batch, heads, seq / W], for varlen functions [heads, tokens / W].
 - `group`: a ProcessGroup, or None for the world.
 
-Not there: `stripe_flash_attn_*`, whose order of tokens no layout of fused_tp has; the zigzag order balances as well.
+Not supported: `stripe_flash_attn_*` (no layout of fused_tp has its token order). Use zigzag, which balances as well.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool, **keywords: Any) -> Found:
-    """What the functions return, for these keywords of `ring_attention`."""
+    """Call `ring_attention` with these keywords; return out, or (out, lse, None) if `return_attn_probs`."""
     check_bool(return_attn_probs=return_attn_probs)
     if not return_attn_probs:
         return ring_attention(q, k, v, **keywords)
@@ -79,7 +79,7 @@ def _attend_packed(
     cu_seqlens: Any = None,
     **keywords: Any,
 ) -> Found:
-    """`whole`: bounds of the documents of all ranks; None: they follow from `cu_seqlens` of this rank's parts."""
+    """Attention within packed documents with the bounds `whole` over all ranks; None: from this rank's `cu_seqlens`."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 3:
             raise ValueError(f"{name} has shape {tuple(t.shape)}; it must be [tokens of this rank, heads, head_dim].")
@@ -92,7 +92,7 @@ def _attend_packed(
 
 
 def _of_all_ranks(cu_seqlens: Any, q: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Where documents begin in the whole, for `cu_seqlens` of this rank's parts of them."""
+    """Bounds of the documents over all ranks, from `cu_seqlens` of this rank's tokens."""
     bounds = cast("Tensor", on_host("cu_seqlens", cu_seqlens))
     if not torch.compiler.is_compiling() and len(bounds) and int(bounds[-1]) != q.shape[0]:
         raise ValueError(
@@ -115,7 +115,7 @@ def ring_flash_attn_func(
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
 ) -> Found:
-    """out [batch, seq / W, heads, head_dim] of attention over a sequence of which rank r holds chunk r."""
+    """Attention over a sequence; rank r holds chunk r. Returns [batch, seq / W, heads, head_dim]."""
     return attend(
         q,
         k,
@@ -144,7 +144,7 @@ def zigzag_ring_flash_attn_func(
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
 ) -> Found:
-    """out [batch, seq / W, heads, head_dim] of attention over a sequence of which rank r holds chunks r and 2W-1-r."""
+    """Attention over a sequence; rank r holds chunks r and 2W-1-r. Returns [batch, seq / W, heads, head_dim]."""
     return attend(
         q,
         k,
@@ -175,7 +175,7 @@ def ring_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
 ) -> Found:
-    """out [tokens / W, heads, head_dim] of attention within documents, of each of which rank r holds chunk r."""
+    """Attention within documents; rank r holds chunk r of each. Returns [tokens / W, heads, head_dim]."""
     return _attend_packed(
         q,
         k,
@@ -207,7 +207,7 @@ def zigzag_ring_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
 ) -> Found:
-    """out [tokens / W, heads, head_dim] of attention within documents: of each, rank r holds chunks r and 2W-1-r."""
+    """Attention within documents; rank r holds chunks r and 2W-1-r of each. Returns [tokens / W, heads, head_dim]."""
     return _attend_packed(
         q,
         k,
@@ -226,7 +226,7 @@ def zigzag_ring_flash_attn_varlen_func(
 
 @dataclass(frozen=True)
 class KeySlice:
-    """In the place of the slice of all keys that a rank's queries see; it knows the documents of all ranks, too."""
+    """Replaces the library's slice of the keys that a rank's queries see; also holds the documents of all ranks."""
 
     start: int
     stop: int
@@ -236,13 +236,13 @@ class KeySlice:
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, KeySlice]:
-    """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice), of `rank`, for
+    """Return (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice) of `rank`, for
     `llama3_flash_attn_varlen_func`.
 
     Args:
-        cu_seqlens: int32 or int64 [documents + 1], of the documents of all ranks together; best on the CPU.
-        causal: as given to the function.
-        rank, world_size: in the group that shares the tokens.
+        cu_seqlens: int32 or int64 [documents + 1], of the whole documents; best on the CPU.
+        causal: same as for that function.
+        rank, world_size: of the group that shares the tokens.
 
     Raises:
         TypeError, ValueError: an argument does not fit; the ranks cannot share the tokens evenly.
@@ -290,14 +290,14 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
     return_attn_probs: bool = False,
     group: ProcessGroup | None = None,
 ) -> Found:
-    """out [tokens / W, heads, head_dim] of attention within documents, of all of whose tokens rank r holds chunk r.
+    """Attention within documents; rank r holds chunk r of all tokens. Returns [tokens / W, heads, head_dim].
 
-    The library gathers all keys of `heads_k_stride` heads at a time. Here keys pass the queries in a ring, those alone
-    that some query sees, whatever the stride. `local_k_slice` is what `llama3_flash_attn_prepare_cu_seqlens` of this
-    module has returned; the other lengths follow from it.
+    The library gathers all keys of `heads_k_stride` heads at a time. Here keys travel in a ring, only those that some
+    query sees, and the stride is ignored. `local_k_slice` must come from `llama3_flash_attn_prepare_cu_seqlens` of this
+    module; the other lengths follow from it.
 
     Raises:
-        TypeError: `local_k_slice` is another's.
+        TypeError: `local_k_slice` does not come from this module.
     """
     if not isinstance(local_k_slice, KeySlice):
         raise TypeError(
@@ -321,7 +321,7 @@ def llama3_flash_attn_varlen_func(  # noqa: PLR0913 - the library's signature
 
 
 def _packed(function: Callable[..., Found], name: str, count: int) -> Callable[..., Found]:
-    """`function` with its last `count` of (q, k, v) in one tensor, one behind the other before the heads."""
+    """Variant of `function` with its last `count` of (q, k, v) stacked in one tensor, in a dim before the heads."""
 
     def call(*args: Any, **keywords: Any) -> Found:
         given = signature.bind(*args, **keywords).arguments

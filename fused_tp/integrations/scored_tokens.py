@@ -1,16 +1,16 @@
-"""Log-probabilities in place of logits, as TRL's trainers ask models for them, where a rank has a part of the tokens.
+"""Log-probabilities instead of logits, as TRL's trainers request them, if a rank has a shard of the tokens.
 
-TRL's `add_fused_lm_head` puts a forward in the place of a model's own. Called with fused_lm_head=True it hands the
-hidden states and the output layer's weight, of which it gathers the whole, to a kernel of its own. With targets that
-are shifted already it looks at each token by itself, so it can be given a part of them:
+TRL's `add_fused_lm_head` replaces a model's forward. Called with fused_lm_head=True it gathers the whole weight of the
+output layer, and passes it with the hidden states to a kernel of TRL. If targets are shifted already it treats each
+token independently, so it accepts a shard of them:
 
-| what                     | tensor parallel     | + sequence parallel             | context parallel            |
-|--------------------------|---------------------|---------------------------------|-----------------------------|
-| hidden states            | as they are         | gathered behind the last norm   | of this rank's tokens       |
-| targets                  | as they are         | shifted before                  | shifted before, then cut    |
-| log-probabilities, ...   | as they are         | as they are                     | gathered                    |
+| tensors                  | tensor parallel     | + sequence parallel             | context parallel             |
+|--------------------------|---------------------|---------------------------------|------------------------------|
+| hidden states            | unchanged           | gathered behind the last norm   | of this rank's tokens        |
+| targets                  | unchanged           | shifted before                  | shifted before, then sharded |
+| log-probabilities, ...   | unchanged           | unchanged                       | gathered                     |
 
-Of labels, which TRL would shift itself, the last position is left out again: it has no target.
+If targets come from labels, which TRL would shift itself, the last position is dropped again: it has no target.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ASKED = "fused_lm_head"
 
 @dataclass(frozen=True)
 class Targets:
-    """The target of each token, (batch, seq); `shifted`: made of labels, so that the last token has none."""
+    """Target of each token, [batch, seq]; `shifted`: computed from labels, so that the last token has none."""
 
     whole: Tensor
     shifted: bool
@@ -37,7 +37,7 @@ class Targets:
 
 
 def take_targets(arguments: dict[str, Any], ignore_index: int) -> Targets:
-    """The targets of a forward pass; they leave `arguments`."""
+    """Remove the targets of a forward pass from `arguments`, and return them."""
     labels, targets = arguments.pop("labels", None), arguments.pop("shift_labels", None)
     arguments["labels"], count = None, arguments.get("num_items_in_batch")
     if targets is not None:
@@ -48,18 +48,18 @@ def take_targets(arguments: dict[str, Any], ignore_index: int) -> Targets:
 
 
 def own_targets(targets: Targets, shard: ForwardShard) -> Tensor:
-    """Those of this context parallel rank's tokens."""
+    """Targets of this context parallel rank's tokens."""
     return targets.whole if shard.cp is None else shard.cp.shard(targets.whole, 1)
 
 
 def whole_scores(output: Any, shard: ForwardShard, whole: Callable[[Tensor], Tensor], targets: Targets) -> Any:
-    """`output` for all tokens that have targets, whose loss is their mean, or the sum over `targets.count`.
+    """Return `output` for all tokens that have targets; its loss is their mean, or their sum over `targets.count`.
 
     Args:
-        whole: makes of a part of the sequence, along dim 1, the whole one.
+        whole: gathers a shard of the sequence along dim 1.
 
     Raises:
-        ValueError: there is a number in it that was made of this rank's tokens.
+        ValueError: `output` holds a number that was computed from this rank's tokens.
     """
     for name, value in list(output.items()):
         if name == "loss" or not isinstance(value, Tensor):

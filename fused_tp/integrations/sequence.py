@@ -1,4 +1,4 @@
-"""The hooks around a parallel model's forward: what goes in is cut along the sequence, what comes out is joined."""
+"""Hooks around a parallel model's forward: they shard inputs along the sequence, and gather outputs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from fused_tp.nn import ColumnParallelLinear
 from fused_tp.ops.collectives import gather, scatter
 from fused_tp.runtime.checks import is_due
 
-# A mark on a model whose output nobody reads: a pipeline stage that is not the last.
+# Mark of a model whose output is not for the caller: a pipeline stage that is not the last.
 PASSES_ON = "_fused_tp_passes_on"
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """What `parallelize` was asked for. Meshes are 1-D; None where the dim is missing, or for `cp_mesh` of size 1.
+    """Arguments of `parallelize`. Meshes are 1-D; None for a dim that is missing or has one rank.
 
     Attributes:
         ulysses: see `CpContext`.
@@ -58,17 +58,17 @@ class Parallelism:
 
     @property
     def computes_loss(self) -> bool:
-        """Whether the model's own loss would see only a part of the tokens or of the vocabulary."""
+        """True if the model's own loss would see only a shard of the tokens or of the vocabulary."""
         return self.loss_parallel or self.cp_mesh is not None
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What was found in the arguments of a forward pass about which tokens see each other.
+    """Visibility between tokens, as found in the arguments of a forward pass.
 
     Attributes:
-        padded: a mask was taken out that had padding.
-        documents: where packed documents begin, and the end; () for one document. See `CpContext`.
+        padded: a mask with padding was removed from the arguments.
+        documents: bounds of packed documents: where each begins, and the end; () for one document. See `CpContext`.
     """
 
     padded: bool = False
@@ -76,47 +76,48 @@ class Rows:
 
 
 class SequenceSharding:
-    """Cuts one forward pass at a time, unless it carries a KV cache. Subclasses know what a kind of model calls things.
+    """Shards one forward pass at a time, unless it has a KV cache. Subclasses know argument names of a kind of model.
 
-    Layers ask for `state_now()`: that of the forward pass that runs, or that activation checkpointing runs again.
+    Layers read `state_now()`: the state of the running forward pass, or of one that activation checkpointing reruns.
     """
 
     tokens: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
     positions: str | None  # [seq] or [batch, seq]
     labels: str | None  # [batch, seq], not shifted
-    asks_last_position = False  # whether something in the model depends on the length of the whole sequence
+    asks_last_position = False  # True if part of the model depends on the length of the whole sequence
     caches: tuple[str, ...]
-    known: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})  # tensors that may stay as they are
+    known: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})  # tensors that need no sharding here
 
     def __init__(self, model: nn.Module, parallelism: Parallelism) -> None:
         self.parallelism = parallelism
-        self.head: nn.Module | None = None  # the output layer, where it is cut, with what is in front of it (adapters)
+        self.head: nn.Module | None = None  # the output layer, if it is sharded, with its adapters
         self._head_outputs = HeadOutputs()
         self._history = StateHistory()
-        self._noted = True  # the forward pass that runs, or ran last, is in the history
-        self._state = UNSHARDED  # of the forward pass that runs
-        self._switched_to = UNSHARDED  # what the layers are set to
+        self._noted = True  # the running, or last, forward pass is in the history
+        self._state = UNSHARDED  # state of the running forward pass
+        self._switched_to = UNSHARDED  # state that the layers are set to
         cp_mesh = parallelism.cp_mesh
         self.sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
         parameters = inspect.signature(model.forward).parameters.values()
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
         self._computed_alike = False
-        # Which of their parameters a forward pass uses depends on its tokens.
+        # With experts, the parameters that a forward pass uses depend on its tokens.
         self._routes = any("expert" in name for name, _ in model.named_modules())
-        self._calls = 0  # that backward may follow
+        self._calls = 0  # number of calls that backward may follow
         self._layers: list[Any] = []
         self._head_layers: list[ColumnParallelLinear] = []
         self._noting: list[Any] = []  # handles of hooks
-        self.whole_blocks: list[str] = []  # that run on the whole sequence, see `whole_blocks`
-        self.expert_blocks: list[str] = []  # that hold experts, and run on this rank's tokens
-        # What sees the whole sequence before its layers and behind them, and where it is cut and joined: see `Plan`.
+        self.whole_blocks: list[str] = []  # names of blocks that run on the whole sequence, see `whole_blocks`
+        self.expert_blocks: list[str] = []  # names of blocks with experts that run on this rank's tokens
+        # Modules in front of the layers and behind them that see the whole sequence, and where it is split and joined:
+        # see `Plan`.
         self.in_front: frozenset[str] = frozenset()
         self.splits = False
         self.joins = ""
         self.behind: tuple[str, ...] = ()
         self._loss: GlobalLoss | None = None
-        self.attends = 0  # how often a forward pass calls attention over the CP ranks, at least
-        self.attended = 0  # how often the last one has
+        self.attends = 0  # least number of calls of attention over the CP ranks in a forward pass
+        self.attended = 0  # number of such calls in the last forward pass
         self._known_ids = _known_ids(model)
 
     def prepare(self, model: nn.Module) -> None:
@@ -130,8 +131,8 @@ class SequenceSharding:
             self._have_ask(module)
         if self.head is not None:
             self.set_head(self.head)
-        # Hooks on parameters, for one, cannot be set up by a traced program. These run before the first and after the
-        # last of the model's own code, which is traced by itself then.
+        # A traced program cannot register hooks on parameters, for example. The untraced hooks run before and after all
+        # of the model's own code, which is then traced by itself.
         traced = self.sync is None
         model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
         model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
@@ -142,18 +143,18 @@ class SequenceSharding:
         return () if self._state.cp is None else self._state.cp.documents
 
     def add_layer(self, name: str, module: Any) -> None:
-        """Tell `module`, that of `name` in the model, of each forward pass, if it is a layer that needs to know."""
+        """Register `module`, called `name` in the model, for the state of each forward pass, if it depends on it."""
         if hasattr(module, "sequence_parallel") and hasattr(module, "mesh") and not self.is_whole(name):
             self._layers.append(module)
             self._have_ask(module)
 
     def set_head(self, head: nn.Module) -> None:
-        """The output layer is `head`, or the layers of ours in it."""
+        """Set the output layer to `head`, and find the layers of fused_tp in it."""
         for handle in self._noting:
             handle.remove()
         self.head = head
         self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
-        # Also each of its layers, one of which may stand by itself again (merged adapters).
+        # Hook each of its layers, too: one may become the output layer itself again (merged adapters).
         self._noting = [one.register_forward_hook(self._note_head) for one in {head, *self._head_layers}]
 
     def _have_ask(self, module: nn.Module) -> None:
@@ -161,20 +162,20 @@ class SequenceSharding:
         in_one_order(module._forward_pre_hooks)
 
     def is_whole(self, name: str) -> bool:
-        """Whether the module of that name is, or is in, one that runs on the whole sequence."""
+        """True if the module of that name is, or is inside, one that runs on the whole sequence."""
         return _is_in(name, (*self.whole_blocks, *self.in_front, *self.behind))
 
     def flattens(self, name: str) -> bool:
-        """Whether the module of that name is in a block that may give it the tokens of all rows in one dim."""
+        """True if the module of that name is in a block that may pass it the tokens of all rows in one dim."""
         return _is_in(name, self.expert_blocks)
 
     def state_of(self, name: str) -> Callable[[], LayerState]:
-        """What tells experts of that name of the forward pass that runs."""
+        """Return the function from which experts of that name get the state of the running forward pass."""
         asks = self.parallelism.sequence_parallel and not self.is_whole(name)
         return self.state_now if asks else unsharded
 
     def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
-        """The loss over all ranks in the place of a model's `own`."""
+        """Loss over all ranks that replaces a model's `own`."""
         parallelism = self.parallelism
         vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
         self._loss = GlobalLoss(
@@ -186,43 +187,43 @@ class SequenceSharding:
         )
         return self._loss
 
-    # ---- what subclasses say ----
+    # ---- overridden by subclasses ----
 
     def entrances(self, model: nn.Module) -> list[nn.Module]:
-        """Modules that a caller may call in the place of the model, and that ask for no state of themselves."""
+        """Modules that a caller may call instead of the model, and that do not call `state_now` themselves."""
         return []
 
     def attention_layers(self, model: nn.Module) -> int:
-        """The number of layers that call attention over the CP ranks, as far as it is seen without a forward pass."""
+        """Number of layers that call attention over the CP ranks, as far as known without a forward pass."""
         return 0
 
     def is_cached(self, arguments: dict[str, Any]) -> bool:
-        """Whether this forward pass reads or fills a KV cache. Every CP rank then computes all of it, but perhaps for
+        """True if this forward pass reads or fills a KV cache. Every CP rank then computes all of it, except perhaps
         attention: see `open_cache`."""
         return any(arguments.get(name) is not None for name in self.caches)
 
     def cache_types(self, arguments: dict[str, Any]) -> tuple[type, ...]:
-        """The classes of KV caches that a forward pass with these arguments may return."""
+        """Classes of KV caches that a forward pass with these arguments may return."""
         return tuple(type(arguments[name]) for name in self.caches if arguments.get(name) is not None)
 
     def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
-        """Refuse, or take out, arguments that a forward pass on a part of the sequence cannot honour."""
+        """Refuse, or remove, arguments that a forward pass on a shard of the sequence cannot honour."""
         return Rows()
 
     def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
-        """Make arguments mean in a forward pass that is too short to be cut what they mean in one that is cut."""
+        """Give arguments the same meaning in a forward pass that is too short to be sharded as in a sharded one."""
 
     def is_too_short(self, seq_len: int) -> bool:
-        """Whether a forward pass of so many tokens is not cut."""
-        # With fewer tokens than ranks some rank would have none, which few models' own code survives.
+        """True if a forward pass of so many tokens is not sharded."""
+        # With fewer tokens than ranks some rank would have none, which the code of few models supports.
         return self.parallelism.cp_mesh is not None and seq_len < self.parallelism.cp_mesh.size()
 
     def default_positions(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """The positions of `tokens`, those of the whole sequence, that the model counts where it is given none."""
+        """Positions that the model uses for `tokens`, the whole sequence, if the caller passes none."""
         return torch.arange(tokens.shape[1], device=tokens.device)
 
     def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> object | None:
-        """The cache of this forward pass of `new` tokens, which is not cut, if each CP rank holds a part of it."""
+        """Return the cache of this unsharded forward pass of `new` tokens if it is sharded over the CP ranks."""
         return None
 
     def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
@@ -230,7 +231,7 @@ class SequenceSharding:
         return {}
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
-        """The model's output for the whole sequence."""
+        """Return the model's output for the whole sequence."""
         raise TypeError(f"{type(self).__name__} must define unshard_output.")
 
     # ---- before forward ----
@@ -281,7 +282,7 @@ class SequenceSharding:
         return source, tokens
 
     def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Positional arguments by their names, so that they can be found."""
+        """All arguments by name."""
         names = self._positional
         if len(args) > len(names):
             raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
@@ -311,14 +312,14 @@ class SequenceSharding:
             targets = None if targets is None else cp.shard(targets, 1)
         local_len = tokens.shape[1]
         if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.splits:
-            tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; tokens are cut once embedded
+            tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; ids are sharded once embedded
         arguments[source] = tokens
         if targets is not None and self.labels is not None:
             arguments[self.labels] = targets
             arguments.pop("shift_labels", None)
         keep: int | Tensor = 0
         if self.parallelism.shards_sequence and "logits_to_keep" in arguments:
-            keep = arguments["logits_to_keep"]  # of the whole sequence
+            keep = arguments["logits_to_keep"]  # refers to the whole sequence
             arguments["logits_to_keep"] = 0
             if targets is None:
                 self._whole_labels(arguments, seq_len, keep)
@@ -337,8 +338,8 @@ class SequenceSharding:
     def _check_range(
         self, model: nn.Module, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int
     ) -> None:
-        """Refuse, on all ranks, ids that only the rank that holds them would refuse, which its peers would wait for. On
-        a GPU the question would stop the host."""
+        """Refuse invalid ids on all ranks: otherwise only the rank that holds them would raise, and its peers would
+        wait for it. Not on a GPU, where this check would block the host."""
         if torch.compiler.is_compiling():
             return
         for name, ids, at in ((source, tokens, 0), (self.labels, targets, 1)):
@@ -357,8 +358,8 @@ class SequenceSharding:
                 )
 
     def _whole_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:
-        """Labels of the last tokens only, which go with logits_to_keep, as labels of all: the model computes its loss
-        from the logits of all tokens here, of which the others are ignored."""
+        """Extend labels of the last logits_to_keep tokens to labels of all, with the others ignored: here the model
+        computes its loss from the logits of all tokens."""
         ignore_index = arguments.get("ignore_index", -100)
         for name in (self.labels, "shift_labels"):
             labels = None if name is None else arguments.get(name)
@@ -370,7 +371,7 @@ class SequenceSharding:
                     "labels of all tokens, or of the last logits_to_keep ones."
                 )
             whole = labels.new_full((len(labels), seq_len), ignore_index)
-            first = 0 if name == "shift_labels" else 1  # no kept logits come before the first label
+            first = 0 if name == "shift_labels" else 1  # no kept logits precede the first label
             whole[:, seq_len - keep + first :] = labels[:, first:]
             arguments[name] = whole
 
@@ -382,11 +383,11 @@ class SequenceSharding:
         return CpContext(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank, self.parallelism.ulysses)
 
     def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
-        """Shifted labels of the whole sequence where we compute the loss."""
+        """Shifted labels of the whole sequence, if the loss is computed over ranks and there are labels."""
         if not self.parallelism.computes_loss or self.labels is None:
             return None
         labels = arguments.get(self.labels)
-        if labels is None:  # and shift_labels say nothing then
+        if labels is None:  # shift_labels alone have no effect
             return None
         targets: Tensor | None = arguments.get("shift_labels")
         if targets is None:
@@ -399,8 +400,8 @@ class SequenceSharding:
         return targets
 
     def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str, cp: CpContext | None) -> Tensor:
-        """Give forward those of the tokens on this CP rank, and return all. A model's default would count its own part
-        from 0."""
+        """Pass to forward the positions of this CP rank's tokens, and return all positions. A model's default would
+        count its shard from 0."""
         seq_len = tokens.shape[1]
         given = arguments.get(name)
         if given is None:
@@ -412,10 +413,10 @@ class SequenceSharding:
 
     def _shard_tokens(self, tokens: Tensor, cp: CpContext, own: bool) -> Tensor:
         if own:
-            # Backward sums the gradients of what they come from over the ranks: here it stays with a rank's own tokens.
+            # Backward sums gradients of the parameters behind these embeddings over the ranks: each keeps its tokens'.
             return tokens.index_select(1, cp.positions(tokens.device))
         if tokens.is_floating_point() and not self.parallelism.grad_sync:
-            # Embeddings of the caller's making: their gradient is gathered, so it is complete on every rank already.
+            # Embeddings computed by the caller: their gradient is gathered, so it is complete on every rank already.
             tokens = scale_gradient(tokens, 1 / cp.mesh.size())
         return cp.shard(tokens, 1)
 
@@ -436,30 +437,30 @@ class SequenceSharding:
     def after_untraced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return self.after(model, args, kwargs, output)
 
-    # ---- what layers ask for ----
+    # ---- state of layers ----
 
     def state_now(self) -> LayerState:
-        """The state to run a layer in. Every layer that is run on its own asks before it does anything."""
+        """Return the state to run a layer in. Every layer that can run on its own calls this first."""
         if not (self.parallelism.shards_sequence or self.parallelism.loss_parallel):
             return UNSHARDED
         if torch.compiler.is_compiling():
-            return self._state  # what runs again is a part of the compiled program then
+            return self._state  # recomputation is then part of the compiled program
         frame, node = running_forward(), running_node()
         if frame is not None and frame.owner is self and frame.node == node:
             state = self._state
         elif node is not None:
-            # A traced program cannot say when it begins: the last one.
+            # A traced program cannot record that it begins: use the last state.
             state = self._history.at(node) if self._noted else self._state
         else:
             state = self._called_apart()
         if self._noted:
-            self._history.note(state)  # nodes are made now, perhaps those of a checkpoint inside of this one
+            self._history.note(state)  # new nodes follow, perhaps of a checkpoint inside of this one
         if state is not self._switched_to:
             self._switch_layers(state)
         return state
 
     def _called_apart(self) -> LayerState:
-        """A module inside was called, and not by the model: all of it runs here, with its input as it is."""
+        """State for a submodule that the caller has called itself: it runs whole on this rank, on unchanged input."""
         if self.parallelism.cp_mesh is not None and torch.is_grad_enabled():
             raise ValueError(
                 "A module inside of a model over context parallel ranks was called by itself; what cuts its input and "
@@ -474,7 +475,7 @@ class SequenceSharding:
 
     def _note_head(self, head: nn.Module, args: Any, output: Tensor) -> None:
         frame = running_forward()
-        if frame is not None and frame.owner is self and frame.node == running_node():  # not again, in backward
+        if frame is not None and frame.owner is self and frame.node == running_node():  # not if rerun in backward
             self._head_outputs.note(output)
 
     def _switch_layers(self, state: LayerState) -> None:
@@ -490,13 +491,13 @@ class SequenceSharding:
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         frame = leave_forward(self)
         try:
-            if output is None:  # it raised
+            if output is None:  # forward raised
                 return None
             if frame is not None:
                 self._check_attended(model, frame)
             return self._whole_output(model, args, kwargs, output, None if frame is None else frame.shard)
         finally:
-            self._head_outputs.begin()  # which hold a graph
+            self._head_outputs.begin()  # drops the outputs, which hold a graph
 
     def _check_attended(self, model: nn.Module, frame: RunningForward) -> None:
         """Refuse a forward pass in which a layer has attended to this rank's tokens alone."""
@@ -533,12 +534,12 @@ class SequenceSharding:
         return self.unshard_output(output, shard)
 
     def whole_of_tokens(self, t: Tensor, shard: ForwardShard) -> Tensor:
-        """`t` [batch, seq, ...], made of this rank's part of the sequence, for the whole sequence.
+        """Gather `t` [batch, seq, ...], computed from this rank's shard of the sequence, to the whole sequence.
 
         Raises:
-            ValueError: it is not of that shape.
+            ValueError: `t` has another shape.
         """
-        if t.ndim == 0 and shard.cp is None:  # a loss, of the whole sequence that the head has gathered
+        if t.ndim == 0 and shard.cp is None:  # a loss over the whole sequence, which the head has gathered
             if not self._head_outputs.gave(t):
                 raise ValueError(
                     "The model returns a number that it made of hidden states, of which each tensor parallel rank has "
@@ -555,7 +556,7 @@ class SequenceSharding:
         return self.whole(t, shard)
 
     def whole(self, t: Tensor, shard: ForwardShard, *, tp_sharded: bool = False) -> Tensor:
-        """`t`, a part of the sequence along dim 1, for the whole sequence and on every rank; differentiable."""
+        """Gather `t`, a shard of the sequence along dim 1, to the whole sequence on every rank; differentiable."""
         parallelism = self.parallelism
         if tp_sharded:
             t = gather(t, 1, group=parallelism.tp_mesh, gather_size=shard.local_len)
@@ -571,17 +572,16 @@ def _is_in(name: str, blocks: Iterable[str]) -> bool:
 
 
 def cut_head(head: nn.Module | None) -> nn.Module | None:
-    """`head`, if it is a layer of ours or has some, as one with an adapter does."""
+    """Return `head` if it is, or contains (as with an adapter), a ColumnParallelLinear; else None."""
     cut = head is not None and any(isinstance(module, ColumnParallelLinear) for module in head.modules())
     return head if cut else None
 
 
 def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
-    """Whether `tokens` are embeddings made from trainable parameters of `model`, and not by the caller.
+    """True if `tokens` are embeddings computed from trainable parameters of `model`, and not by the caller.
 
     Raises:
-        ValueError: they come from both, of which one is to get its gradient from all tokens on every rank and the other
-            from the rank's own.
+        ValueError: they come from both: one needs gradients of all tokens on every rank, the other of the rank's own.
     """
     if not (tokens.requires_grad and torch.is_grad_enabled()):
         return False
@@ -597,17 +597,17 @@ def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool
 
 
 def in_one_order(hooks: dict[int, Any]) -> None:
-    """Make the order of an OrderedDict that was reordered that of the plain dict, too: torch.compile of torch 2.11
-    looks a hook up in the latter by its number in the former."""
+    """Give the plain dict of a reordered OrderedDict the same order: torch.compile of torch 2.11 looks a hook up in the
+    plain dict by its index in the OrderedDict."""
     for key in list(hooks):
         hooks[key] = hooks.pop(key)
 
 
 def _known_ids(model: Any) -> tuple[int | None, int | None]:
-    """How many ids of tokens, and of targets, a model takes; None where that is not known."""
+    """Numbers of token ids and of target ids that a model accepts; None where unknown."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
-        return None, None  # ids beyond the vocabulary may stand for pictures
+        return None, None  # ids beyond the vocabulary may denote images
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     found: list[int | None] = []
     for name in ("get_input_embeddings", "get_output_embeddings"):

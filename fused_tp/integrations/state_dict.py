@@ -1,4 +1,4 @@
-"""The whole model's state into a parallel model, of which each rank keeps its part, and out of it into files."""
+"""Load the whole model's state into a parallel model, of which each rank keeps its shard, and save it to files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fused_tp.nn.sharding import as_dtensors, copy_full_, no_values_, parts_dims
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_OF_RANKS = "distributed_config"  # of a transformers config
+_OF_RANKS = "distributed_config"  # attribute of a transformers config
 
 
 @torch.no_grad()
@@ -28,8 +28,8 @@ def load_full_state_dict(
 ) -> None:
     """Load the state of the original, whole model into one that `parallelize` returned (or into any DTensor model).
 
-    Nothing is sent: every rank reads the full tensors and copies its part, so an iterator that reads a file tensor by
-    tensor never holds more than one. Use it for models that were built on the meta device.
+    There is no communication: every rank reads the full tensors and copies its shard, so an iterator that reads a file
+    tensor by tensor never holds more than one. Use it for models that were built on the meta device.
 
     Args:
         model: the parallel model.
@@ -55,7 +55,7 @@ def load_full_state_dict(
             unknown.append(name)
             continue
         shape = list(own[name].shape)
-        if (dim := parts.get(id(own[name]))) is not None:  # in one dim more than the original's
+        if (dim := parts.get(id(own[name]))) is not None:  # has one dim more than the original
             shape[dim : dim + 2] = [prod(shape[dim : dim + 2])]
         if list(full.shape) != shape:
             raise ValueError(f"{name!r} has shape {tuple(full.shape)}; the model's has {tuple(shape)}.")
@@ -93,7 +93,7 @@ def check_buffers(model: nn.Module, *, hf: bool) -> None:
 
 @torch.no_grad()
 def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
-    """Give what is still on the meta device memory (of NaN: it has no values yet), and bring the rest to the device."""
+    """Allocate tensors that are still on the meta device, filled with NaN (no values yet), and move the others."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
@@ -113,9 +113,9 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
             reset_buffers: Any = module.reset_buffers
             reset_buffers()
         elif lost and hf:
-            around = map(model.get_submodule, _enclosing(name))  # one of which is a model whose class knows the module
+            around = map(model.get_submodule, _enclosing(name))  # one is a model whose class initialises the module
             init_weights: Any = next(m for m in around if hasattr(m, "_init_weights"))._init_weights
-            # transformers' own way to fill such buffers (RoPE frequencies), which fills parameters too: others.
+            # transformers' own way to fill such buffers (RoPE frequencies) fills parameters too: pass temporary ones.
             parts = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
             whole = {n: torch.empty(p.shape, dtype=p.dtype, device=device_type) for n, p in parts.items()}
             with _reparametrize_module(module, whole):
@@ -133,18 +133,18 @@ def materialize(model: nn.Module, device_type: str, *, hf: bool) -> None:
 
 
 def _unset(like: Tensor, device: torch.device | str) -> Tensor:
-    """A buffer like `like`, of a value that no code computes for all of it."""
+    """Buffer like `like`, filled with a value that no code computes for all elements."""
     return torch.full_like(like, value_of_nothing(like.dtype), device=device)
 
 
 def _is_unset(buffer: Tensor) -> bool:
-    known = buffer.dtype == torch.bool or not buffer.numel()  # of which any values may be meant
+    known = buffer.dtype == torch.bool or not buffer.numel()  # any values may be intended
     nothing = value_of_nothing(buffer.dtype)
     return not known and bool((buffer.isnan() if isnan(nothing) else buffer == nothing).all())
 
 
 def _enclosing(name: str) -> Iterator[str]:
-    """`name` of a module and the names of those around it, the nearest first."""
+    """Yield `name` of a module and the names of the modules around it, the nearest first."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -152,13 +152,13 @@ def _enclosing(name: str) -> Iterator[str]:
 
 
 def save_whole(model: PreTrainedModel) -> None:
-    """Let `model.save_pretrained(folder)` write the whole model. All ranks of the mesh must call it, as they must where
-    transformers itself has cut a model; global rank 0 gathers on the CPU what the others hold, and writes.
+    """Make `model.save_pretrained(folder)` write the whole model. All ranks of the mesh must call it, as for models
+    that transformers itself has sharded; global rank 0 gathers the shards on the CPU, and writes.
 
-    It takes what it took. With a `state_dict` nothing is gathered, and any rank may call it alone. Who reads the folder
-    on another rank waits for rank 0 first (torch.distributed.barrier()).
+    Its arguments stay the same. With a `state_dict` nothing is gathered, and any rank may call it alone. Before reading
+    the folder on another rank, wait for rank 0 (torch.distributed.barrier()).
     """
-    # Unlike a method of the instance it can be pickled; a copy of the model has its own.
+    # A partial, unlike a method set on the instance, can be pickled; a copy of the model gets its own.
     model.save_pretrained = partial(_save_pretrained, model)
 
 
@@ -176,7 +176,7 @@ def _save_pretrained(
         state_dict = gather_state_dict(model, rank0_only=True, device="cpu")
         writes = is_main_process and dist.get_rank() == 0
     if writes:
-        # What Trainer is told of ranks (`integrations.trainer`): transformers would gather once more, and wait for all.
+        # Hide the settings of Trainer (`integrations.trainer`): transformers would gather again and wait for all ranks.
         of_ranks = model.config.__dict__.get(_OF_RANKS)
         if of_ranks is not None:
             setattr(model.config, _OF_RANKS, None)

@@ -1,29 +1,31 @@
 """Layers of transformers' hybrid models that carry a state from token to token, over context parallel ranks.
 
 A rank holds runs of consecutive tokens, two in the layout that balances causal attention, and causal convolutions,
-linear attention and state spaces need what comes before each run. All are affine in it, so no rank waits for another:
+linear attention and state spaces need the preceding state of each run. All are affine in it, so no rank waits for
+another:
 
-| layer               | all ranks get, of each run       | before a run               | what it adds to a run    |
+| layer               | all-gathered for each run        | state before a run         | contribution to a run    |
 |---------------------|----------------------------------|----------------------------|--------------------------|
-| convolution, k wide | its last k - 1 inputs (the halo) | the last k - 1 of these    | nothing: they are read   |
+| convolution, k wide | its last k - 1 inputs (the halo) | the last k - 1 of these    | none: they are inputs    |
 | gated delta rule    | its state B [dk, dv], and A, the | S = A S + B, run by run    | (q_t P_t) S, with P_t    |
 |                     | product of its transitions       |                            | the product up to t      |
 | state space, mamba2 | its state B [p, n], and decay a  | S = a S + B, run by run    | a_t S C_t                |
 
-B is the state of a run that begins with none, by transformers' own function, or the kernel that it has found for it.
-What is sent does not grow with the sequence: for each run and head dk * (dk + dv), or p * n + 1, numbers in fp32. What
-is computed beyond the layer's own:
+B is the final state of a run from a zero initial state, computed by transformers' function or the kernel that it has
+selected. Communication does not grow with the sequence: dk * (dk + dv), or p * n + 1, fp32 numbers for each run and
+head. Computation beyond the layer's own:
 
-- The gated delta rule treats columns of the value apart. One call with dk more of them, zeros that begin with the
-  identity for a state, gives A and q_t P_t next to B and the output. It works on dv + dk columns instead of dv.
-- A state space adds one product with C, of the four products of this size that its scan has.
+- The gated delta rule treats value columns independently. One call with dk more columns, of zero values and the
+  identity as initial state, returns A and q_t P_t beside B and the output. It computes dv + dk columns instead of dv.
+- A state space adds one product with C; its scan has four products of this size.
 
-Rejected: a contiguous layout with the state handed from rank to rank, where each waits for the one before and the last
-has twice the mean of causal attention to compute; all-to-alls to heads and back, which send every token and want heads
-that the ranks divide; transformers' cache classes as the way in, which are asked for a state before A and B are known.
-Not served: mamba 1, whose kernel takes no state and gives no gradient for the one that it returns.
+Rejected: a contiguous layout that passes the state from rank to rank, where each rank waits for the previous one and
+the last computes twice the mean of causal attention; all-to-alls to heads and back, which send every token and need a
+number of heads that the ranks divide; transformers' cache classes as the hook, which are asked for a state before A and
+B are known.
 
-Packed documents are refused, since a state would pass from one to the next as it does in transformers' own path.
+Not supported: mamba 1 (its kernel takes no initial state, and has no gradient for the final one). Packed documents
+(state would leak between them, as it does in transformers' own path).
 """
 
 from __future__ import annotations
@@ -47,16 +49,16 @@ from fused_tp.ops.collectives import all_gather
 
 Function: TypeAlias = Callable[..., Any]
 
-# What transformers calls the functions that we replace, in all files of models.
+# Names of the functions to replace, the same in all of transformers' model files.
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULE = "torch_chunk_gated_delta_rule"
 DELTA_RULE_BY_CHANNEL = "chunk_kimi_delta_attention"
 STATE_SPACE = "mamba2_chunk_scan"
 FUSED = "mamba2_split_conv1d_scan_combined"
 
-# By model type: the class of its layers that carry a state, and which of these functions it calls beside CONVOLUTION.
-# All other layers attend, or compute token by token. To add one, compare its forward with those of the others, and add
-# it to docs/model_types.json (see docs/reference/models.md).
+# By model type: the class of its layers that carry a state, and the functions that it calls besides CONVOLUTION. All
+# other layers attend, or compute token by token. To add a model type, compare the forward of the class with those of
+# the others, and add the type to docs/model_types.json (see docs/reference/models.md).
 STATE_LAYERS = {
     "bailing_hybrid": ("BailingHybridDeltaAttention", {DELTA_RULE_BY_CHANNEL}),
     "bamba": ("BambaMixer", {STATE_SPACE, FUSED}),
@@ -77,14 +79,14 @@ STATE_LAYERS = {
 
 
 def find_state_layers(model: Any) -> list[nn.Module]:
-    """The layers of a transformers model that carry a state and that `pass_states_on` serves: all of them or none."""
+    """Layers of a transformers model that carry a state and that `pass_states_on` supports: all of them or none."""
     name, calls = STATE_LAYERS.get(model.config.model_type, ("", set()))
     layers = [module for module in model.modules() if type(module).__name__ == name]
     return layers if all(_is_known(layer, {CONVOLUTION, *calls}) for layer in layers) else []
 
 
 def _is_known(layer: nn.Module, calls: set[str]) -> bool:
-    """Whether its forward is the one that we know: in other versions of transformers a class has another."""
+    """True if the forward of `layer` is the known one, which depends on the version of transformers."""
     own: Any = inspect.unwrap(type(layer).forward)
     called = called_by(own)
     if "forward" in vars(layer) or called.keys() != calls:  # kernels from the hub are set on the instance
@@ -93,16 +95,16 @@ def _is_known(layer: nn.Module, calls: set[str]) -> bool:
 
 
 def called_by(forward: FunctionType) -> dict[str, Function]:
-    """The functions that `forward` calls by the names of OURS; not methods of these names."""
+    """Functions that `forward` calls by the names of OURS; not methods of these names."""
     read = {one.argval for one in dis.get_instructions(forward) if one.opname == "LOAD_GLOBAL"}
     found = {name: forward.__globals__.get(name) for name in OURS if name in read}
     return {name: one for name, one in found.items() if callable(one)}
 
 
 def pass_states_on(layers: Sequence[nn.Module]) -> None:
-    """Have `layers` take what comes before a rank's tokens from the ranks that hold it.
+    """Make `layers` take the state before a rank's tokens from the ranks that hold the preceding tokens.
 
-    Before parameters become DTensors: what gives a forward its plain tensors then goes around this one.
+    Call it before parameters become DTensors: the conversion to plain tensors must enclose this forward.
     """
     for layer in layers:
         kind: Any = type(layer)
@@ -111,9 +113,9 @@ def pass_states_on(layers: Sequence[nn.Module]) -> None:
 
 @cache
 def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `kind` whose forward calls OURS in a forward pass that is cut over context parallel ranks.
+    """Subclass of `kind` whose forward calls OURS in a forward pass that is sharded over context parallel ranks.
 
-    It does so by a copy of the forward with other globals. Rejected: to write to those of the file, which all models
+    It runs a copy of the forward with other globals. Rejected: writing to the globals of the file, which all models
     made from it read.
     """
     own: Any = inspect.unwrap(kind.forward)
@@ -122,20 +124,20 @@ def _over_ranks(kind: type[nn.Module]) -> type[nn.Module]:
     copied.__kwdefaults__ = own.__kwdefaults__
     over_ranks = torch.compiler.disable(copied)  # torch.compile would look its globals up in the file
 
-    @wraps(kind.forward)  # with its signature, which transformers reads
+    @wraps(kind.forward)  # keeps the signature, which transformers reads
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         sequence: Any = getattr(self, SEQUENCE, None)
         cp: CpContext | None = None if sequence is None else sequence.state_now().cp
         if cp is None:
             return kind.forward(self, *args, **kwargs)
-        # These forwards hand on the keywords that they do not know. OURS raise where they are not given this one.
+        # These forwards pass on unknown keywords, so `cp` reaches OURS, which raise without it.
         return over_ranks(self, *args, cp=cp, **kwargs)
 
-    # Under its old name, by which libraries tell kinds of layers.
+    # Keep the name, by which libraries identify kinds of layers.
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
-# ---- which tokens a rank holds --------------------------------------------------------------------------------------
+# ---- tokens of each rank --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,10 +145,11 @@ class Runs:
     """Runs of consecutive tokens.
 
     Attributes:
-        own: lengths of this rank's.
-        before: how many of all ranks' come before each of these.
-        lengths: of all ranks' runs, in the order of the sequence.
-        slots: where these lie among what the ranks give, which is as much for all as for the one that has `most` runs.
+        own: lengths of this rank's runs.
+        before: number of runs of all ranks that precede each of these.
+        lengths: lengths of all ranks' runs, in the order of the sequence.
+        slots: indices of these in the gathered tensors, to which every rank contributes `most` ones.
+        most: largest number of runs of a rank.
     """
 
     own: tuple[int, ...]
@@ -158,7 +161,7 @@ class Runs:
 
 @lru_cache(maxsize=16)
 def runs_of(seq_len: int, world_size: int, rank: int, layout: str) -> Runs:
-    """What `rank` needs to know of how the sequence is shared out.
+    """Runs of `rank`, and of all ranks, in a sequence.
 
     >>> runs_of(10, 2, 0, "zigzag")
     Runs(own=(3, 2), before=(0, 2), lengths=(3, 5, 2), slots=(0, 2, 1), most=2)
@@ -180,10 +183,10 @@ def _runs(cp: CpContext) -> Runs:
 
 
 def _from_all(parts: list[Tensor], runs: Runs, cp: CpContext) -> tuple[Tensor, list[Tensor]]:
-    """Zeros, and what all ranks give for each of their runs, in the order of the sequence.
+    """Gather a tensor for each run of all ranks; return zeros, and the tensors in the order of the sequence.
 
-    The zeros are a sum of none of these: who has no use for any other is in the graph by them, and takes part in the
-    backward, which all ranks must.
+    The zeros are an empty sum of gathered tensors: they keep the gather in the graph of a rank that uses no other, as
+    all ranks must take part in its backward.
     """
     given = [*parts, *[torch.zeros_like(parts[0])] * (runs.most - len(parts))]
     everyone = all_gather(torch.stack(given), 0, group=cp.mesh)
@@ -191,18 +194,18 @@ def _from_all(parts: list[Tensor], runs: Runs, cp: CpContext) -> tuple[Tensor, l
     return everyone[:0].sum(0), [found[slot] for slot in runs.slots]
 
 
-# ---- in the place of transformers' functions ------------------------------------------------------------------------
+# ---- replacements of transformers' functions ------------------------------------------------------------------------
 
 
 def _convolution(
     own: Function, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, cp: CpContext, **kwargs: Any
 ) -> Tensor:
-    """[batch, channels, seq]: each run with its halo before it, all of them in one call."""
+    """Convolve [batch, channels, seq]: each run with its halo before it, all runs in one call."""
     width, runs = weight.shape[-1] - 1, _runs(cp)
     parts = hidden_states.split(runs.own, dim=-1)
     tails = [functional.pad(part, (width, 0))[..., part.shape[-1] :] for part in parts]
     zeros, tails = _from_all(tails, runs, cp)
-    # A run may be shorter than a halo, which then holds the ends of several.
+    # A run may be shorter than a halo, which then holds the ends of several runs.
     ends = [tail[..., width - min(width, length) :] for tail, length in zip(tails, runs.lengths, strict=True)]
     halos = [torch.cat([zeros, *ends[:n]], -1)[..., -width:] for n in runs.before]
     spans = [torch.cat(both, -1) for both in zip(halos, parts, strict=True)]
@@ -213,7 +216,7 @@ def _convolution(
 def _gated_delta_rule(
     own: Function, query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, cp: CpContext, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """[batch, seq, heads, dk or dv] -> [batch, seq, heads, dv], for g and beta [batch, seq, heads]."""
+    """Gated delta rule: [batch, seq, heads, dk or dv] -> [batch, seq, heads, dv]; g, beta [batch, seq, heads, ...]."""
     runs, (batch, _, heads, dv), dk = _runs(cp), value.shape, key.shape[-1]
     identity = torch.eye(dk, dtype=torch.float32, device=value.device).expand(batch, heads, dk, dk)
     kwargs |= {"initial_state": functional.pad(identity, (dv, 0)), "output_final_state": True}
@@ -245,10 +248,10 @@ def _state_space(
     cp: CpContext,
     **kwargs: Any,
 ) -> Tensor:
-    """[batch, seq, heads, p] -> the same, for dt [batch, seq, heads], A [heads], B and C [batch, seq, groups, n]."""
+    """State space on [batch, seq, heads, p], for dt [batch, seq, heads], A [heads], B and C [batch, seq, groups, n]."""
     runs = _runs(cp)
     kwargs |= {"return_final_states": True}
-    # What the scan would make of dt, in fp32 as the kernels do: its decays and those here must be of the same steps.
+    # Compute steps from dt as the scan does, in fp32 like the kernels: its decays and those here must match.
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     pieces, parts = [], []
@@ -264,17 +267,17 @@ def _state_space(
     outs = []
     for n, (out, decays, c) in zip(runs.before, pieces, strict=True):
         batch, _, heads, p = out.shape
-        state = states[n].view(batch, c.shape[2], heads // c.shape[2], p, -1)  # heads of a group read one C
+        state = states[n].view(batch, c.shape[2], heads // c.shape[2], p, -1)  # heads of a group share one C
         carried = torch.einsum("blgn,bghpn->blghp", c.float(), state).flatten(2, 3) * decays.unsqueeze(-1)
         outs.append((out + carried).to(out.dtype))
     return torch.cat(outs, 1)
 
 
 def _no_fusion(own: Function, *args: Any, cp: CpContext, **kwargs: Any) -> None:
-    """In the place of a kernel for the whole layer, which takes no state: on None the layer does without it."""
+    """Replace a kernel for the whole layer, which takes no state: on None the layer falls back to other functions."""
 
 
-# By the names of what they replace, with the parameters that this must have.
+# By the name of the function to replace, with the parameters that it must have.
 OURS: dict[str, tuple[Function, set[str]]] = {
     CONVOLUTION: (_convolution, {"hidden_states", "weight", "bias"}),
     DELTA_RULE: (_gated_delta_rule, {"g", "beta", "initial_state", "output_final_state"}),

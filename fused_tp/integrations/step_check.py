@@ -1,20 +1,20 @@
 """Comparison of the first training steps with those of the whole model: outputs and gradients.
 
-At a call with gradients that is due, and unlike the calls before it:
+At a call with gradients that is due, and differs in kind from the calls before it:
 
-| model | computes                                                                                                |
-|-------|---------------------------------------------------------------------------------------------------------|
-| cut   | outputs of the batch: which of them are whole on every rank?                                            |
-| whole | outputs, and gradients of a random weighted sum of those, from gathered parameters (`uncut`), by each   |
-|       | rank alone, which keeps its part of the gradients                                                       |
-| cut   | the same outputs and gradients; gradients are summed over context parallel ranks for the comparison only |
-| whole | where the ranks find a large error: outputs and gradients with rounding errors added. If these do not   |
-|       | explain the error, all ranks raise                                                                      |
+| model   | computes                                                                                               |
+|---------|--------------------------------------------------------------------------------------------------------|
+| sharded | outputs of the batch, to find those that are whole on every rank                                       |
+| whole   | outputs, and gradients of a random weighted sum of those, from gathered parameters (`uncut`); on each  |
+|         | rank alone, which keeps its shard of the gradients                                                     |
+| sharded | the same outputs and gradients; only this comparison sums gradients over context parallel ranks        |
+| whole   | if the ranks find a large error: outputs and gradients with rounding errors added. If these do not     |
+|         | explain the error, all ranks raise                                                                     |
 
 Then the call itself runs, with random states, modes, buffers and gradients as before (`undisturbed`).
 
-Unlike the comparison at the cut (`cut_check`) it uses the caller's batch, lengths, labels and mode, runs backward, and
-includes later changes of the model. `loss_check` follows the call to the end of its backward.
+Unlike the comparison after sharding (`cut_check`) it uses the caller's batch, lengths, labels and mode, runs backward,
+and includes later changes of the model. `loss_check` follows the call to the end of its backward.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from fused_tp.ops.collectives import all_reduce
 from fused_tp.runtime.checks import is_due
 from fused_tp.runtime.errors import FusedTPError
 
-SECONDS = 5.0  # of the whole model's forward pass
-_SHARE = 0.25  # of the memory that is free, for whole parameters and their gradients
-# Errors of gradients below which rounding is not measured, relative to the gradient of the parameter, or to this share
-# of the gradient of all parameters: rounding leaves a little of a gradient that should be 0. Of 361 right steps of 189
-# types of models in fp32 the largest error was 3e-4; wrong ones were off by 5e-2 and more.
+SECONDS = 5.0  # most for the whole model's forward pass
+_SHARE = 0.25  # most of the free memory that whole parameters and their gradients may take
+# Errors of gradients below which rounding is not measured, relative to the gradient of the parameter, or to
+# SHARE_OF_ALL of the gradient of all parameters: rounding leaves a residue of a gradient that should be 0. In 361
+# correct steps of 189 model types in fp32 the largest error was 3e-4; wrong ones were off by 5e-2 and more.
 _GRADIENTS = {torch.float64: 1e-4, torch.float32: 5e-3}
 _GRADIENTS_16_BIT = 0.1
 SHARE_OF_ALL = 1e-3
@@ -79,24 +79,24 @@ class _TooLongError(Exception):
 
 
 class StepCheck:
-    """A forward pre-hook that compares training steps of a parallel model with those of the whole one.
+    """Forward pre-hook that compares training steps of a parallel model with those of the whole one.
 
     Args:
-        sequence: what cuts a forward pass.
-        meshes: of one dim each, whose ranks share the model.
-        uncut: the model, before it is cut.
+        sequence: shards the sequence of each forward pass.
+        meshes: 1-D meshes whose ranks share the model.
+        uncut: state of the model before it is sharded.
 
     Raises:
-        ValueError: on all ranks: the models differ. It names what differs most, and what to do.
+        ValueError: the models differ; raised on all ranks, with the largest difference and advice.
     """
 
     def __init__(self, sequence: SequenceSharding, meshes: Sequence[DeviceMesh], uncut: UncutModel) -> None:
         self.sequence, self.parallelism, self.meshes, self.uncut = sequence, sequence.parallelism, tuple(meshes), uncut
         self.calls = 0
-        self.compared = False  # the call that runs
-        self.whole: frozenset[int] = frozenset()  # its outputs that are whole and have gradients
+        self.compared = False  # True if the running call has been compared
+        self.whole: frozenset[int] = frozenset()  # indices of its outputs that are whole and have gradients
         self._seen: set[object] = set()  # kinds of calls that have been compared
-        self._code: Any = None  # the callers' code in the model then
+        self._code: Any = None  # the callers' code in the model at the last of these
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_code": None}
@@ -135,13 +135,13 @@ class StepCheck:
         )
 
     def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by their names, for those that are known, or by their places."""
+        """Arguments by name; positional ones by position if nothing is sharded by name."""
         if self.parallelism.shards_sequence or self.parallelism.computes_loss:
             return self.sequence.by_name(args, kwargs)
         return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
 
     def tokens_of(self, arguments: dict[str, Any]) -> Tensor | None:
-        """Tokens [batch, seq, ...] among the arguments; where nothing cuts them, another tensor of several dims."""
+        """Tokens [batch, seq, ...] among the arguments; if they are not sharded, the first tensor of several dims."""
         if self.parallelism.shards_sequence:
             return self.sequence.find_tokens(arguments)[1]
         return next((t for t in tensors_in(arguments) if t.ndim > 1), None)
@@ -178,33 +178,33 @@ class StepCheck:
 
 
 def _kind(model: nn.Module, arguments: dict[str, Any]) -> object:
-    """Key of calls that compute alike: the mode, the given arguments, and the power of two of the size."""
+    """Key of calls that compute alike: the mode, the names of arguments, and the power of two of the size."""
     given = frozenset(name for name, value in arguments.items() if value is not None)
     sizes = [t.numel().bit_length() for t in tensors_in(arguments)[:1]]
     return model.training, given, *sizes
 
 
 def _is_cache(value: object) -> bool:
-    return type(value).__name__.endswith("Cache")  # of transformers, which need not be there
+    return type(value).__name__.endswith("Cache")  # by name: transformers may not be installed
 
 
 def _free_memory(device: torch.device, ranks: int) -> float:
-    """Bytes that one of `ranks` may take. CPU ranks share the memory of the machine."""
+    """Free memory in bytes for one of `ranks`. CPU ranks share the memory of the machine."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     with suppress(OSError):  # where there is no /proc
         for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):  # with the caches of files, which the kernel gives up
+            if line.startswith("MemAvailable:"):  # includes file caches, which the kernel can drop
                 return int(line.split()[1]) * 1024 / ranks
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) / ranks
 
 
 class _Steps:
-    """One step of the whole model and of the cut one, on the arguments of one call.
+    """One step of the whole model and of the sharded one, on the arguments of one call.
 
     Args:
-        args, kwargs: of the call.
+        args, kwargs: arguments of the call.
         arguments: the same by name, see `StepCheck`.
     """
 
@@ -225,20 +225,20 @@ class _Steps:
         if torch.is_autocast_enabled(device):
             self.dtype = torch.get_autocast_dtype(device)
         self.routed = self.dtype.itemsize < 4 and any("expert" in name for name, _ in model.named_modules())
-        # Backward of a weight may add to what stands for its gradient elsewhere.
+        # Backward of a weight may accumulate into its `main_grad`, which belongs to the caller.
         self.with_gradients = all(getattr(p, "main_grad", None) is None for p in self.named.values())
         self.whole_parameters: dict[str, Tensor] = {}
         self.tokens = check.tokens_of(arguments)
         self.part = RankPart(self.tp, self.cp, 1 if self.tokens is None else self.tokens.shape[1])
-        # Over context parallel ranks tokens see padding on the right of them as little as they see others there, and
-        # what becomes of padding itself is not the whole model's.
+        # Over context parallel ranks a padding mask is dropped, since causal tokens do not see padding on their right.
+        # But outputs of padding itself differ from the whole model's, so they are not compared.
         mask = arguments.get("attention_mask")
         self.counts: Tensor | None = None
         if self.cp is not None and isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask.bool().all()):
             self.counts = mask.bool()
 
     def compare(self) -> str:
-        """Return the reason why they cannot be compared, or ""; raise ValueError where they differ."""
+        """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
         meshes = self.check.meshes
         with as_cut(self.model, self.mode):
             shapes = [t.shape for t in self._run()]
@@ -251,7 +251,7 @@ class _Steps:
             self.with_gradients &= bool(weights)
             wanted, reason = self._whole_gradients(expected, weights)
         expected = [t.detach() for t in expected]
-        self.whole_parameters = {}  # before the cut model takes memory
+        self.whole_parameters = {}  # freed before the sharded model takes memory
         if reasons := [why for why in of_all_ranks(meshes, "a step of the whole model", reason) if why]:
             return str(reasons[0])
         self.check.whole = frozenset(weights)
@@ -267,7 +267,7 @@ class _Steps:
         bound = BOUNDS.get(self.dtype, BOUNDS[torch.bfloat16])
         most = inf if self.routed else _GRADIENTS.get(self.dtype, _GRADIENTS_16_BIT)
         ranks = of_all_ranks(meshes, "errors of a training step", [output_error, worst])
-        if any(one is None for _, one in ranks):  # all ranks have gradients, or none compares them
+        if any(one is None for _, one in ranks):  # gradients are compared on all ranks or on none
             errors, wanted = {}, None
         if max(one for one, _ in ranks) <= bound and max(one or 0.0 for _, one in ranks) <= most:
             return ""
@@ -282,16 +282,16 @@ class _Steps:
     def _raise_if_wrong(
         self, output_error: float, bound: float, errors: Mapping[str, float], excess: Mapping[str, float]
     ) -> str:
-        """Raise ValueError if an error is larger than rounding; return the reason why that cannot be told, or "".
+        """Raise ValueError if an error is larger than rounding; return the reason if that cannot be decided, or "".
 
         Args:
-            output_error, errors: of outputs and of gradients by name.
-            bound: of `output_error` by rounding.
+            output_error, errors: errors of outputs, and of gradients by name.
+            bound: bound of `output_error` by rounding.
             excess: `errors` relative to their bounds.
         """
         name = max(excess, key=lambda name: excess[name], default="")
         mine = [output_error / bound, output_error, excess.get(name, 0.0), name, errors.get(name, 0.0), bound]
-        # One rank may measure less rounding than the others: the largest excess of all ranks counts, on all of them.
+        # A rank may measure less rounding than the others: all ranks decide by the largest excess of any.
         ranks = of_all_ranks(self.check.meshes, "errors that rounding explains", mine)
         kind, bound = type(self.model).__name__, max(one[-1] for one in ranks)
         if bound > LARGEST_BOUND:
@@ -314,7 +314,7 @@ class _Steps:
         return ""
 
     def _run(self, others: Mapping[int, Tensor] | None = None) -> list[Tensor]:
-        """Outputs for the arguments, of which `others` has some in their place, by their ids."""
+        """Outputs for the arguments, some of which `others` replaces, by id."""
 
         def given(value: Any) -> Any:
             return (others or {}).get(id(value), value)
@@ -323,7 +323,7 @@ class _Steps:
         return run_on_copies(self.model, args, kwargs)
 
     def _gather(self) -> str:
-        """Make whole parameters, or say why not. A collective call."""
+        """Gather whole parameters; return the reason if that fails, or "". A collective call."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         try:
             self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, rank0_only=False, device=None))
@@ -367,7 +367,7 @@ class _Steps:
     def _whole_gradients(
         self, outputs: list[Tensor], weights: Mapping[int, Tensor]
     ) -> tuple[dict[str, Any] | None, str]:
-        """This rank's parts of gradients, with the norms of the whole ones, by the names of parameters; or the reason
+        """Return this rank's shards of gradients, with the norms of the whole ones, by parameter name; or the reason
         why nothing can be compared."""
         parameters = {name: self.whole_parameters[name] for name in self.named}
         try:
@@ -394,7 +394,7 @@ class _Steps:
         return made, ""
 
     def _cut_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
-        """This rank's parts of gradients, by the names of parameters."""
+        """Return this rank's shards of gradients, by parameter name."""
         with as_cut(self.model, self.mode):
             gradients = self._gradients(outputs, weights, self.named)
         return None if gradients is None else own_parts(self.model, self.check.parallelism, gradients, summed=False)
@@ -409,7 +409,7 @@ class _Steps:
         if not total.requires_grad:
             return dict.fromkeys(parameters)
         if any(node.name() == REENTRANT for node in nodes_of(total)):
-            if DistributedDataParallel._get_active_ddp_module() is not None:  # which reduces what backward finds
+            if DistributedDataParallel._get_active_ddp_module() is not None:  # would reduce these gradients
                 return None
             return dict(zip(parameters, _by_backward(total, [*parameters.values()]), strict=True))
         found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
@@ -418,8 +418,8 @@ class _Steps:
     # -- errors --------------------------------------------------------------------------------------------------------
 
     def _output_error(self, found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-        """Largest error of a token's output. Next to a loss, outputs may be this rank's part."""
-        count = len(expected) if len(found) == len(expected) else 1  # else optional ones behind the first
+        """Largest error of a token's output. Beside a loss, outputs may be this rank's shard."""
+        count = len(expected) if len(found) == len(expected) else 1  # otherwise optional outputs follow the first
         has_loss = any(not t.ndim for t in expected)
         worst = 0.0
         for one, other in zip(found[:count], expected, strict=False):
@@ -466,11 +466,11 @@ class _Steps:
         return error, gradient_errors({name: part for name, (part, _) in gradients.items()}, wanted)
 
     def _first_module(self, bound: float) -> str:
-        """A sentence that names the first module that returns something else, if one does. A collective call."""
+        """Sentence that names the first module with a different output, if there is one. A collective call."""
         with self._as_whole(), torch.no_grad(), recorded(self.model) as recording:
             self._run()
         comparison = OutputComparison(recording, self.part)
-        with as_cut(self.model, self.mode), comparison.watching([self.model]):  # with a graph, which shows losses
+        with as_cut(self.model, self.mode), comparison.watching([self.model]):  # with a graph, to recognise losses
             self._run()
         first = first_difference(comparison.differences()[0], bound)[0]
         names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")
@@ -481,7 +481,7 @@ class _Steps:
 
 @contextmanager
 def as_cut(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
-    """A context for passes of the cut model that nothing notices; gradients are not summed over other ranks."""
+    """Context for passes of the sharded model without side effects; gradients are not summed over other ranks."""
     with ExitStack() as stack:
         for sync in syncs_of(model):
             stack.enter_context(sync.off())
@@ -490,13 +490,13 @@ def as_cut(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -
 
 
 def run_on_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Outputs of `model`, which may write into its arguments."""
+    """Outputs of `model` on copies of its arguments, into which it may write."""
     args, kwargs = copies_of((args, dict(kwargs)))
     return outputs_in(model(*args, **kwargs))
 
 
 def outputs_in(output: Any) -> list[Tensor]:
-    """The tensors in what forward has returned, but for those of KV caches, of which ranks hold what they hold."""
+    """Tensors in the output of forward, except KV caches, which may be sharded."""
     if isinstance(output, Mapping):
         output = {name: value for name, value in dict(output).items() if name not in CACHES}
     elif isinstance(output, tuple):
@@ -505,7 +505,7 @@ def outputs_in(output: Any) -> list[Tensor]:
 
 
 def copies_of(arguments: Any) -> Any:
-    """A nest of containers with copies of its tensors, which come from nothing."""
+    """Copy nested containers, with their tensors cloned and detached."""
     return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, arguments)
 
 
@@ -513,11 +513,11 @@ def copies_of(arguments: Any) -> Any:
 def own_parts(
     model: nn.Module, parallelism: Parallelism, gradients: Mapping[str, Tensor | None], *, summed: bool
 ) -> dict[str, Tensor]:
-    """This rank's parts of gradients of parameters, by name. A collective call, over context parallel ranks.
+    """Return this rank's shards of gradients, by parameter name. A collective call over context parallel ranks.
 
     Args:
-        gradients: None is 0.
-        summed: over these ranks already, where backward does that.
+        gradients: gradients by parameter name; None means 0.
+        summed: they are summed over these ranks already, if backward does that (grad_sync).
     """
     dtensors, cp, made = as_dtensors(model), parallelism.cp_mesh, {}
     for name, p in model.named_parameters():
@@ -525,7 +525,7 @@ def own_parts(
             continue
         cut: Any = dtensors.get(id(p), p)
         own: Any = gradients[name]
-        if isinstance(own, DTensor):  # which torch's own styles may leave as terms of a sum
+        if isinstance(own, DTensor):  # torch's own styles may leave terms of a sum
             own = own.redistribute(placements=cut.placements).to_local()
         if own is None:
             own = torch.zeros_like(cut.to_local() if isinstance(cut, DTensor) else cut)
@@ -550,12 +550,12 @@ def _by_backward(total: Tensor, parameters: Sequence[Any]) -> list[Tensor | None
 
 
 def norm_of(t: Tensor) -> float:
-    """Norm of all numbers of `t`, in fp32 at least."""
+    """Norm of `t` over all elements, computed in fp32 at least."""
     return float(torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)))
 
 
 def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> dict[str, float]:
-    """Errors of this rank's parts of gradients, by name, relative to the norm of the whole gradient."""
+    """Errors of this rank's shards of gradients, by name, relative to the norm of the whole gradient."""
     of_all = sum(norm**2 for _, norm in wanted.values() if norm < inf) ** 0.5
     errors = {}
     for name, (part, norm) in wanted.items():
@@ -565,12 +565,11 @@ def gradient_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> d
 
 
 def _weights(shapes: Sequence[torch.Size], expected: Sequence[Tensor], counts: Tensor | None) -> dict[int, Tensor]:
-    """Random weights of outputs of which the cut model gives the whole, and that have gradients, by their place; 1 of a
-    loss.
+    """Random weights of outputs that the sharded model returns whole and that have gradients, by index; 1 for a loss.
 
     Args:
-        shapes: of the cut model's outputs.
-        counts: which tokens count [batch, seq]; None: all.
+        shapes: shapes of the sharded model's outputs.
+        counts: mask [batch, seq] of the tokens to compare; None: all.
     """
     generator = torch.Generator().manual_seed(3)
     made: dict[int, Tensor] = {}
@@ -583,14 +582,14 @@ def _weights(shapes: Sequence[torch.Size], expected: Sequence[Tensor], counts: T
 
 
 def _counted(t: Tensor, counts: Tensor | None) -> Tensor:
-    """`t` [batch, seq, ...], with zeros for tokens that do not count."""
+    """Return `t` [batch, seq, ...] with zeros for tokens that are not to be compared."""
     if counts is None or t.shape[:2] != counts.shape:
         return t
     return t.masked_fill(~counts.to(t.device).view(*counts.shape, *[1] * (t.ndim - 2)), 0)
 
 
 def _stand_ins(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole parameters, with the callers' hooks for gradients of those that are cut."""
+    """Whole parameters, with the callers' gradient hooks of the sharded ones."""
     made: dict[int, nn.Parameter] = {}
     for name, parameter in parameters.items():
         if id(parameter) not in made:
@@ -604,7 +603,7 @@ def _stand_ins(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> 
 
 @contextmanager
 def _stopped_after(model: nn.Module, seconds: float) -> Iterator[None]:
-    """A context in which the forward pass of `model` ends by `_TooLongError` after that time."""
+    """Context in which a forward pass of `model` raises `_TooLongError` after that time."""
     end = time.monotonic() + seconds
 
     def stop_in_time(module: nn.Module, args: object) -> None:

@@ -1,21 +1,21 @@
-"""Overrides of torchtitan (0.3): projections by fused ops, and context parallel attention as a ring.
+"""Overrides for torchtitan (0.3): projections by fused ops, and ring attention over context parallel ranks.
 
     ./run_train.sh ... --parallelism.tensor_parallel_degree 8 --override.imports \\
         fused_tp.integrations.torchtitan.attention fused_tp.integrations.torchtitan.feed_forward
 
-They take the place of modules in any model that is made of torchtitan's GQAttention and FeedForward, before it is
-built: its own `parallelize_fn`, activation checkpointing, FSDP2 and checkpoints stay, under the same names of
-parameters. What they are for, and what torchtitan's `tp_gemm_backend="dist_gemm"` leaves to others: CPUs, several
-hosts, sequence parallelism off, separate q, k and v, biases, all SPMD backends.
+They replace modules of any model made of torchtitan's GQAttention and FeedForward before it is built: its own
+`parallelize_fn`, activation checkpointing, FSDP2, checkpoints and parameter names stay. They support features that
+torchtitan's `tp_gemm_backend="dist_gemm"` does not: CPUs, several hosts, sequence parallelism off, separate q, k and v,
+biases, all SPMD backends.
 
 | module | without | here |
 |---|---|---|
 | q, k and v; w1 and w3 | all-gather, matmuls | `all_gather_matmul` of all |
 | wo, w2 | matmul, reduce-scatter | `matmul_reduce_scatter` |
 | without sequence parallelism | matmuls, all-reduce | `matmul_all_reduce`, whose backward is `column_parallel_matmul` |
-| `attention` with `ring` | keys and values of all context parallel ranks gathered | `ring_attention` |
+| `attention` with `ring` | all-gather of keys and values over context parallel ranks | `ring_attention` |
 
-torchtitan is imported with this module.
+Importing this module imports torchtitan.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
 
 
-_HEADS = dense_activation_placement(tp=spmd.S(2))  # q, k, v, what attention returns, and its features
+_HEADS = dense_activation_placement(tp=spmd.S(2))  # of q, k, v, and of the output of attention, also flattened
 
 
 class _Projections(Module):
-    """What the modules below share: they have the tensor parallel ranks, and know whether tokens are cut over them."""
+    """Base of the modules below: holds the tensor parallel mesh, and the dim in which tokens are sharded over it."""
 
     tp_mesh: DeviceMesh | None = None
-    sequence_dim: int | None = None  # of what is cut over these ranks between the modules; None: nothing is
+    sequence_dim: int | None = None  # sharded dim of tensors between the modules; None: not sharded
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.sequence_dim = config.sequence_dim
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
-        # Not read from the mesh of the forward, which is set in torchtitan's training step alone: a call from elsewhere
-        # would compute a rank's part and add nothing up.
+        # Not read from the mesh of the forward, which only torchtitan's training step sets: other calls would return a
+        # rank's term without the sum over ranks.
         self.tp_mesh = parallel_dims.get_optional_mesh("tp")
         super().parallelize(parallel_dims)
 
@@ -88,7 +88,7 @@ def _row(module: _Projections, x: Tensor, layer: Linear) -> Tensor:
 
 
 class FusedGatherQKVLinear(_Projections, FusedQKVLinear):
-    """torchtitan's FusedQKVLinear by one op: (q, k, v) [batch, seq, heads / W, head_dim] of x [batch, seq / W, dim]."""
+    """torchtitan's FusedQKVLinear by one op: x [batch, seq / W, dim] -> q, k, v [batch, seq, heads / W, head_dim]."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FusedQKVLinear.Config):
@@ -120,7 +120,7 @@ class GatherQKVLinear(_Projections, QKVLinear):
 
 
 class ScatterLinear(_Projections, Linear):
-    """torchtitan's row-parallel Linear by one op: [batch, seq / W, out] of input [batch, seq, in / W]."""
+    """torchtitan's row-parallel Linear by one op: input [batch, seq, in / W] -> [batch, seq / W, out]."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -134,7 +134,7 @@ class ScatterLinear(_Projections, Linear):
 
 
 class FusedFeedForward(_Projections, FeedForward):
-    """torchtitan's FeedForward by two ops: [batch, seq / W, dim] of x [batch, seq / W, dim]."""
+    """torchtitan's FeedForward by two ops: x [batch, seq / W, dim] -> [batch, seq / W, dim]."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
@@ -149,9 +149,9 @@ class FusedFeedForward(_Projections, FeedForward):
 
 
 class RingAttention(Module):
-    """Causal attention of torchtitan's inner modules, over tokens that are cut over the context parallel ranks.
+    """Causal attention for torchtitan's inner modules, over tokens that are sharded over context parallel ranks.
 
-    Keys travel from rank to rank, those alone that some query sees. Documents begin where positions are 0.
+    Keys travel from rank to rank, only those that some query sees. Documents begin where positions are 0.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -178,7 +178,7 @@ class RingAttention(Module):
         scale: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """`attention_masks`: positions [batch, seq / W] in documents, or None; see PositionsAttention."""
+        """Attend. `attention_masks`: positions [batch, seq / W] in documents, or None; see PositionsAttention."""
         with spmd.no_typecheck():
             documents = None
             if attention_masks is not None:
@@ -188,7 +188,7 @@ class RingAttention(Module):
 
 
 class PositionsAttention(GQAttention):
-    """torchtitan's GQAttention, whose inner module gets the positions of its tokens, and no masks made of them."""
+    """torchtitan's GQAttention that passes the positions of its tokens to the inner module, instead of masks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
@@ -206,7 +206,7 @@ class PositionsAttention(GQAttention):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh | None, documents: list[Tensor] | None, **how: Any
 ) -> Tensor:
-    """out [batch, seq / W, heads, head_dim]; rows have documents of their own, if any."""
+    """Return the output [batch, seq / W, heads, head_dim]; `documents` holds the bounds in each row, if any."""
     how["alone"] = mesh is None
     if documents is None:
         return attention_over(q, k, v, mesh, **how)
@@ -219,11 +219,11 @@ def _attend(
 
 
 def apply_cp_to_forward(attention_modules: Sequence[nn.Module], cp_mesh: DeviceMesh) -> None:
-    """Makes inner attention modules attend in a ring over the ranks of `cp_mesh`: torchtitan's function of this name.
+    """Make inner attention modules attend in a ring over `cp_mesh`; replaces torchtitan's function of this name.
 
-    For a `parallelize_fn` of one's own, called before `Module.parallelize` as torchtitan's is. Unlike that it takes
-    variable lengths (VarlenAttention, with its window), in any floating point dtype. Tokens are cut as torchtitan's
-    "headtail" balancer does. `attention_masks`, a VarlenMetadata, is that of the whole batch, not cut.
+    Use it in a `parallelize_fn` of your own, before `Module.parallelize`, like torchtitan's. Unlike that it supports
+    variable lengths (VarlenAttention, with its window), in any floating point dtype. Tokens are sharded as by
+    torchtitan's "headtail" balancer. `attention_masks`, a VarlenMetadata, is that of the whole batch, not sharded.
 
     Raises:
         NotImplementedError: a FlexAttention, whose masks are any function of two positions.
@@ -282,7 +282,7 @@ def _varlen_ring(
     return _attend(q, k, v, mesh, documents, scale=scale, window=window)
 
 
-# All layers are given the same positions, which are gathered once.
+# All layers get the same positions, so they are gathered once.
 _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -291,7 +291,7 @@ def _documents_at(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> li
     """cu_seqlens of each row.
 
     Raises:
-        ValueError: positions do not count up within documents: tokens are cut in another layout.
+        ValueError: positions do not count up within documents: tokens are sharded in another layout.
     """
     known = _known.get(positions)
     if known is not None and known[0] == positions._version:
@@ -312,7 +312,7 @@ def _documents_at(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> li
 
 
 def _sequence_dim(name: str, sharding: ShardingConfig | None, x: str) -> int | None:
-    """The dim in which x of a module comes cut over tensor parallel ranks, None where these have it whole."""
+    """Dim in which the input `x` of a module is sharded over tensor parallel ranks, None if each rank has all of it."""
     layout = None if sharding is None or sharding.in_src_shardings is None else sharding.in_src_shardings.get(x)
     if layout == dense_sequence_parallel_placement():
         return 1
@@ -327,7 +327,7 @@ def _sequence_dim(name: str, sharding: ShardingConfig | None, x: str) -> int | N
 def _local_region(
     states: ShardingConfig | None, inputs: dict[str, Any], outputs: Any, grads: tuple[Any, ...] | None = None
 ) -> ShardingConfig:
-    """Of a module that computes on local tensors and does its own communication."""
+    """ShardingConfig of a module that computes on local tensors and does its own communication."""
     return ShardingConfig(
         state_shardings={} if states is None else states.state_shardings,
         in_src_shardings=inputs,
@@ -352,16 +352,16 @@ def _check_linears(what: str, *layers: Any, bias: bool = True) -> None:
     target=GQAttention.Config, fqns=["*.attention"], exact=True, description="fused_tp: projections, ring attention"
 )
 def attention(cfg: GQAttention.Config, *, ring: str | None = None) -> GQAttention.Config:
-    """GQAttention.Config whose projections are one op each with their communication.
+    """GQAttention.Config in which each projection and its communication are one op.
 
     Args:
-        ring: attend by `ring_attention` over the context parallel ranks, causally and within the documents that
-            positions tell, instead of by the configured inner module: "zigzag" where torchtitan's load balancer is
-            "headtail", its default; "contiguous" where it is None. On the command line
+        ring: replace the configured inner module by `ring_attention` over the context parallel ranks, causal and within
+            documents, which begin at position 0: "zigzag" if torchtitan's load balancer is "headtail", its default;
+            "contiguous" if it is None. On the command line
             `fused_tp.integrations.torchtitan.attention={"ring":"zigzag"}`. Not for models whose layers have windows.
 
     Raises:
-        ValueError: projections that are no plain Linear, or that are sharded in an unknown way.
+        ValueError: projections that are not a plain Linear, or that are sharded in an unknown way.
     """
     sequence_dim = _sequence_dim("attention", cfg.sharding_config, "x_BLD")
     x = dense_activation_placement(tp=spmd.I) if sequence_dim is None else dense_sequence_parallel_placement()
@@ -398,7 +398,7 @@ def feed_forward(cfg: FeedForward.Config) -> FusedFeedForward.Config:
     """FeedForward.Config that gathers, multiplies and scatters in two ops.
 
     Raises:
-        ValueError: as `attention`.
+        ValueError: as for `attention`.
     """
     sequence_dim = _sequence_dim("feed_forward", cfg.sharding_config, "x")
     x = dense_activation_placement(tp=spmd.I) if sequence_dim is None else dense_sequence_parallel_placement()

@@ -1,4 +1,4 @@
-"""torchtitan (0.3) on CPU ranks: what its Trainer asks of an accelerator, answered for a CPU."""
+"""torchtitan (0.3) on CPU ranks: the accelerator functions that its Trainer calls, implemented for a CPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchtitan.tools import utils
 
 
 def on_cpu() -> None:
-    """Lets torchtitan run on CPU ranks, over gloo. Call it before anything else of torchtitan is imported.
+    """Let torchtitan run on CPU ranks, over gloo. Call it before any other part of torchtitan is imported.
 
-    Without an accelerator torchtitan takes "cuda" for granted. Reductions of FSDP2 become sums, the only ones that
-    gloo has; torchtitan divides losses by the number of tokens itself.
+    Without an accelerator torchtitan assumes "cuda". Reductions of FSDP2 become sums, as gloo has no averages;
+    torchtitan divides losses by the number of tokens itself.
 
     Raises:
-        ValueError: other parts of torchtitan have been imported, with the device that they have found.
+        ValueError: another part of torchtitan was imported before, and has stored the device found then.
 
     Example:
         >>> from fused_tp.integrations.torchtitan_cpu import on_cpu
@@ -51,7 +51,7 @@ def _has_device(name: str, module: Any) -> bool:
 
 
 class _Cpu:
-    """As torch.cuda, for a process that is its own device."""
+    """Counterpart of torch.cuda for a process whose only device is the CPU."""
 
     def device_count(self) -> int:
         return 1

@@ -1,11 +1,10 @@
-"""transformers' Trainer, and classes made from it such as TRL's SFTTrainer, over models that are parallel already.
+"""transformers' Trainer, and subclasses such as TRL's SFTTrainer, for models that are parallel already.
 
-Tensor and context parallel ranks are given the same batch, which is what Trainer does for what it calls tensor parallel
-ranks: their product is the size that it is told. So context parallel ranks need nothing of accelerate's own context
-parallelism, which takes no windows, no packed documents and no sinks. Trainer then divides its losses and counts of
-targets as they have to be.
+Tensor and context parallel ranks get the same batch, as Trainer does for tensor parallel ranks: it is configured with
+the product of both sizes as its tensor parallel size. So accelerate's own context parallelism, which supports no
+windows, packed documents or sinks, is not needed. Trainer then divides losses and counts of targets correctly.
 
-What Trainer refuses for such models, resuming, is done here by torch.distributed.checkpoint, at another size too.
+Trainer refuses to resume such models; here torch.distributed.checkpoint does it, also at another size.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from fused_tp.nn.plain_data import PlainPlanner, PlainReader
 T = TypeVar("T", bound=type)
 
 FOLDER = "distributed"  # in a checkpoint of Trainer: weights and optimizer, for torch.distributed.checkpoint
-_SCHEDULER = "scheduler.pt"  # as Trainer calls it
+_SCHEDULER = "scheduler.pt"  # Trainer's name
 
 
 def parallel_trainer(kind: T) -> T:
-    """`kind`, a Trainer of transformers or a class made from it, that takes a model which `parallelize` has made.
+    """Extend `kind`, transformers' Trainer or a subclass of it, to models that `parallelize` has made.
 
-    It is used as `kind` is. All ranks of `tp` and `cp` get the same batches, ranks of other dims their own; losses,
+    Use it like `kind`. Ranks along `tp` and `cp` get the same batch, ranks along other dims different ones; losses,
     their scale, gradient norms and accumulation are those of one process. Checkpoints hold the files of the whole
-    model, as `save_pretrained` writes them, next to weights and optimizer for torch.distributed.checkpoint:
-    `resume_from_checkpoint` takes them at another number of tensor, context or data parallel ranks.
+    model, as `save_pretrained` writes them, beside weights and optimizer for torch.distributed.checkpoint:
+    `resume_from_checkpoint` also works with another number of tensor, context or data parallel ranks.
 
-    With data parallel ranks, apply `fully_shard` to the model before, over `fsdp_mesh(mesh)`.
+    With data parallel ranks, first apply `fully_shard` to the model, over `fsdp_mesh(mesh)`.
 
     Args:
         kind: such as transformers.Trainer or trl.SFTTrainer.
 
     Returns:
-        A subclass of `kind`. Made with a model that is not parallel, or in a way that Trainer would get wrong, it
-        raises ValueError.
+        A subclass of `kind`. Its constructor raises ValueError if the model is not parallel, or parallel in a way that
+        Trainer does not handle correctly.
 
     Example:
         >>> mesh = fused_tp.make_mesh(cp=2, tp=4)
@@ -71,11 +70,11 @@ def _made(kind: Any) -> Any:
 
 
 def adopt(model: nn.Module) -> None:
-    """Marks a parallel model as Trainer marks those that transformers has sharded while loading them: it leaves them
-    where they are and wraps them in nothing.
+    """Mark a parallel model like one that transformers has sharded while loading it: Trainer neither moves nor wraps
+    it.
 
     Raises:
-        ValueError: it is not parallel, or in a way that Trainer would get wrong.
+        ValueError: it is not parallel, or parallel in a way that Trainer does not handle correctly.
     """
     base, parallelism = _base_of(model), _parallelism_of(model)
     meshes = [mesh for mesh in (parallelism.cp_mesh, parallelism.tp_mesh) if mesh is not None]
@@ -109,7 +108,7 @@ def adopt(model: nn.Module) -> None:
 
 
 def _base_of(model: nn.Module) -> Any:
-    unwrap: Any = getattr(model, "get_base_model", None)  # of PEFT
+    unwrap: Any = getattr(model, "get_base_model", None)  # a PeftModel
     return model if unwrap is None else unwrap()
 
 
@@ -121,7 +120,7 @@ def _parallelism_of(model: nn.Module) -> Parallelism:
 
 
 class _ParallelTrainer:
-    """What `parallel_trainer` puts in front of a Trainer."""
+    """Mixin that `parallel_trainer` puts before a Trainer in the MRO."""
 
     model: Any
     args: Any
@@ -144,7 +143,7 @@ class _ParallelTrainer:
         parallelism = _parallelism_of(model)
         if settings is not None:
             _check_settings(settings, parallelism)
-        if kwargs.get("peft_config") is not None and parallelism.tp_mesh is not None:  # of TRL's trainers
+        if kwargs.get("peft_config") is not None and parallelism.tp_mesh is not None:  # an argument of TRL's trainers
             from fused_tp.integrations.peft import parallel_config
 
             kwargs["peft_config"] = parallel_config(model, kwargs["peft_config"])
@@ -157,7 +156,7 @@ class _ParallelTrainer:
             super().__init__(*args, **kwargs)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        self.accelerator.unscale_gradients()  # which Trainer leaves out where DTensors lie on several meshes
+        self.accelerator.unscale_gradients()  # Trainer skips this if DTensors are on several meshes
         return clip_grad_norm_(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> float:
@@ -171,13 +170,13 @@ class _ParallelTrainer:
         own = self.gather_function
         self.gather_function = partial(_of_one_of_equal_ranks, self.accelerator, self.get_tp_size(), own)
         try:
-            found = trainer.evaluation_loop(*args, **kwargs)  # which sets its own again at the end
+            found = trainer.evaluation_loop(*args, **kwargs)  # resets gather_function itself at the end
         except BaseException:
             self.gather_function = own
             raise
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # else optimizers made now would have parameters that the next forward takes away
+                module.reshard()  # otherwise optimizers made now would get parameters that the next forward removes
         return found
 
     def prediction_step(
@@ -186,7 +185,7 @@ class _ParallelTrainer:
         trainer: Any = super()
         loss, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
         if logits is not None and self._cuts_logits and "labels" in inputs:
-            # Next to a loss they are a part: of this rank's tokens, or of the vocabulary.
+            # Beside a loss, logits are a shard: of the tokens or of the vocabulary.
             without = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
             with torch.no_grad():
                 logits = model(**without).logits.detach()
@@ -203,7 +202,7 @@ class _ParallelTrainer:
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
         found: Any = self.optimizer
-        return getattr(found, "optimizer", found)  # accelerate's wrapper has the one in it
+        return getattr(found, "optimizer", found)  # unwrap accelerate's optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -245,7 +244,7 @@ def _folder_of(checkpoint: str) -> Path:
 
 
 def _check_settings(settings: Any, parallelism: Parallelism) -> None:
-    """Refuse what Trainer would get wrong over ranks that share batches."""
+    """Refuse settings that Trainer does not handle correctly over ranks that share batches."""
     if not settings.average_tokens_across_devices:
         raise ValueError(
             "average_tokens_across_devices=False makes Trainer divide the number of targets by the ranks that share a "
@@ -264,19 +263,19 @@ def _check_settings(settings: Any, parallelism: Parallelism) -> None:
 
 
 def _of_one_of_equal_ranks(accelerator: Any, same: int, gather_for_metrics: Any, tensors: Any) -> Any:
-    """What is gathered for metrics of one of each `same` ranks in a row, which have equal batches."""
+    """Gather for metrics from one of every `same` consecutive ranks, which have equal batches."""
     gather, world = accelerator.gather, accelerator.num_processes
 
     def one_of(tensors: Any) -> Any:
         return tree_map(lambda t: t.unflatten(0, (-1, same, len(t) // world))[:, 0].flatten(0, 1), gather(tensors))
 
     with mock.patch.object(accelerator, "gather", one_of):
-        return gather_for_metrics(tensors)  # which leaves out what fills up the last batch
+        return gather_for_metrics(tensors)  # drops the padding of the last batch
 
 
 @contextmanager
 def _may_resume(settings: Any) -> Iterator[None]:
-    """Trainer refuses to be made for sharded models unless they are saved alone: it would lose their optimizer."""
+    """Context with save_only_model=True: without it Trainer, which would lose the optimizer, refuses sharded models."""
     if settings is None or settings.save_only_model:
         yield
         return
@@ -289,8 +288,8 @@ def _may_resume(settings: Any) -> Iterator[None]:
 
 @contextmanager
 def _many_cpus() -> Iterator[None]:
-    """accelerate (1.15) does not count several processes on CPUs as several devices, and then refuses tensor parallel
-    ones."""
+    """Context in which accelerate (1.15) counts several CPU processes as several devices; it refuses tensor parallel
+    ones otherwise."""
     from accelerate import Accelerator
 
     if torch.accelerator.is_available():

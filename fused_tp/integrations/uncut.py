@@ -1,15 +1,15 @@
 """Restore a parallel model to the whole one that it was before `parallelize`, for the duration of a context.
 
-| of a module            | while the model is whole                                                |
-|------------------------|-------------------------------------------------------------------------|
-| class, attributes      | those before the cut, but for what was assigned since                   |
-| hooks                  | those before the cut, and those that were registered since              |
-| layers in it           | those before the cut, with what was attached since to those in its place |
-| parameters             | whole ones, which the caller gives                                      |
-| buffers                | as they are, and those of layers that were replaced                     |
+| of a module            | while the model is whole                                                  |
+|------------------------|---------------------------------------------------------------------------|
+| class, attributes      | those before sharding, except for later assignments                       |
+| hooks                  | those before sharding, and those registered later                         |
+| layers in it           | those before sharding, with later additions to the layers in their place  |
+| parameters             | whole ones, passed by the caller                                          |
+| buffers                | the current ones, and those of replaced layers                            |
 
-So the callers' code computes as it is now, and alone. Rejected: a copy of the model, made before the cut. Functions
-that callers have put into modules would compute with the modules of the cut one, and what they put in later would be
+So the callers' current code runs, on one rank alone. Rejected: a copy of the model, made before sharding. Functions
+that callers have put into modules would compute with modules of the sharded model, and later additions would be
 missing.
 """
 
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from fused_tp.integrations.hf import is_transformers_model
 
-# Of every module: parameters, buffers, modules, hooks.
+# Dicts of every module: parameters, buffers, modules, hooks.
 TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
-_BY_NAME = {"_parameters", "_buffers"}  # whose entries are found anew
+_BY_NAME = {"_parameters", "_buffers"}  # `restored` fills these anew
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ModuleState:
         return ModuleState(module, type(module), {k: v for k, v in held.items() if k not in tables}, tables)
 
     def apply(self) -> None:
-        """Restore `module` to this state, in its own dicts of hooks, to which handles refer."""
+        """Restore `module` to this state, in place in its own dicts of hooks, to which handles refer."""
         module, held = self.module, vars(self.module)
         own = {name: held[name] for name in self.tables}
         held.clear()
@@ -83,7 +83,7 @@ class ModuleState:
         return ModuleState(None, self.kind, {k: _noted(v) for k, v in self.attributes.items()}, tables)
 
     def changed(self, cut: ModuleState, now: ModuleState) -> ModuleState:
-        """This state of before the cut, with the changes from `cut` to `now`."""
+        """Return this state, from before sharding, with the changes from `cut` to `now`."""
         kind = self.kind if now.kind is cut.kind else now.kind
         attributes = _merged(self.attributes, cut.attributes, now.attributes)
         tables = {
@@ -100,7 +100,7 @@ def _merged(before: Mapping[Any, Any], cut: Mapping[Any, Any], now: Mapping[Any,
 
 
 class UncutModel:
-    """State of a model before it is cut, without its parameters.
+    """State of a model before it is sharded, without its parameters.
 
     Example:
         >>> uncut = UncutModel(model)
@@ -119,12 +119,12 @@ class UncutModel:
         self._cut_configs: dict[int, ModuleState] = {}
 
     def __reduce__(self) -> Any:
-        return UncutModel, (nn.Module(),)  # a copy of the model is other modules
+        return UncutModel, (nn.Module(),)  # a copy of the model has other modules
 
     def note_cut(self, model: nn.Module) -> None:
-        """Record the state of `model` after the cut."""
+        """Record the state of `model` after sharding."""
         self._cut = {name: ModuleState.of(module).without_tensors() for name, module in model.named_modules()}
-        for name, before in self._before.items():  # of layers in whose place others have none, it keeps the buffers
+        for name, before in self._before.items():  # keep only buffers that the layer in its place does not have
             own = self._cut[name].tables["_buffers"] if name in self._cut else {}
             before.tables["_buffers"] = {k: None if k in own else v for k, v in before.tables["_buffers"].items()}
         self._cut_configs = {id(config): ModuleState.of(config).without_tensors() for config in _configs(model)}
@@ -139,7 +139,7 @@ class UncutModel:
 
     @contextmanager
     def restored(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which `model` is whole.
+        """Context in which `model` is whole.
 
         Args:
             parameters: whole tensors, under each of their names.
@@ -175,6 +175,6 @@ def _on(device: torch.device, buffer: Tensor | None) -> Tensor | None:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The configs of the transformers models in `model`, each once."""
+    """Configs of the transformers models in `model`, each once."""
     found = (module.config for module in model.modules() if is_transformers_model(module))
     return [*{id(config): config for config in found}.values()]

@@ -1,7 +1,7 @@
-"""Forward passes that leave a model, random states and the variables of callers' code as they were.
+"""Forward passes that leave a model, random states and the variables of callers' code unchanged.
 
-Restored are attributes and hooks of modules, buffers, and of callers' code (forwards, hooks, helpers) the containers,
-the closures, the globals that it assigns and the objects of its classes. Output to files and terminals cannot be.
+They restore attributes, hooks and buffers of modules; and containers, closures, assigned globals and objects of the
+classes of callers' code (forwards, hooks, helpers). Output to files and terminals cannot be undone.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fused_tp.integrations.forward_shard import version_of
 from fused_tp.integrations.model_check import code_of, is_of_library
 from fused_tp.integrations.uncut import TABLES, ModuleState
 
-_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # of these very types: others may do more than hold
-_COMPILED = "_compiled_call_impl"  # what `module.compile()` sets
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict)  # exactly these types: others may have side effects
+_COMPILED = "_compiled_call_impl"  # attribute set by `module.compile()`
 _NOT_FOLLOWED = (nn.Module, torch.Tensor, ModuleType, type, str, bytes, int, float, complex, type(None))
-_DEPTH, _MOST_PARTS = 5, 1000  # of containers in containers, and of the entries of one that may be containers
+_DEPTH, _MOST_PARTS = 5, 1000  # limits: nesting of containers, and entries of one that are searched
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Mode(Enum):
-    """Modes of a model in a comparison, in the order in which they are tried. A rank with a part of the tokens draws
-    other random numbers than one process with all, so a mode that draws some is not comparable."""
+    """Modes of a model in a comparison, in the order in which they are tried. A rank with a shard of the tokens draws
+    other random numbers than one process with all, so a mode that draws any is not comparable."""
 
     AS_IT_IS = auto()
     WITHOUT_DROPOUT = auto()
@@ -47,14 +47,14 @@ class Mode(Enum):
 def undisturbed(
     models: Sequence[nn.Module], mode: Mode, *, gradients: bool = False, random_states: Sequence[torch.Tensor] = ()
 ) -> Iterator[Callable[[], bool]]:
-    """A context for forward passes that leaves `models` as they were.
+    """Context for forward passes that leaves `models` unchanged.
 
-    Yields a function that tells, also afterwards, whether random numbers were drawn.
+    Yields a function that returns, after the context has ended, True if random numbers were drawn.
 
     Args:
-        models: layers of this package in them keep attributes on which ranks have agreed.
-        gradients: enabled.
-        random_states: to begin with, of `random_states_now`; else always the same ones.
+        models: models to restore; layers of this package in them keep attributes that ranks have agreed on.
+        gradients: enable gradients.
+        random_states: initial states, from `random_states_now`; by default always the same ones.
     """
     modules = [module for model in models for module in model.modules()]
     held = [ModuleState.of(module) for module in modules]
@@ -74,7 +74,7 @@ def undisturbed(
             for module in modules:
                 module.training &= mode is not Mode.EVAL
                 if _COMPILED in vars(module):
-                    vars(module)[_COMPILED] = None  # it would be compiled anew, for other parameters
+                    vars(module)[_COMPILED] = None  # it would be recompiled for other parameters
                 if mode is Mode.WITHOUT_DROPOUT:
                     vars(module).update(dict.fromkeys(_chances(module), 0.0))
             drew = False
@@ -98,17 +98,17 @@ def undisturbed(
 
 @contextmanager
 def _saved_plainly() -> Iterator[None]:
-    """A context in which what backward needs is kept as it is: a caller's checkpoint around it counts tensors."""
+    """Context in which tensors for backward are saved as they are: a caller's checkpoint around it counts tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         yield
         return
-    # Detached: an output that a node keeps of itself would never be freed.
+    # Detached: an output saved by its own node would never be freed.
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda t: t):
         yield
 
 
 def _chances(module: nn.Module) -> list[str]:
-    """Attributes of `module` that are chances of dropout."""
+    """Names of the attributes of `module` that are dropout probabilities."""
     own = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ()
     return [n for n, v in vars(module).items() if isinstance(v, float) and (n in own or "drop" in n)]
 
@@ -118,11 +118,11 @@ def _devices() -> list[int]:
 
 
 def random_states_now() -> list[torch.Tensor]:
-    """Of the CPU and of the current GPU, if there is one."""
+    """Random states of the CPU and of the current GPU, if there is one."""
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, _devices())]
 
 
-# -- what callers' hooks and forwards write to -------------------------------------------------------------------------
+# -- variables that callers' hooks and forwards write to ---------------------------------------------------------------
 
 
 def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
@@ -163,8 +163,8 @@ def _callers_state(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 def _reached_by(function: FunctionType, found: dict[object, Any]) -> Iterator[Any]:
-    """Values of the closure of `function` and of the globals that it names. Its cells, and the globals that it assigns
-    to, go into `found`."""
+    """Yield values of the closure of `function` and of the globals that it names. Its cells, and the globals that it
+    assigns to, are added to `found`."""
     for cell in function.__closure__ or ():
         found[id(cell)] = cell
         yield _contents(cell)
@@ -178,7 +178,7 @@ def _reached_by(function: FunctionType, found: dict[object, Any]) -> Iterator[An
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """`code`, and that of the functions in it."""
+    """Yield `code`, and the code of the functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -186,7 +186,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_of_callers_class(value: object) -> bool:
-    """True for an object of a class that is defined outside of installed packages, whose threads may use theirs."""
+    """True for an object of a class defined outside of installed packages, whose threads may use their own objects."""
     file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
     main = type(value).__module__ == "__main__"
     own = main or (file is not None and not file.startswith(_INSTALLED))
@@ -202,7 +202,7 @@ def _contents(cell: CellType) -> Any:
 
 @contextmanager
 def _kept(state: Sequence[Any]) -> Iterator[None]:
-    """Put back the contents of `state`, see `_callers_state`, at the end."""
+    """Context that restores the contents of `state`, see `_callers_state`, at its end."""
     held = [_contents(one) if isinstance(one, CellType) else copy.copy(one) for one in state]
     try:
         yield
@@ -215,7 +215,7 @@ def _kept(state: Sequence[Any]) -> Iterator[None]:
                 names, name, before = one
                 names[name] = before
             elif _entries(one) == _entries(value):
-                pass  # not written to, where another thread of the caller's may write now
+                pass  # unchanged: do not write, as another thread of the caller's may be writing
             elif isinstance(one, list):
                 one[:] = value
             else:

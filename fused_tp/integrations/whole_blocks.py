@@ -1,15 +1,15 @@
 """Blocks of a sequence parallel model that run on the whole sequence: state spaces, latent attention, unknown experts.
 
-Between its layers a rank has a part of the tokens. A block that cannot be run on a part, or of which that is not known,
-gets the tokens of all ranks and gives back this rank's; inside it runs as without sequence parallelism:
+Between layers a rank has a shard of the tokens. A block that cannot run on a shard, or is not known to, gets the tokens
+of all ranks and returns this rank's; inside it runs as without sequence parallelism:
 
-| what                | forward                    | backward                                                        |
+| tensors             | forward                    | backward                                                        |
 |---------------------|----------------------------|-----------------------------------------------------------------|
-| input [b, s / W, n] | gathered along dim 1       | own part: the block's backward gives all ranks the same         |
-| layers inside       | as without                 | as without                                                      |
-| output [b, s, n]    | own part                   | gathered                                                        |
+| input [b, s / W, n] | gathered along dim 1       | own shard: the block's gradient is the same on all ranks        |
+| layers inside       | unchanged                  | unchanged                                                       |
+| output [b, s, n]    | own shard                  | gathered                                                        |
 
-A block is what a layer of the model calls: a module right below the elements of an nn.ModuleList.
+A block is a module that a layer of the model calls: a direct child of the elements of an nn.ModuleList.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from fused_tp.ops.collectives import gather, scatter
 
 
 def find_blocks(model: nn.Module, plan: Plan, *, rows_travel: bool) -> tuple[list[str], list[str]]:
-    """Names of the blocks of `model` that run on the whole sequence, and of those with experts that run on a part.
+    """Names of the blocks of `model` that run on the whole sequence, and of those with experts that run on a shard.
 
-    `rows_travel`: to experts that are dealt out over other ranks than the tensor parallel ones. (Each of the latter
-    sends the rows of all tokens then.)
+    `rows_travel`: experts are distributed over other ranks than the tensor parallel ones, and get rows from there.
+    (Each tensor parallel rank then sends the rows of all tokens.)
 
     Raises:
-        ValueError: a module that may not be run on a part of the sequence is in no block; or a `ParallelStyle`.
+        ValueError: a module that may not run on a shard of the sequence is in no block; or a `ParallelStyle`.
     """
     modules = dict(model.named_modules())
     found: dict[str, None] = {}
     for name, module in modules.items():
         style = plan.modules.get(name)
-        if any(within(name, one) for one in (*plan.before, *plan.behind)):  # where no rank has a part of the sequence
+        if any(within(name, one) for one in (*plan.before, *plan.behind)):  # these see the whole sequence anyway
             continue
         if isinstance(style, ParallelStyle):
             raise ValueError(
@@ -67,7 +67,7 @@ def find_blocks(model: nn.Module, plan: Plan, *, rows_travel: bool) -> tuple[lis
                 "whether it may see a part of the sequence is not known, nor what calls it. Give it a style, or pass "
                 "sequence_parallel=False."
             )
-        # A linear layer that stays whole, below a layer of the model, takes tokens one by one.
+        # A linear layer that stays whole, right below a layer of the model, treats tokens independently.
         if not (block == name and type(module) is nn.Linear and style is None):
             found[block] = None
     own = [] if rows_travel else [block for block in found if _takes_tokens_alone(block, modules[block], plan)]
@@ -79,19 +79,19 @@ KNOWN = ("transformers.models.", "transformers.activations", "torch.nn.modules.l
 
 
 def _takes_tokens_alone(name: str, block: nn.Module, plan: Plan) -> bool:
-    """Whether `block` is one of experts that makes of a token what it makes of it alone.
+    """True if `block` has experts and treats tokens independently.
 
-    No look at a module tells that, so it is believed of nothing but transformers' own code as it is, which has been
+    Inspecting a module cannot prove this, so it is assumed only of transformers' own, unmodified code, which has been
     read, and is compared with the whole model type by type (tests/integrations/sweep.py). Any other block runs on the
     whole sequence:
 
-    - one that is not, or has in it what is not, of a class of transformers' models or of torch's linear layers and
-      activations; or that has a forward or hooks of its own, which may look at all tokens;
-    - one that scales tokens or their scores by noise, of which ranks would draw different amounts: what all ranks draw
-      after it would differ between them;
-    - one that is given more than hidden states, which would have to be cut as these are;
-    - one without experts that take routing, or in which a layer is given, or gives, more than a pair of a column and a
-      row layer takes and gives.
+    - one that is, or contains, a module of another class than transformers' models or torch's linear layers and
+      activations; or with a patched forward or hooks, which may look at all tokens;
+    - one that scales tokens or their scores by noise: ranks would draw different amounts, so all later draws would
+      differ between them;
+    - one with arguments besides hidden states, which would have to be sharded like these;
+    - one without experts that take routing, or with a layer whose input or output is not that of a plain column or row
+      layer.
     """
     experts = []
     for path, module in block.named_modules(prefix=name):
@@ -111,19 +111,19 @@ def _takes_tokens_alone(name: str, block: nn.Module, plan: Plan) -> bool:
 
 
 def _may_look(module: nn.Module) -> bool:
-    """Whether what is attached to `module` may look at what it is given; transformers' recorders of outputs only keep
-    them."""
+    """True if hooks or a patched forward of `module` may look at its inputs; transformers' output recorders only store
+    outputs."""
     recorders = all(getattr(hook, "__module__", "") == RECORDERS for hook in module._forward_hooks.values())
     return bool(set(attachments(module)) - ({"_forward_hooks"} if recorders else set()))
 
 
 def _draws_noise(module: nn.Module) -> bool:
-    """Whether `module` draws noise in training: transformers' routers keep how much under such a name."""
+    """True if `module` draws noise in training: transformers' routers store its amount in a "jitter" attribute."""
     return any("jitter" in name and value for name, value in vars(module).items())
 
 
 def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
-    """The block that the module of that name is, or is in."""
+    """Name of the block that the module of that name is, or is inside; None if it is in no block."""
     parts = name.split(".")
     for n in range(1, len(parts) - 1):
         if isinstance(modules[".".join(parts[:n])], nn.ModuleList):
@@ -135,8 +135,8 @@ def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
 
 def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Collection[str] = ()) -> None:
     """Hook `block`, whose layers run without sequence parallelism, to run on the whole sequence. `parts` names
-    arguments beside the first of which a rank has its part, too."""
-    # Before what a style has hooked there, which is for whole sequences.
+    arguments, besides the first, of which a rank has its shard, too."""
+    # Before the hooks of a style, which expect whole sequences.
     gather_input = partial(_gather_input, sequence, mesh, _places(block, parts))
     block.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
     in_one_order(block._forward_pre_hooks)
@@ -144,13 +144,13 @@ def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *,
 
 
 def split_before(module: nn.Module, arguments: Collection[str], mesh: DeviceMesh, sequence: SequenceSharding) -> None:
-    """Hook `module` to be given this rank's tokens of `arguments`, which hold those of all ranks."""
+    """Hook `module` to get this rank's tokens of `arguments`, which hold the tokens of all ranks."""
     split_input = partial(_split_input, sequence, mesh, _places(module, arguments))
     module.register_forward_pre_hook(split_input, with_kwargs=True)
 
 
 def join_behind(module: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
-    """Hook `module`, which sees this rank's tokens, to return those of all ranks to what runs on them."""
+    """Hook `module`, which sees this rank's tokens, to return the tokens of all ranks."""
     module.register_forward_hook(partial(_gather_output, sequence, mesh))
 
 
@@ -162,7 +162,7 @@ def _gather_output(
 
 
 def _places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
-    """Where arguments of these names are given: their positions, and the names."""
+    """Positions and names under which arguments of these names can be passed."""
     order = enumerate(inspect.signature(module.forward).parameters)
     return frozenset({*names, *(position for position, name in order if name in names)})
 
@@ -170,7 +170,7 @@ def _places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
 def _changed(
     places: frozenset[int | str], change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> HookArguments:
-    """Arguments, with what `change` makes of the tensors at these places."""
+    """Arguments, with `change` applied to the tensors at these places."""
 
     def changed(place: int | str, value: Any) -> Any:
         return change(value) if place in places and isinstance(value, Tensor) else value
@@ -205,7 +205,7 @@ def _gather_input(
 
     def whole_of(t: Tensor) -> Tensor:
         flat = t.ndim == 2  # tokens of all rows, one after the other
-        part = t if t.is_floating_point() else t.double()  # indices, which that holds as they are
+        part = t if t.is_floating_point() else t.double()  # indices, which float64 holds exactly
         part = part.unflatten(0, (state.batch, -1)) if flat else part
         whole = gather(part, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
         return whole.flatten(0, 1) if flat else whole
@@ -220,7 +220,7 @@ def _gather_input(
             f"{given}; it must be hidden states [batch, seq, hidden]. Pass sequence_parallel=False."
         )
     for other in (*args[1:], *kwargs.values()):
-        # Of more than one token every part is shorter than the whole: all ranks come to the same answer.
+        # With more than one token every shard is shorter than the whole, so all ranks decide alike.
         if other is not x and isinstance(other, Tensor) and other.shape == x.shape and length > 1:
             raise ValueError(
                 f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and is given two tensors "
@@ -246,7 +246,7 @@ def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Modu
     def own(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        if t.ndim == 3 and t.shape[1] == length and t.is_floating_point():  # indices go to the next block, whole
+        if t.ndim == 3 and t.shape[1] == length and t.is_floating_point():  # the next block gets whole indices
             return scatter(t, 1, group=mesh)
         if t is first:  # tokens of all rows, one after the other
             return scatter(t.unflatten(0, (-1, length)), 1, group=mesh).flatten(0, 1)
