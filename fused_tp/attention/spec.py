@@ -95,7 +95,7 @@ class AttentionMask:
 
     @cached_property
     def _documents(self) -> tuple[Ints, Ints, Ints]:
-        """For each document: its first key, the end of its keys, and the offset from a query to its place."""
+        """First key, end of keys, and offset from a query to its place, for each document."""
         queries = np.asarray(self.cu_seqlens or (0, self.seq_len), dtype=np.int64)
         keys = np.asarray(self.cu_seqlens_kv or (0, self.seq_len_kv), dtype=np.int64)
         return keys[:-1], keys[1:], keys[1:] - queries[1:]
