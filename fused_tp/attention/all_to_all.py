@@ -264,8 +264,7 @@ def all_to_all_by(schedule: Schedule) -> AllToAll:
 
 
 class MessageAllToAll(AllToAll):
-    """All-to-all by messages, on every torch.distributed group; one message to a rank holds its parts of all
-    tensors."""
+    """All-to-all by messages, on every torch.distributed group; a message holds a rank's parts of all tensors."""
 
     def __init__(self, name: str, transport: TorchDist) -> None:
         self.name = name

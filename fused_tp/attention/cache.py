@@ -39,8 +39,8 @@ class DenseRows:
 
 
 class PagedRows:
-    """Rows stored as [pages, page_size, heads, dim]: row i of a sequence is row i % page_size of page `pages_of[seq][i
-    // page_size]`.
+    """Rows stored as [pages, page_size, heads, dim]: row i of a sequence is row i % page_size of page
+    `pages_of[seq][i // page_size]`.
 
     `parts` reads one sequence at a time, and yields a view if its pages are contiguous, else a copy.
     """
@@ -66,15 +66,14 @@ class PagedRows:
 def scatter_new_tokens(
     group: Group, block: int, tokens: tuple[Tokens, ...], first: int, rows: Tensor, words: str
 ) -> tuple[Ints, Tensor]:
-    """Send rows [n, ...] of this rank's new tokens to their owners in one all-to-all; new token i is cache token first
-    + i.
+    """Send rows [n, ...] of this rank's new tokens, cache tokens from `first` on, to their owners in one all-to-all.
 
     `tokens` are the new tokens of each rank, and `words` the keywords that determine them, the same on all ranks.
     Returns the cache indices of the tokens that arrived, in any order, and their rows.
 
     Raises:
         RankMismatchError: ranks differ in `words`, `first` or `block` (compared always on CPU, elsewhere with
-        FUSED_TP_CHECK=1).
+            FUSED_TP_CHECK=1).
     """
     layout = BlockCyclicLayout(group.size, group.rank, block)
     held = [first + one.indices for one in tokens]

@@ -93,8 +93,7 @@ class Step:
         return {}
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """starts, stops, places, q_indices, k_indices, first, last as int32 tensors on `device`, created at first
-        use."""
+        """starts, stops, places, q_indices, k_indices, first, last as int32 on `device`, each created at first use."""
         if device not in self._on_devices:
             self._on_devices[device] = _OnDevice(self, device)
         return self._on_devices[device]

@@ -138,8 +138,7 @@ class RingCall:
 
 
 class RingSaved(NamedTuple):
-    """Tensors saved by a forward for its backward, and the incoming gradients, shaped as in
-    `fused_tp.ring_attention`."""
+    """Tensors saved by a forward for its backward, and the incoming gradients, as in `fused_tp.ring_attention`."""
 
     q: Tensor
     k: Tensor

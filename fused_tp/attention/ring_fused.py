@@ -1,5 +1,4 @@
-"""Ring attention in one Triton launch over memory that all ranks can access: see
-`triton_kernels.attention.ring_forward`.
+"""Ring attention in one Triton launch over memory that all ranks reach: see `triton_kernels.attention.ring_forward`.
 
 Each rank stores its K/V where others can read them. The copy engine pulls the keys that a rank reads, chunk by chunk,
 while the launch computes with those that have arrived. This serves GPUs that can write into each other's memory, ranks
@@ -86,8 +85,9 @@ def fused_ring_available(query: KernelQuery) -> Availability:
 
 
 def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
-    """`fused_ring_available` on all ranks of `group`, which must agree although their devices and environments may
-    differ. The first call is collective: all ranks must make it together.
+    """`fused_ring_available` on all ranks of `group`, which must agree though devices and environments may differ.
+
+    The first call is collective: all ranks must make it together.
 
     Raises:
         CollectiveTimeoutError: some rank did not call, for example if FUSED_TP_ATTENTION was changed on some ranks

@@ -143,8 +143,7 @@ class _Messages(KVExchange):
 
 
 def _to_wire(x: Tensor, rows: Rows) -> Tensor:
-    """Convert these rows of x [B, S, H, D] to contiguous [rows, B, H, D]; for one range and B = 1 a view, not a
-    copy."""
+    """These rows of x [B, S, H, D] as contiguous [rows, B, H, D]; for one range and B = 1 a view, not a copy."""
     parts = [part.transpose(0, 1) for part in parts_of(x, rows) or [x[:, :0]]]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 

@@ -62,8 +62,7 @@ class SoftmaxState:
         self.highest.copy_(highest)
 
     def result(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf where nothing was seen. Overwrites the
-        state.
+        """Return (out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf where nothing was seen. Ends the state.
 
         `sinks` [H] are the scores of one extra key per head, with value 0 (Xiao et al., arXiv:2309.17453; gpt-oss,
         2025). They count in lse.

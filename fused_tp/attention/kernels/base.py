@@ -72,8 +72,9 @@ class Sums(NamedTuple):
 
 
 class AttentionKernel(ABC):
-    """Computes one non-empty step, on its rows alone: q and state hold queries [q_start, q_stop), k and v hold keys
-    [k_start, k_stop).
+    """Computes one non-empty step, on its rows alone.
+
+    q and state hold queries [q_start, q_stop), k and v keys [k_start, k_stop).
 
     q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]: any strides, last dim dense; query head h reads key head
     h // (H / Hkv), and K/V are never repeated in memory. State and sums may be views of larger ones.

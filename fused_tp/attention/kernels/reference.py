@@ -51,7 +51,7 @@ class Tile:
 
 
 def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Tile]:
-    """Yield tiles, FULL or MASKED, of at most these sizes that cover all seen keys; skip tiles where nothing is
+    """Yield FULL or MASKED tiles of at most these sizes that cover all seen keys, without tiles where nothing is
     seen."""
     for q_start in range(0, step.rows, row_limit):
         q_stop = min(q_start + row_limit, step.rows)

@@ -184,8 +184,7 @@ def _part(step: Step, tile: Tile) -> Step:
 
 
 def _turner(tile: Tile) -> Callable[[Tensor], Tensor]:
-    """Function that reverses the order of tokens (dim 1) if that turns the tile into a lower triangle; else
-    identity."""
+    """Function that reverses the tokens (dim 1) of an upper triangle, which makes it a lower one; else the identity."""
     return (lambda x: x.flip(1)) if tile.shape is Shape.UPPER else (lambda x: x)
 
 

@@ -1,4 +1,4 @@
-"""This package's own Triton kernels: every mask and kind of score, and a state that is never rounded."""
+"""The package's own Triton kernels: every mask and kind of score, and a state that is never rounded."""
 
 from __future__ import annotations
 
