@@ -75,8 +75,7 @@ def gather_tensors(
 
 
 def _meet(tensors: Iterable[Any]) -> None:
-    """Wait until all ranks that hold shards arrive, or raise and name the missing ones: torch would wait half an
-    hour."""
+    """Wait until all ranks that hold shards arrive, or raise naming those missing: torch would wait half an hour."""
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         for dim, ranks in enumerate(mesh.shape):
             if ranks > 1:
