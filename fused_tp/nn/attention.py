@@ -282,7 +282,7 @@ class ParallelAttention(nn.Module):
                 length; with cp_group this rank's positions in the sequence; with cu_seqlens positions within each
                 document. Under sequence_parallel those of the whole sequence.
             attention_mask: bool (True: may attend) or floating point (added to the scores); [batch, kv_len],
-                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], dims of size 1 are broadcast. The
+                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], and dims of 1 are broadcast. The
                 gradient of a learned mask is complete on every rank.
             kv_cache: the cache to which keys and values are appended; for generation under no_grad. A ContextKVCache,
                 or a batch of a PagedContextKVCache, is sharded over its own group, which must be cp_group if that is
@@ -291,8 +291,7 @@ class ParallelAttention(nn.Module):
                 unequal shards.
             cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len) of the whole sequence, best
                 on the CPU. A token sees its own document only.
-            new_lengths: with a ContextKVCache, the number of real tokens of each sequence of x, which are its last
-            ones.
+            new_lengths: with a ContextKVCache, the number of real tokens at the end of each sequence of x.
             sharded_chunk: with a ContextKVCache over cp_group, x and the result are this rank's shard of the new
                 tokens, as from `shard_sequence`: for long prompts, whose projections the ranks then share.
 

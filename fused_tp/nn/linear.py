@@ -211,8 +211,8 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_dim: the dim of x that is the sequence; used only with `sequence_parallel`.
 
     Raises:
-        TypeError, ValueError: a mesh that is not 1-D, sizes below 1, an input of another width or dtype. Raised before
-        anything is sent.
+        TypeError, ValueError: a mesh that is not 1-D, sizes below 1, an input of another width or dtype; before
+            anything is sent.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -320,8 +320,7 @@ def column_matmul(
 def row_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, scatter_dim: int | None = None
 ) -> Tensor:
-    """Sum over ranks of x @ weight^T, + bias once; if `scatter_dim` is given, this rank's shard of it along that
-    dim."""
+    """Sum over ranks of x @ weight^T, + bias once; only this rank's shard along `scatter_dim`, if given."""
     if scatter_dim is None:
         return matmul_all_reduce(x, weight, bias, group=mesh)
     return matmul_reduce_scatter(x, weight, bias, group=mesh, scatter_dim=scatter_dim)

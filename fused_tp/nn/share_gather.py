@@ -61,7 +61,7 @@ class SharedGather:
 
 
 class _Last(threading.local):
-    """This thread's group with waiting outputs, by weak reference, so that a model can be freed."""
+    """Group of this thread with waiting outputs, by weak reference, so that a model can be freed."""
 
     group: Callable[[], SharedGather | None] = staticmethod(lambda: None)
 
