@@ -90,7 +90,8 @@ def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
     The first call is collective: all ranks must make it together.
 
     Raises:
-        CollectiveTimeoutError: some rank did not call, as if FUSED_TP_ATTENTION was changed on some ranks only.
+        CollectiveTimeoutError: some rank did not call, for example because FUSED_TP_ATTENTION was changed on
+            some ranks only.
     """
     # By index: ranks can only agree under a name that is the same on all of them.
     values = _FORCED[group]

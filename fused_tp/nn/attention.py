@@ -1,6 +1,5 @@
 """Self-attention with heads sharded over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053),
-grouped query heads (https://arxiv.org/abs/2305.13245) and, over a second group, sequences sharded for ring
-attention."""
+grouped query heads (https://arxiv.org/abs/2305.13245) and, over a second group, sharded sequences (ring attention)."""
 
 from __future__ import annotations
 
@@ -109,12 +108,12 @@ class ParallelAttention(nn.Module):
         num_kv_heads: heads of keys and values, default num_heads; a divisor of num_heads. Fewer than W are repeated
             over neighbouring ranks when W is a multiple of them.
         head_dim: default hidden_size / num_heads.
-        bias, out_bias: of the q, k, v projections and of o_proj (default: as bias).
+        bias, out_bias: bias in the q, k, v projections, and in o_proj (default: as bias).
         qk_norm: RMSNorm over head_dim on q and k, before `rope`; `norm_eps` is its epsilon.
         rope: called as rope(q, k, positions) -> (q, k) with q [batch, seq, heads / W, head_dim]; see RotaryEmbedding.
             Parameters of a module become replicated DTensors, with a complete gradient on every rank.
         causal: a token sees itself and those before it.
-        scale: of the scores, default head_dim ** -0.5.
+        scale: factor of the scores, default head_dim ** -0.5.
         dropout: probability of dropping an attention weight while training. With equal random states on all ranks
             (torch's CPU generator), dropout is identical for any number of ranks of `mesh` and of cp_group.
         window, softcap: as in ring_attention.
@@ -298,7 +297,7 @@ class ParallelAttention(nn.Module):
         Raises:
             ValueError: x that is not 3-D or of other width; a mask that does not fit; arguments that exclude each
                 other (the message names alternatives).
-            TypeError: a cache of another library; a mask of integers; cu_seqlens that is no tensor of integers.
+            TypeError: a cache of another library; a mask of integers; cu_seqlens that is not a tensor of integers.
         """
         call = _Call(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
         self._check_input(x, positions, attention_mask)

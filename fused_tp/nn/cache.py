@@ -151,8 +151,8 @@ class ContextCache(ABC):
         """Append tokens that every rank holds; each rank stores those that it owns, and nothing is sent.
 
         Args:
-            k: [batch, new, kv_heads, head_dim], the same on all ranks; float16, bfloat16, float32 or float64, which
-                the cache then holds, on the device of k.
+            k: [batch, new, kv_heads, head_dim], the same on all ranks; float16, bfloat16, float32 or float64.
+                The cache takes its dtype and device.
             v: [batch, new, kv_heads, v_head_dim], in the dtype of k.
             new_lengths: [batch], the number of real new tokens of each sequence, which are its last ones: pad prompts
                 of different lengths on the left; padding is not stored. None: all tokens are real.

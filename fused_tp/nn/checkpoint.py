@@ -52,7 +52,7 @@ def gather_tensors(
     parts, dtensors = parts_dims(module), as_dtensors(module)
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, Any] = {}
-    gathered: dict[int, Tensor] = {}  # by id of the parameter: state_dict() of tied names gives views of one tensor
+    gathered: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
     _meet(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state

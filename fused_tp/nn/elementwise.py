@@ -31,7 +31,7 @@ _SIZE, _STEPS, _TOLERANCE = 8, 3, 0.05
 
 
 def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, dim: int) -> bool:
-    """True if `optimizer` updates two parts of a matrix otherwise than the whole. Local, on `like`'s device.
+    """True if `optimizer` updates two parts of a matrix differently from the whole. Local, on `like`'s device.
 
     Args:
         options: options of the parameter group.
@@ -55,7 +55,7 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any
 
 
 def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:
-    """True if `optimizer` updates a DTensor with the placements of `parameter` otherwise than a whole tensor.
+    """True if `optimizer` updates a DTensor with the placements of `parameter` differently from a whole tensor.
 
     A collective over its mesh. Tries only optimizers of torch and transformers: others may communicate by themselves.
 

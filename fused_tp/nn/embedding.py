@@ -34,7 +34,7 @@ class VocabParallelEmbedding(nn.Embedding):
         sequence_dim: the dim of the output that is the sequence; used only with `sequence_parallel`.
 
     Raises:
-        TypeError: ids that are no integers.
+        TypeError: ids that are not integers.
         ValueError: sizes below 1, padding_idx out of range, a sequence_dim that the output does not have.
         IndexError: an id outside [0, num_embeddings), on CPU; on a GPU a device assertion, as in nn.Embedding.
 
@@ -83,8 +83,8 @@ class VocabParallelEmbedding(nn.Embedding):
         sequence_dim: int = -2,
         memo: Memo | None = None,
     ) -> VocabParallelEmbedding:
-        """Build the layer over `mesh` from an nn.Embedding that every rank holds. Each copies its rows; nothing is
-        sent.
+        """Build the layer over `mesh` from an nn.Embedding that every rank holds. Each copies its rows, without
+        communication.
 
         Raises:
             TypeError: `embedding` is not an nn.Embedding, or its weight is a DTensor.

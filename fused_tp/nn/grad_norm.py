@@ -65,8 +65,8 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None
 def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor:
     """The norm of the gradients of some parameters of `modules`."""
     dtensors = {key: dtensor for module in modules for key, dtensor in as_dtensors(module).items()}
-    # By the groups over which a gradient is sharded. Parameters without a gradient count too: a rank may lack a
-    # gradient that another has, and all ranks must make the same sums in the same order.
+    # Squares by the groups over which a gradient is sharded. Parameters without a gradient count too: a rank may lack
+    # a gradient that another has, and all ranks must make the same sums in the same order.
     squares: dict[tuple[ProcessGroup, ...], Tensor] = {}
     for parameter in parameters:
         grad = parameter.grad

@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
 }
 
-# (gate, up, down) as models call them; without a gate, (None, up, down).
+# (gate, up, down) as models name them; without a gate, (None, up, down).
 _NAMES: list[tuple[str | None, str, str]] = [
     ("gate_proj", "up_proj", "down_proj"),
     (None, "up_proj", "down_proj"),
@@ -49,7 +49,7 @@ _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "hidden_act
 class ParallelMLP(nn.Module):
     """down(act(up(x))), or gated down(act(gate(x)) * up(x)), with the intermediate features sharded over `mesh`.
 
-    Shapes on a rank: x [..., hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's part
+    Shapes on a rank: x [..., hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's shard
     along `sequence_dim`. Gate and up share one gather. Any intermediate size works.
 
     Args:

@@ -60,7 +60,7 @@ class Cut(NamedTuple):
 # Attributes of a model: the 1-D meshes whose ranks share it, and the number of steps of each of its optimizers.
 _SHARED_OVER, _STEPS = "_fused_tp_shared_over", "_fused_tp_optimizer_steps"
 _SAMPLE = 61  # numbers of a tensor that are compared; a prime, so that they are in different columns
-PARTS_AND_STEPS, STEP, FORWARD = "parts and steps", "step", "forward"  # one exchange for both moments: see below
+PARTS_AND_STEPS, STEP, FORWARD = "parts and steps", "step", "forward"  # a step and a forward use one exchange
 _OF_NORM = 1e-3  # tolerance of the norm of all gradients, above the effect of rounding
 
 _models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
@@ -117,7 +117,7 @@ def install() -> None:
 
 
 def _models_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """Watched models that have some of these parameters, in the order in which they were watched."""
+    """Watched models that contain some of these parameters, in the order in which they were watched."""
     ids = {id(parameter) for parameter in parameters}
     return [model for model in list(_models) if any(id(p) in ids for p in model.parameters())]
 
@@ -207,7 +207,7 @@ def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
 
 def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
-    """Raise ValueError if the optimizer updates shards otherwise than the whole, or cannot step DTensors."""
+    """Raise ValueError if the optimizer updates shards differently from the whole, or cannot step DTensors."""
     if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
         return  # a wrapper: the optimizer inside is checked before its own step
     name = type(optimizer).__name__

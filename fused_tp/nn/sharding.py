@@ -33,8 +33,7 @@ tied. With `torch.utils.weak.WeakIdKeyDictionary()` it does not keep full weight
 
 
 class PartsCut(NamedTuple):
-    """Sharding of a parameter along `dim`, which concatenates `parts` of equal length (gate and up); each part is
-    sharded."""
+    """Sharding of a parameter along `dim`, which joins `parts` of equal length (gate and up); each part is sharded."""
 
     dim: int
     parts: int = 1
@@ -63,17 +62,17 @@ def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard_rows(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Start and stop of this rank's part of a dim of `size`."""
+    """Start and stop of this rank's shard of a dim of `size`."""
     return shard_range(size, mesh.size(), mesh.get_local_rank())
 
 
 def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ...]:
-    """`placement` on the last dim of `mesh`, and Shard(0) on dims before it, of expert parallel ranks: by experts."""
+    """`placement` on the last dim of `mesh`; Shard(0), by experts, on the (expert parallel) dims before it."""
     return (*[Shard(0)] * (mesh.ndim - 1), placement)
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
-    """The DTensor of global `shape` whose part on this rank is `local`. Sends nothing, unlike distribute_tensor."""
+    """The DTensor of global `shape` whose shard on this rank is `local`. Sends nothing, unlike distribute_tensor."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
     placements = placements_on(mesh, placement)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
@@ -97,7 +96,7 @@ def empty_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """An uninitialised parameter of global `shape`; only this rank's part of it is allocated."""
+    """An uninitialised parameter of global `shape`; only this rank's shard of it is allocated."""
     write_as_one_process()
     install()
     local_shape = list(shape)

@@ -4,7 +4,7 @@ torch's own DTensor operations differ from one process in two ways that affect t
 
 | write                     | torch                                                | here                             |
 |---------------------------|------------------------------------------------------|----------------------------------|
-| `weight.normal_()`, CPU   | each rank draws its shard: of equal random states    | each rank draws the whole and    |
+| `weight.normal_()`, CPU   | each rank draws its shard: with equal random states  | each rank draws the whole and    |
 |                           | all shards are equal                                 | keeps its shard                  |
 | `weight.normal_()`, GPUs  | shards differ, and depend on the number of ranks     | the same                         |
 | `weight[padding].zero_()` | along a sharded dim it writes to a copy: no effect   | writes to the parameter          |

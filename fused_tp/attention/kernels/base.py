@@ -22,8 +22,8 @@ class KernelQuery:
     Attributes:
         plain: scores are scale * q.k, and nothing is dropped.
         grad_lse: the log-sum-exp has a gradient.
-        there is one step only, in one tile, so that torch's kernels round once; or there are steps of a few tiles,
-            whose sums are in this dtype anyway.
+        single: there is one step only, in one tile, so that torch's kernels round once; or there are steps of a few
+            tiles, whose sums are in this dtype anyway.
         positive_scale: scale is above 0.
         backward: gradients are computed.
     """
@@ -41,8 +41,7 @@ class KernelQuery:
 
 class Saved(NamedTuple):
     """Tensors that the backward of some rows reads: of queries q, out, grad_out [B, Sq, H, D or Dv], lse and row_sums
-    [B, H, Sq]; of keys k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]. lse, row_sums and out are of the softmax over all
-    keys."""
+    [B, H, Sq]; of keys k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]. lse, row_sums and out cover all keys."""
 
     q: Tensor
     k: Tensor
@@ -80,7 +79,7 @@ class AttentionKernel(ABC):
     h // (H / Hkv), and K/V are never repeated in memory. State and sums may be views of larger ones.
 
     Attributes:
-        name: its name in FUSED_TP_ATTENTION.
+        name: value of FUSED_TP_ATTENTION that selects it.
         reason: why it is chosen, for `explain`.
         devices: device types on which `explain` says why another kernel was chosen.
     """

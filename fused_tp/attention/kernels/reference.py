@@ -1,7 +1,7 @@
 """Reference kernel in plain torch, a block of queries and keys at a time: every device, dtype and kind of score.
 
 Computes in fp32 (fp64 for fp64) throughout, preferring accuracy to speed. Finite numbers do not affect queries that do
-not see them; a NaN or an infinity reaches all queries of its block.
+not see their key; a NaN or an infinity reaches all queries of its block.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class Tile:
 
 
 def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Tile]:
-    """Yield FULL or MASKED tiles of at most these sizes that cover all seen keys, without tiles where nothing is
-    seen."""
+    """Yield FULL or MASKED tiles of at most these sizes that cover all seen keys; skip tiles without any."""
     for q_start in range(0, step.rows, row_limit):
         q_stop = min(q_start + row_limit, step.rows)
         starts, stops = step.starts[q_start:q_stop], step.stops[q_start:q_stop]

@@ -1,7 +1,7 @@
 """torch's own flash kernels, tile by tile: plain scores, and `Reference` for tiles of irregular shape.
 
-These kernels round the output and the gradients of every tile to the dtype of q. They round each term of a sum once,
-which is more than kernels that keep fp32 from tile to tile.
+These kernels round the output and the gradients of every tile to the dtype of q, so each term of a sum is rounded
+once; kernels that keep fp32 from tile to tile round less.
 
 They compute rectangles and lower triangles. If the ends of the intervals advance by zero or one from row to row, n rows
 of a band are
