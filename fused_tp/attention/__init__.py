@@ -1,1 +1,1 @@
-"""Attention over a sequence that is cut over ranks: who holds and sees what, who computes, what moves."""
+"""Attention over a sequence sharded over ranks: token layouts, masks, schedules, transfers and kernels."""

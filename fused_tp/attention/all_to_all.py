@@ -1,8 +1,8 @@
-"""All-to-all between a part of the sequence of all heads, and all of it of some heads: what attention by heads needs.
+"""All-to-all between sharding by sequence and sharding by heads, for attention by heads.
 
-Ranks that each hold some tokens of all heads, [B, S_r, H, D], get all tokens of some heads, [B, S, H_r, D], in the
-order of the sequence, and the way back. Heads may go to several ranks, as those of keys do where there are more ranks
-than of them; on the way back they are summed, in fp32 and in the order of the ranks.
+Ranks that each hold some tokens of all heads, [B, S_r, H, D], receive all tokens of some heads, [B, S, H_r, D], in the
+order of the sequence; the reverse direction undoes it. A head may be sent to several ranks, as key heads are if there
+are fewer of them than ranks; the reverse direction sums these copies, in fp32 and in the order of the ranks.
 (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.)
 """
 
@@ -29,7 +29,7 @@ from fused_tp.transport.torch_dist import TorchDist
 Places = tuple[range, ...]
 Shape = tuple[int, ...]
 
-_MOST_PIECES = 16  # rows that lie in more pieces move by index: on a device every copy is a launch
+_MOST_PIECES = 16  # rows in more pieces are copied by index: on a device every copy is a launch
 _MESSAGE_ALIGNMENT = 16  # of each tensor in a message, in bytes
 _MEMORY_ALIGNMENT = 64  # of each tensor in shared memory: a cache line
 _READABLE = 1  # a stage of a rank's shared memory
@@ -37,12 +37,12 @@ _READABLE = 1  # a stage of a rank's shared memory
 
 @dataclass(frozen=True)
 class Share:
-    """Who has what of one tensor.
+    """Distribution of one tensor: the rows and the heads of each rank.
 
     Attributes:
-        places: for each rank, where its rows lie among those of all, ascending.
-        heads: for each rank, the heads it gets.
-        all_heads: how many there are.
+        places: for each rank, the positions of its rows among those of all ranks, ascending.
+        heads: for each rank, the heads that it receives.
+        all_heads: number of heads.
     """
 
     places: tuple[Places, ...]
@@ -51,7 +51,7 @@ class Share:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """How many each rank holds."""
+        """Number of rows that each rank holds."""
         return tuple(sum(map(len, places)) for places in self.places)
 
     @cached_property
@@ -59,28 +59,28 @@ class Share:
         return sum(self.rows)
 
     def by_sequence(self, rank: int) -> tuple[int, int]:
-        """(rows, heads) of a tensor that is cut along the sequence."""
+        """(rows, heads) of `rank` if the tensor is sharded along the sequence."""
         return self.rows[rank], self.all_heads
 
     def by_heads(self, rank: int) -> tuple[int, int]:
         return self.length, len(self.heads[rank])
 
     def part(self, holder: int, reader: int) -> tuple[int, int]:
-        """Of the rows of `holder` in the heads of `reader`."""
+        """(rows, heads) of the part with the rows of `holder` and the heads of `reader`."""
         return self.rows[holder], len(self.heads[reader])
 
     @cached_property
     def repeated(self) -> bool:
-        """Whether a head goes to several ranks."""
+        """True if several ranks receive the same head."""
         return sum(map(len, self.heads)) > self.all_heads
 
     @cached_property
     def even(self) -> bool:
-        """Whether all ranks have equally many rows, and heads of their own."""
+        """True if all ranks hold equally many rows and no two ranks receive the same head."""
         return len(set(self.rows)) == 1 and not self.repeated
 
     def only(self, rank: int) -> range:
-        """The heads that no other rank gets: neighbours, as those are that one does."""
+        """The heads that no other rank receives; contiguous, because the heads of each rank are."""
         others = {head for other, heads in enumerate(self.heads) if other != rank for head in heads}
         own = [head for head in self.heads[rank] if head not in others]
         return range(own[0], own[-1] + 1) if own else range(0)
@@ -116,11 +116,11 @@ class Exchange:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks, in another order on each, so that not all read the same memory at once."""
+        """The other ranks, in a different order on each, so that not all read the same memory at once."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def of(self, which: Sequence[int]) -> Exchange:
-        """The same for some of the tensors."""
+        """The exchange of some of the tensors."""
         shares, dtypes = tuple(self.shares[i] for i in which), tuple(self.dtypes[i] for i in which)
         return replace(self, shares=shares, dtypes=dtypes)
 
@@ -129,12 +129,12 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 class Move:
-    """One direction of an exchange: what leaves this rank, and the results, which fill up part by part.
+    """One direction of an exchange: the tensors that leave this rank, and the results, filled part by part.
 
     Args:
-        to_heads: x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]; False: the way back,
-            on which parts of heads that several ranks have are summed.
-        empty: makes the results; None: beside `xs`.
+        to_heads: x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]; False: the reverse
+            direction, which sums the copies of heads that several ranks hold.
+        empty: allocates the results; None: on the devices of `xs`.
     """
 
     def __init__(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
@@ -157,22 +157,22 @@ class Move:
 
     @property
     def order(self) -> list[int]:
-        """The ranks in an order in which their parts may come: this rank first, unless sums want that of the ranks."""
+        """The order in which parts of the ranks are taken in: this rank first, unless sums require rank order."""
         exchange = self.exchange
         return list(range(exchange.ranks)) if any(self._summed) else [exchange.rank, *exchange.peers]
 
     def shape(self, index: int, rank: int) -> Shape:
-        """Of tensor number `index` on `rank`."""
+        """Shape of input tensor number `index` on `rank`."""
         share = self.shares[index]
         return self._shape(index, share.by_sequence(rank) if self.to_heads else share.by_heads(rank))
 
     def part_shape(self, index: int, source: int, target: int) -> Shape:
-        """Of the part of it that `source` has for `target`."""
+        """Shape of the part of tensor number `index` that `source` sends to `target`."""
         share = self.shares[index]
         return self._shape(index, share.part(source, target) if self.to_heads else share.part(target, source))
 
     def pack(self, index: int, target: int, out: Tensor) -> None:
-        """out = the part for `target`."""
+        """Copy the part for `target` to `out`."""
         x, share = self.xs[index], self.shares[index]
         if self.to_heads:
             out.copy_(_of_heads(x, share.heads[target]))
@@ -180,7 +180,7 @@ class Move:
             _take(x, share.places[target], out)
 
     def write(self, index: int, out: Tensor) -> None:
-        """What others want, to its place in `out`, of the shape of the whole."""
+        """Copy the parts that other ranks read to their places in `out`, which is shaped like the input."""
         x, share, exchange = self.xs[index], self.shares[index], self.exchange
         if self.to_heads:
             own = share.only(exchange.rank)
@@ -193,7 +193,7 @@ class Move:
             out[:, there].copy_(x[:, there])
 
     def put(self, index: int, source: int, part: Tensor) -> None:
-        """Take in the part that `source` has for this rank."""
+        """Write the part that `source` sends to this rank into the result, or add it."""
         out, share = self._outs[index], self.shares[index]
         if not self.to_heads:
             out = _of_heads(out, share.heads[source])
@@ -207,7 +207,7 @@ class Move:
             out[:, there].copy_(part[:, here])
 
     def put_from(self, index: int, source: int, whole: Tensor) -> None:
-        """The same, of all that `source` has."""
+        """`put` this rank's part of `whole`, the input tensor of `source`."""
         share, rank = self.shares[index], self.exchange.rank
         if self.to_heads:
             self.put(index, source, _of_heads(whole, share.heads[rank]))
@@ -220,7 +220,7 @@ class Move:
 
 
 def _take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
-    """out = the rows of `whole` at these places, or out += them."""
+    """Copy the rows of `whole` at these places to `out`, or add them."""
     if len(places) > _MOST_PIECES:
         rows = whole.index_select(1, _indices(places, whole.device))
         out.add_(rows) if add else out.copy_(rows)
@@ -230,7 +230,7 @@ def _take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> N
 
 
 def _pieces(places: Places) -> Iterator[tuple[slice, slice]]:
-    """(rows of a rank, where they lie) for each piece."""
+    """Yield (local rows of a rank, their positions among those of all ranks) for each piece."""
     at = 0
     for place in places:
         yield slice(at, at + len(place)), slice(place.start, place.stop)
@@ -246,17 +246,17 @@ def _of_heads(x: Tensor, heads: range) -> Tensor:
 
 
 class AllToAll(ABC):
-    """How the parts get to their ranks. Results have memory of their own."""
+    """Transfers parts to their ranks. Results do not share memory with the inputs."""
 
     name: str
 
     @abstractmethod
     def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The results of a `Move` of `xs`."""
+        """Return the results of a `Move` of `xs`."""
 
 
 def all_to_all_by(schedule: Schedule) -> AllToAll:
-    """The one that runs on what a schedule moves bytes with."""
+    """The all-to-all that uses the transport of `schedule`."""
     if isinstance(schedule, SharedMemory):
         return SharedMemoryAllToAll(schedule.transport)
     messages = MessageAllToAll(schedule.name, schedule.messages)
@@ -264,7 +264,7 @@ def all_to_all_by(schedule: Schedule) -> AllToAll:
 
 
 class MessageAllToAll(AllToAll):
-    """By messages, on every torch.distributed group: what goes to a rank, of all tensors, is one message."""
+    """All-to-all by messages, on every torch.distributed group; a message holds a rank's parts of all tensors."""
 
     def __init__(self, name: str, transport: TorchDist) -> None:
         self.name = name
@@ -301,10 +301,10 @@ class _Packets:
     """A packet of bytes for each peer, with a part of every tensor in it.
 
     Args:
-        part_shape: of tensor number `index` in the packet of a peer.
+        part_shape: maps (index, peer) to the shape of tensor number `index` in the packet of `peer`.
 
     Attributes:
-        sizes: in bytes, of each rank's packet; a rank's own is empty.
+        sizes: bytes of each rank's packet; this rank's own is empty.
     """
 
     def __init__(self, move: Move, part_shape: Callable[[int, int], Shape]) -> None:
@@ -319,7 +319,7 @@ class _Packets:
         self._starts = [0, *itertools.accumulate(self.sizes)]
 
     def parts(self, flat: Tensor, peer: int) -> Iterator[Tensor]:
-        """Views of the tensors in the packet of `peer`, one of those in `flat`."""
+        """Yield views of the tensors in the packet of `peer`, which is a part of `flat`."""
         at = self._starts[peer]
         for shape, dtype in zip(self._shapes[peer], self._dtypes, strict=True):
             yield flat[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -335,8 +335,8 @@ def _aligned_bytes(shape: Shape, dtype: torch.dtype, alignment: int) -> int:
 
 
 class SharedMemoryAllToAll(AllToAll):
-    """For CPU tensors of ranks on one host: every rank writes once what others want, and they read it straight to its
-    place. Results lie in memory of the pool, whose pages are there already."""
+    """All-to-all of CPU tensors of ranks on one host: every rank writes the parts for others once, and they copy these
+    straight into their results. Results are in pool memory, whose pages are mapped already."""
 
     name = "one_sided"
 
@@ -368,10 +368,10 @@ class SharedMemoryAllToAll(AllToAll):
 
 
 class DeviceAllToAll(AllToAll):
-    """For GPUs that reach each other's memory, by one device kernel that pulls the parts from their places there.
+    """All-to-all of GPUs that can access each other's memory: one device kernel pulls the parts from the peers.
 
-    The kernel moves equal parts and puts the ranks' rows one behind the other. Where the layout has another order, one
-    pass sorts them; what is not even goes by messages.
+    The kernel moves equal parts and concatenates the ranks' rows. If the layout has another order, one pass reorders
+    them; uneven tensors are sent by messages.
     """
 
     def __init__(self, schedule: DeviceSchedule, messages: MessageAllToAll) -> None:

@@ -1,24 +1,24 @@
-"""Sharing packed documents out: equally many tokens and nearly equal attention work for every rank.
+"""Distribution of packed documents over ranks: equal token counts and nearly equal attention work.
 
 With a causal mask the token at offset o of its document costs o + 1, without one the document's length. The ranks are
-halved again and again, and the documents with them; each half gets its number of tokens exactly and its share of the
-work as nearly as may be:
+halved recursively, and the documents with them; each half gets its exact number of tokens and nearly its share of the
+work:
 
-1. Whole documents, dearest first, each go to the side that brings the sums of tokens and of work closer to the
+1. Whole documents, most expensive first, each go to the side that brings the sums of tokens and of work closer to the
    shares (largest first: Graham, "Bounds on multiprocessing timing anomalies", 1969; here in two dimensions).
-2. What is then missing is settled by one whole document, by a swap of two, or by cutting one: one side gets its
-   outside, h tokens of the head and g of the tail, the other its inside. The tokens say h + g, and the work is linear
-   in h: so both come out.
+2. The rest is settled by moving one whole document, swapping two, or cutting one. A cut gives one side the outside of
+   the document, h tokens of the head and g of the tail, and the other side the inside: h + g tokens, and the work is
+   linear in h, so both can be met.
 
-A document that is too dear for a side is cut from the start. So one sequence becomes the 2W pieces of zigzag, and a
-long document a nest of shells for as many ranks as it needs, which are neighbours. All others stay whole, which moves
-nothing. Small neighbours are dealt out together. (MagiAttention, 2025, deals out chunks of one size by their work:
-there no document stays whole that is longer than a chunk.)
+A document that is too expensive for a side is cut from the start. So one sequence becomes the 2W pieces of zigzag, and
+a long document becomes nested shells on as many neighbouring ranks as it needs. All other documents stay whole, which
+needs no communication. Small neighbouring documents are distributed together. (MagiAttention, 2025, distributes chunks
+of one size by their work: there documents longer than a chunk do not stay whole.)
 
-Guaranteed: the sizes of torch.tensor_split, where the first total % W ranks have one token more; the same result for
-the same arguments; and no more work for any rank than zigzag over the whole packed stream gives its busiest one. How
-near to the mean the work comes is measured and held by tests, not proven: within 1% for Zipf and uniform lengths.
-Where tokens are so few that a single one costs a share, it cannot be near.
+Guaranteed: the sizes of torch.tensor_split, where the first total % W ranks have one more token; the same result for
+the same arguments; and no more work on any rank than zigzag over the whole packed stream has on its busiest one. Tests
+measure how close the work comes to the mean, which is not proven: within 1% for Zipf and uniform lengths. If there are
+so few tokens that a single one costs a share, it cannot be close.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-# How far a rank may be off its share of the work, with causal mask and without, in parts of the share: all halvings
-# together. Cutting more documents could bring it nearer, but what is whole moves nothing.
+# Allowed deviation of a rank's work from its share, with causal mask and without, as a fraction of the share over all
+# halvings. Cutting more documents could reduce it, but whole documents need no communication.
 _CAUSAL, _FULL = 0.01, 0.1
-_CANDIDATES = 8  # documents that are tried for a cut
-# Small neighbours stay together up to this part of a rank's tokens, and of its work.
+_CANDIDATES = 8  # documents tried for a cut
+# Small neighbouring documents stay together up to this fraction of a rank's tokens and of its work.
 _BUNDLE = 1 / 32
 
 
 class Piece(NamedTuple):
-    """Tokens [start, hole_start) and [hole_stop, stop) of one document, or [start, stop) of neighbours.
+    """Tokens [start, hole_start) and [hole_stop, stop) of one document, or [start, stop) of neighbouring ones.
 
-    Where there is no hole, it is empty, at the end.
+    Without a hole, hole_start = hole_stop = stop.
     """
 
     work: int
@@ -58,9 +58,9 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How one side gets a part of a piece: its outside, of which `head` tokens lie before the hole, or its inside.
+    """Split of a piece: one side gets its outside, with `head` of these tokens before the hole, the other its inside.
 
-    Or so with one run of a piece that has a hole, while the other run goes along or stays.
+    For a piece that has a hole, the split may be of one of its runs; the other run then `goes` along or `stays`.
     """
 
     error: float
@@ -73,12 +73,12 @@ class Cut(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether neither side gets a run more than it must."""
+        """True if the outside is only head or only tail, so that neither side gets an extra run."""
         return self.head in (0, self.outside)
 
 
 class Documents:
-    """What tokens cost."""
+    """Attention cost per token of packed documents."""
 
     def __init__(self, bounds: tuple[int, ...]) -> None:
         self.bounds = bounds
@@ -89,17 +89,17 @@ class Documents:
         self.full = [0, *np.cumsum(lengths * lengths).tolist()]
 
     def before(self, token: int) -> tuple[int, int]:
-        """Work of all tokens before this one, with causal mask and without."""
+        """Work of all tokens before this one: (with a causal mask, without one)."""
         document = min(bisect_right(self.bounds, token), len(self.lengths)) - 1
         offset = token - self.bounds[document]
         return self.causal[document] + triangle(offset), self.full[document] + offset * self.lengths[document]
 
     def work(self, ranges: tuple[range, ...]) -> int:
-        """With causal mask."""
+        """Work of these tokens with a causal mask."""
         return sum(self.before(r.stop)[0] - self.before(r.start)[0] for r in ranges)
 
     def pieces(self, world_size: int) -> list[Piece]:
-        """All documents that are not empty; small neighbours are one piece."""
+        """Pieces of all non-empty documents; small neighbouring documents form one piece."""
         most_tokens = self.bounds[-1] / world_size * _BUNDLE
         most_work = self.causal[-1] / world_size * _BUNDLE
         pieces = []
@@ -117,7 +117,7 @@ class Documents:
         return pieces
 
     def piece(self, start: int, hole_start: int, hole_stop: int, stop: int, document: int) -> Piece:
-        """The piece of these tokens; one with a single run ends where its hole begins."""
+        """Build the piece of these tokens; a piece with a single run has its (empty) hole at the end."""
         if hole_start == hole_stop:
             hole_start = hole_stop = stop
         elif hole_start == start:
@@ -133,8 +133,8 @@ class Documents:
         return Piece(work, tokens, full, start, hole_start, hole_stop, stop, document)
 
     def cut(self, piece: Piece, tokens: int, work: float, allowed: float) -> Cut:
-        """How to give one side this many tokens of a piece and nearly this work; if that is off by `allowed` at most,
-        with few runs."""
+        """Find the cut that gives one side this many tokens of a piece and nearly this work; among cuts off by at most
+        `allowed`, prefer those with few runs."""
         best = self._outside_or_inside(piece, tokens, work, allowed)
         if best.error > allowed and piece.hole_stop < piece.stop:
             runs = [self.piece(r.start, r.stop, r.stop, r.stop, piece.document) for r in piece.ranges]
@@ -162,7 +162,7 @@ class Documents:
         left = piece.tokens if whole else piece.hole_start - piece.start
         right = piece.tokens if whole else piece.stop - piece.hole_stop
         least, most = max(0, outside - right), min(outside, left)
-        # A token more of the head and one less of the tail: all such steps cost the same, the length of the inside.
+        # Each token moved from the tail to the head lowers the work by the same amount, the length of the inside.
         all_tail = outside * (piece.stop - self.bounds[piece.document]) - triangle(outside - 1)
         inside = piece.stop - piece.start - outside
         best = min(max(round((all_tail - work) / inside), least), most) if inside else most
@@ -172,7 +172,7 @@ class Documents:
         ]
 
     def apart(self, cut: Cut) -> tuple[list[Piece], list[Piece]]:
-        """What the one side gets, and what is left."""
+        """Apply a cut: return the pieces that one side gets and those that are left."""
         piece = cut.piece
         start, stop = piece.start + cut.head, piece.stop - (cut.outside - cut.head)
         outside = self.piece(piece.start, start, stop, piece.stop, piece.document)
@@ -185,7 +185,7 @@ class Documents:
 
 
 def merged(ranges: Iterable[range]) -> tuple[range, ...]:
-    """Ascending, without empty ones, and with those that meet or overlap as one."""
+    """Sort ranges, drop empty ones and join those that touch or overlap."""
     runs: list[range] = []
     for r in sorted((r for r in ranges if r), key=lambda r: r.start):
         if runs and runs[-1].stop >= r.start:
@@ -196,14 +196,14 @@ def merged(ranges: Iterable[range]) -> tuple[range, ...]:
 
 
 def chunk_range(seq_len: int, chunks: int, index: int) -> range:
-    """Tokens of chunk `index`, as torch.tensor_split cuts: the first seq_len % chunks ones are one longer."""
+    """Tokens of chunk `index`, sized as by torch.tensor_split: the first seq_len % chunks chunks are one longer."""
     size, longer = seq_len // chunks, seq_len % chunks  # not divmod, which compilers do not trace
     start = index * size + min(index, longer)
     return range(start, start + size + (1 if index < longer else 0))
 
 
 def zigzag_ranges(seq_len: int, world_size: int) -> list[tuple[range, ...]]:
-    """What each rank holds of a sequence that is cut into 2 W chunks: numbers r and 2 W - 1 - r."""
+    """Tokens of each rank r in zigzag order: chunks r and 2 W - 1 - r of the 2 W chunks of the sequence."""
     chunks = [chunk_range(seq_len, 2 * world_size, index) for index in range(2 * world_size)]
     return [merged((chunks[rank], chunks[-1 - rank])) for rank in range(world_size)]
 
@@ -238,11 +238,11 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
 
 
 class _Side:
-    """What one half has, and what it should have."""
+    """Pieces of one half, and the tokens and work that it still needs."""
 
     def __init__(self, tokens: int, work: float, full: float) -> None:
         self.pieces: list[Piece] = []
-        self.tokens, self.work, self.full = tokens, work, full  # still wanted
+        self.tokens, self.work, self.full = tokens, work, full  # still needed
 
     def add(self, *pieces: Piece) -> None:
         for piece in pieces:
@@ -260,7 +260,7 @@ class _Side:
 
 
 class _Halving:
-    """One way to share pieces out to two sides."""
+    """One trial distribution of pieces to two sides."""
 
     def __init__(
         self, documents: Documents, pieces: list[Piece], few: int, many: int, tokens: int, levels: int
@@ -276,11 +276,11 @@ class _Halving:
         self.full_allowed = part * all_full * _FULL / levels or 1.0
 
     def error(self, work: float, full: float) -> float:
-        """1.0 is what is allowed."""
+        """Deviation from the shares of work; 1.0 is the allowed maximum."""
         return max(abs(work) / self.work_allowed, abs(full) / self.full_allowed)
 
     def run(self, cut: int) -> float:
-        """Share out, with the `cut` dearest pieces cut whatever happens; how far off the work is then."""
+        """Distribute the pieces with the `cut` most expensive ones cut; return the deviation of the work."""
         for piece in self.pieces[1:cut]:
             tokens = round(self.part * piece.tokens)
             mine, others = self.documents.apart(self.documents.cut(piece, tokens, self.part * piece.work, 0.0))
@@ -293,10 +293,10 @@ class _Halving:
         return self.error(self.here.work, self.here.full)
 
     def deal(self, pieces: list[Piece], later: Piece | None) -> None:
-        """Whole pieces, each to the side where it brings the sums nearer to the shares.
+        """Assign whole pieces, each to the side where it brings the sums closer to the shares.
 
-        Where one piece is kept to be cut `later`, tokens count beyond what comes with their work in that piece: it is
-        cut evenly then.
+        If one piece is reserved to be cut `later`, tokens count only in excess of that piece's tokens for the same
+        work, so that it can be cut evenly.
         """
         part = self.part
         per_work, per_token = 1 / self.all_work, 1 / self.all_tokens
@@ -315,7 +315,7 @@ class _Halving:
                 tokens -= part * t
 
     def settle(self, first: Piece | None) -> None:
-        """Give both sides their tokens exactly, and their work as nearly as can be."""
+        """Give both sides their tokens exactly, and their work as nearly as possible."""
         while self.here.tokens:
             giver, taker = (self.there, self.here) if self.here.tokens > 0 else (self.here, self.there)
             if first is None and self.swap(giver, taker):
@@ -347,7 +347,7 @@ class _Halving:
             giver.add(*others)
 
     def swap(self, giver: _Side, taker: _Side) -> bool:
-        """Whether moving one whole piece, perhaps for another one, settled it."""
+        """Move one whole piece, or swap it for another; True if that settles both sides within the allowed error."""
         wanted = taker.tokens
         by_tokens = {piece.tokens: piece for piece in taker.pieces}
         best: tuple[Piece, Piece | None] | None = None
@@ -376,16 +376,16 @@ class _Halving:
 def _halve(
     documents: Documents, pieces: list[Piece], few: int, many: int, tokens: int, levels: int
 ) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of `few` ranks, which get this many tokens, and of `many` others."""
+    """Split pieces into those of `few` ranks, which get this many tokens, and those of `many` others."""
     pieces = sorted(pieces, reverse=True)
     if not pieces:
         return [], []
-    # What is too dear for the smaller side is going to be cut anyway; single tokens cannot be.
+    # A piece too expensive for the smaller side is cut in any case. Single tokens cannot be cut.
     cut = int(pieces[0].work * (few + many) > few * sum(piece.work for piece in pieces))
     most = sum(piece.tokens > 1 for piece in pieces)
     best = _Halving(documents, pieces, few, many, tokens, levels)
     least = best.run(cut)
-    # For work without a mask alone no more than two are cut.
+    # If only the work without a mask is off, at most two are cut.
     while least > 1 and cut < most and (cut < 2 or abs(best.here.work) > best.work_allowed):
         cut = min(max(1, 2 * cut), most)
         halving = _Halving(documents, pieces, few, many, tokens, levels)

@@ -1,4 +1,4 @@
-"""A rank's rows of a cache of keys or values, dense or in pages; and how new tokens get to the ranks that keep them."""
+"""A rank's rows of a key or value cache, dense or paged, and the exchange that sends new tokens to their owners."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from fused_tp.transport.base import check_equal, checksum
 
 
 class CacheRows(Protocol):
-    """Keys or values of a batch."""
+    """Cached keys or values of a batch."""
 
     def parts(self, seqs: slice, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
-        """The rows [start, stop) of these sequences, at most `most` at a time: (first, [seqs, rows, heads, dim])."""
+        """Yield (first row, [seqs, rows, heads, dim]) for the rows [start, stop) of these sequences, in parts of `most`
+        rows; pages are not split."""
         ...
 
 
 class DenseRows:
-    """In [batch, capacity, heads, dim]; what is read is a view."""
+    """Rows stored as [batch, capacity, heads, dim]; `parts` yields views."""
 
     def __init__(self, cache: Tensor) -> None:
         self._cache = cache
@@ -38,10 +39,10 @@ class DenseRows:
 
 
 class PagedRows:
-    """In [pages, page_size, heads, dim]: row i of a sequence is row i % page_size of page
+    """Rows stored as [pages, page_size, heads, dim]: row i of a sequence is row i % page_size of page
     `pages_of[seq][i // page_size]`.
 
-    One sequence at a time. What is read is a view where its pages are contiguous, else a copy.
+    `parts` reads one sequence at a time, and yields a view if its pages are contiguous, else a copy.
     """
 
     def __init__(self, cache: Tensor, pages_of: Sequence[Sequence[int]]) -> None:
@@ -65,13 +66,14 @@ class PagedRows:
 def scatter_new_tokens(
     group: Group, block: int, tokens: tuple[Tokens, ...], first: int, rows: Tensor, words: str
 ) -> tuple[Ints, Tensor]:
-    """One all-to-all: rows [n, ...] of this rank's tokens, counted from the cache's token `first` on, to their owners.
+    """Send rows [n, ...] of this rank's new tokens, cache tokens from `first` on, to their owners in one all-to-all.
 
-    `tokens` says what each rank has, and `words` how that came about, the same on all ranks. Returns which tokens of
-    the cache arrived, in any order, and their rows.
+    `tokens` are the new tokens of each rank, and `words` the keywords that determine them, the same on all ranks.
+    Returns the cache indices of the tokens that arrived, in any order, and their rows.
 
     Raises:
-        RankMismatchError: it was not the same (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
+        RankMismatchError: ranks differ in `words`, `first` or `block` (compared always on CPU, elsewhere with
+            FUSED_TP_CHECK=1).
     """
     layout = BlockCyclicLayout(group.size, group.rank, block)
     held = [first + one.indices for one in tokens]
@@ -81,13 +83,13 @@ def scatter_new_tokens(
     receive = [int((theirs == group.rank).sum()) for theirs in owners]
     arriving = np.concatenate([indices[theirs == group.rank] for indices, theirs in zip(held, owners, strict=True)])
     leaving = rows[torch.from_numpy(order).to(rows.device)]
-    # All that may raise on one rank alone comes before the first exchange: the peers would wait in the second.
+    # Everything that may raise on one rank alone precedes the first exchange: else its peers would wait in the second.
     _check_alike(group, f"{words}, {first} tokens held before and block={block}", rows)
     return arriving, _exchange(group, leaving, send, receive, sum(map(len, held)))
 
 
 def _check_alike(group: Group, words: str, rows: Tensor) -> None:
-    """What goes where follows from `words`; ranks that disagree would take the rows of one token for another's."""
+    """Raise unless `words` are the same on all ranks; else a rank would take the rows of one token for another's."""
     if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
         return
     mine = torch.full((1, 1), checksum(words), dtype=torch.float32, device=rows.device)
@@ -98,6 +100,6 @@ def _check_alike(group: Group, words: str, rows: Tensor) -> None:
 
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:
-    """Rows by destination -> rows by source, over what serves the group; `total` rows on all ranks together."""
+    """All-to-all from rows sorted by destination to rows sorted by source; `total` rows over all ranks."""
     key = DispatchKey(ALL_TO_ALL, x.dtype, x.device, total, None, prod(x.shape[1:]))
     return select_schedule(key, group).all_to_all(x, send, receive)

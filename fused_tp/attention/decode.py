@@ -1,12 +1,12 @@
-"""Attention of new tokens to the part of a cache that this rank holds, and what the ranks' parts make together.
+"""Attention of new tokens to this rank's part of a cache, and the merge of all ranks' results.
 
 With out_r and lse_r over the keys of rank r,
 
     lse = log(sum over r of exp(lse_r)),    out = sum over r of exp(lse_r - lse) * out_r
 
 ("Flash-Decoding for long-context inference", Dao et al., 2023, where r are parts of one device's cache.) A few queries
-read the cache once, for all query heads of a key head, in fp32 (on GPUs by a kernel, for all sequences at once); many
-are attention by steps, as in a ring.
+read the cache once, for all query heads of a key head, in fp32 (on GPUs in one kernel for all sequences); many queries
+are computed in steps, as in ring attention.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from fused_tp.transport.symm_mem import is_capturing
 
 _T = TypeVar("_T")
 
-MAX_DECODE_QUERIES = 16  # of a sequence; more are a prefill
-_CONVERTED_BYTES = 2 << 20  # keys of reduced precision are made fp32 that many at a time, so that they stay in a cache
-CHECKSUMS = 2  # that travel with a rank's part: of the keywords, of the new tokens
-_MOST_ROWS = 8192  # of pages that are gathered for many queries
+MAX_DECODE_QUERIES = 16  # per sequence; more are a prefill
+_CONVERTED_BYTES = 2 << 20  # of reduced-precision keys converted to fp32 at a time, so that they stay in a CPU cache
+CHECKSUMS = 2  # sent with a rank's result: of the keywords, of the new tokens
+_MOST_ROWS = 8192  # gathered from pages at a time for many queries
 
 
 @dataclass(frozen=True)
 class CacheCall:
-    """What all sequences of a call have in common.
+    """Parameters that all sequences of a call share.
 
     Attributes:
-        limits: (left, right): how many keys before and after its place a query sees; -1: no limit.
-        paged: rows can be read of one sequence at a time only.
+        limits: (left, right), the numbers of keys that a query sees before and after its place; -1: no limit.
+        paged: rows can be read for only one sequence at a time.
     """
 
     layout: BlockCyclicLayout
@@ -59,15 +59,15 @@ class CacheCall:
 
 
 def exchanged_numbers(q_shape: Sequence[int], dim: int) -> int:
-    """How many numbers a rank sends for such queries: what `attend` returns, and checksums."""
+    """Count of numbers that a rank sends for queries of this shape: the result of `attend` and checksums."""
     return CHECKSUMS + prod(q_shape[:3]) * (dim + 1)
 
 
 def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:
-    """[batch, new, heads, dim + 1] in fp32 (fp64 for fp64): out over this rank's keys, and behind it its lse.
+    """Attend to this rank's keys: [batch, new, heads, dim + 1] in fp32 (fp64 for fp64), out followed by its lse.
 
-    q [batch, new, heads, head_dim] are the last tokens of sequences of these lengths; `dim` is that of values. Queries
-    before the beginning of a sequence see nothing of it.
+    q [batch, new, heads, head_dim] are the last tokens of sequences of these lengths; `dim` is the head dim of values.
+    Queries before the beginning of a sequence see nothing.
     """
     found = q.new_empty((*q.shape[:3], dim + 1), dtype=accumulate_dtype(q.dtype))
     new, decoding = q.shape[1], q.shape[1] <= MAX_DECODE_QUERIES
@@ -84,9 +84,9 @@ def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, 
 
 
 def merge(parts: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out [batch, new, heads, dim], lse [batch, heads, new]) of what `attend` found on each rank, [W, ...].
+    """Merge the ranks' results of `attend` [W, ...] into (out [batch, new, heads, dim], lse [batch, heads, new]).
 
-    Sums go by the numbers of ranks, so all of them get the same bits. `sinks` [heads] count once.
+    Sums are in the order of the ranks, so all ranks get the same bits. `sinks` [heads] count once.
     """
     out, lse = parts[..., :-1], parts[..., -1]
     highest = lse.amax(0)
@@ -102,7 +102,7 @@ def merge(parts: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def equal_length_runs(lengths: Sequence[_T], one_by_one: bool = False) -> Iterator[tuple[slice, _T]]:
-    """Maximal runs of neighbouring sequences of one length, or of whatever is given for each."""
+    """Yield (sequences, value) for maximal runs of equal values (such as lengths); `one_by_one`: for each sequence."""
     at = 0
     for length, run in itertools.groupby(lengths):
         count = len(list(run))
@@ -119,7 +119,7 @@ def _fill_masked(found: Tensor) -> None:
 def _decode(
     call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seq: slice, found: Tensor
 ) -> None:
-    """q [new, heads, head_dim] -> found [new, heads, dim + 1].
+    """Attend with few queries of one sequence: q [new, heads, head_dim] -> found [new, heads, dim + 1].
 
     All queries of a key head are the rows of one matmul, so a key is read once for them.
     """
@@ -161,7 +161,7 @@ def _decode(
 
 
 def rows_seen(layout: BlockCyclicLayout, limits: tuple[int, int], place: int, length: int) -> tuple[int, int]:
-    """The rows here that a query at `place` of a sequence sees: [start, stop)."""
+    """Rows [start, stop) of this rank that a query at `place` of a sequence of `length` tokens sees."""
     left, right = limits
     count = layout.count
     stop = count(max(0, length if right < 0 else min(length, place + right + 1)))
@@ -171,7 +171,7 @@ def rows_seen(layout: BlockCyclicLayout, limits: tuple[int, int], place: int, le
 def _shape_scores(
     call: CacheCall, scores: Tensor, length: int, start: int, stop: int, intervals: Sequence[tuple[int, int]]
 ) -> None:
-    """Caps and ALiBi, and -inf where a query does not see; scores [kv_heads, G, new, rows start to stop], in place."""
+    """Apply softcap, ALiBi and the mask (-inf), in place, to scores [kv_heads, G, new, rows start to stop]."""
     how, new = call.scores, scores.shape[2]
     if how.softcap:
         scores.div_(how.softcap).tanh_().mul_(how.softcap)
@@ -190,7 +190,7 @@ def _shape_scores(
 def _prefill(
     call: CacheCall, q: Tensor, length: int, keys: CacheRows, values: CacheRows, seqs: slice, found: Tensor
 ) -> None:
-    """q [seqs, new, heads, head_dim] -> found [seqs, new, heads, dim + 1]."""
+    """Attend with many queries, in steps: q [seqs, new, heads, head_dim] -> found [seqs, new, heads, dim + 1]."""
     state = SoftmaxState.empty(q, found.shape[3] - 1)
     q = q if q.stride(-1) == 1 else q.contiguous()
     for first, last, step in _steps(call.layout, call.limits, q.shape[1], length):
@@ -204,13 +204,13 @@ def _prefill(
     found[..., -1] = lse.transpose(1, 2)
 
 
-@lru_cache(maxsize=8)  # each layer of a model asks for the same; of a long cache it has an interval for each query
+@lru_cache(maxsize=8)  # the layers of a model share an entry; for a long cache it holds an interval for each query
 def _steps(
     layout: BlockCyclicLayout, limits: tuple[int, int], new: int, length: int
 ) -> tuple[tuple[int, int, Step], ...]:
-    """The rows here that `new` tokens at the end of a sequence see, in parts [first, last), and what they see of each.
+    """(first, last, step) of `new` tokens at the end of a sequence against this rank's rows [first, last).
 
-    What lies before the new tokens is a part of its own: without a window all of them see all of it.
+    Rows before the new tokens are in parts of their own: without a window all queries see all of them.
     """
     mask = AttentionMask(new, length, window=limits)
     left, right = limits
@@ -230,7 +230,7 @@ def _steps(
 
 
 def kernel_serves(query: KernelQuery, new: int) -> bool:
-    """Whether `attend_by_kernel` computes it: on GPUs, unless FUSED_TP_ATTENTION names another one."""
+    """True if `attend_by_kernel` serves `new` queries: by default on GPUs, anywhere if FUSED_TP_ATTENTION is triton."""
     forced = forced_kernel()
     wanted = forced == "triton" or (forced is None and query.device.type == "cuda")
     return 0 < new <= MAX_DECODE_QUERIES and wanted and bool(launchable(query))
@@ -239,7 +239,7 @@ def kernel_serves(query: KernelQuery, new: int) -> bool:
 def attend_by_kernel(
     call: CacheCall, q: Tensor, lengths: Sequence[int], k: Tensor, v: Tensor, page_table: Tensor | None
 ) -> Tensor:
-    """What `attend` gives, by one launch for all sequences, of caches as `context_parallel_decode` takes them."""
+    """Compute `attend` in one launch for all sequences, for caches as `context_parallel_decode` takes them."""
     layout, k_indices = call.layout, None
     starts, stops, places, most = _seen_rows(layout, call.limits, q.shape[1], tuple(lengths), q.device)
     if call.scores.alibi_slopes is not None:
@@ -248,10 +248,10 @@ def attend_by_kernel(
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
     from fused_tp.triton_kernels.attention.decode import flash_decode
 
-    for table in (starts, k_indices):  # stops and places lie behind starts
+    for table in (starts, k_indices):  # stops and places share the memory of starts
         if table is None or not table.is_cuda:
             continue
-        # Memory of what a cache drops must not be given away before the kernels of this stream have read it.
+        # Tables that an lru_cache drops must not be freed for reuse before the kernels of this stream have read them.
         if is_capturing(table.device):
             _captured_tables.add(table)
         else:
@@ -263,8 +263,8 @@ def attend_by_kernel(
     return found
 
 
-# A graph reads them at every replay, and nothing tells when it goes: tables that were captured are kept for good, once
-# each (tensors hash by identity).
+# A CUDA graph reads its tables at every replay, and its deletion is not observable: captured tables are kept forever,
+# once each (tensors hash by identity).
 _captured_tables: set[Tensor] = set()
 
 
@@ -277,12 +277,12 @@ def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(table).to(device)
 
 
-@lru_cache(maxsize=4)  # each layer of a model asks for the same
+@lru_cache(maxsize=4)  # the layers of a model share an entry
 def _seen_rows(
     layout: BlockCyclicLayout, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(starts, stops, places) int32 [batch, new] of the rows here that each query sees, and how many of a sequence at
-    most."""
+    """(starts, stops, places) int32 [batch, new] of this rank's rows that each query sees, and the maximum number of
+    rows of one sequence from the first to the last seen."""
     places = [[length - new + i for i in range(new)] for length in lengths]
     intervals = np.array(
         [
@@ -300,6 +300,6 @@ def _seen_rows(
 
 @lru_cache(maxsize=2)
 def _row_indices(layout: BlockCyclicLayout, rows: int, device: torch.device) -> Tensor:
-    """int32 [rows, up to 1024 more]: which token lies in each row."""
+    """Token index of each row: int32 [rows, rounded up to a multiple of 1024]."""
     rows = -(-rows // 1024) * 1024
     return _on(device, layout.indices(0, rows).astype(np.int32))

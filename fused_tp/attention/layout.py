@@ -1,14 +1,13 @@
-"""Which tokens of a sequence a rank holds.
+"""Token layouts: the tokens of a sequence that each rank holds.
 
-"contiguous" cuts the sequence into W chunks (sizes as torch.tensor_split) and rank r holds chunk r. "zigzag" cuts it
-into 2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, which
-is why it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
-arXiv:2407.21783). "balanced" is for packed documents: see `balance`. "zigzag_documents" and "contiguous_documents" cut
-each document by itself, which costs every rank a step of every document's ring and is what others' packed sequences
-look like: ring-flash-attention's, Transformer Engine's and Megatron-Core's ("thd"). All keep a rank's tokens in
-ascending order.
+"contiguous" splits the sequence into W chunks (sizes as torch.tensor_split) and rank r holds chunk r. "zigzag" splits
+it into 2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, so
+it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
+arXiv:2407.21783). "balanced" is for packed documents: see `balance`. "zigzag_documents" and "contiguous_documents"
+split each document by itself. They cost every rank a step of every document's ring, and match the packed sequences of
+ring-flash-attention, Transformer Engine and Megatron-Core ("thd"). All layouts keep a rank's tokens in ascending order.
 
-A cache of keys and values, which grows, has a block-cyclic layout: no token ever moves.
+A growing cache of keys and values has a block-cyclic layout: no token ever moves.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from fused_tp.attention.balance import balanced_ranges, chunk_range, merged, zig
 
 Ints = NDArray[np.int64]
 
-_EACH_DOCUMENT = {"zigzag_documents": "zigzag", "contiguous_documents": "contiguous"}  # and how it is cut
+_EACH_DOCUMENT = {"zigzag_documents": "zigzag", "contiguous_documents": "contiguous"}  # layout of each
 OF_DOCUMENTS = ("balanced", *_EACH_DOCUMENT)
 LAYOUTS = ("zigzag", "contiguous", *OF_DOCUMENTS)
-DEFAULT_BLOCK = 64  # tokens of a cache that lie on one rank in a row
+DEFAULT_BLOCK = 64  # consecutive tokens of a cache on one rank
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one rank: ranges of indices in the whole sequence, ascending, not empty and apart."""
+    """The tokens of one rank: ascending, non-empty, disjoint ranges of global indices."""
 
     ranges: tuple[range, ...]
 
@@ -42,7 +41,7 @@ class Tokens:
 
     @cached_property
     def indices(self) -> Ints:
-        """Of all tokens, ascending."""
+        """Global positions of this rank's tokens, ascending."""
         parts = [np.arange(r.start, r.stop, dtype=np.int64) for r in self.ranges]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
@@ -53,8 +52,8 @@ class Tokens:
         return np.cumsum(lengths) - lengths
 
     def rows_before(self, indices: Ints) -> Ints:
-        """How many of these tokens come before each of `indices`, which are any numbers of the whole: the local row of
-        those that are held. As a search in `self.indices` finds, but they need not be there and time is saved."""
+        """Number of these tokens before each of `indices` (any global indices): the local row of those that are held.
+        Equals a search in `self.indices`, but does not build them and is faster."""
         if len(self.ranges) <= 4:
             rows = np.zeros(len(indices), dtype=np.int64)
             for r in self.ranges:
@@ -67,7 +66,7 @@ class Tokens:
 
     @cached_property
     def _begins(self) -> tuple[Ints, Ints]:
-        """And lengths, of all ranges."""
+        """Starts and lengths of all ranges."""
         begins = np.asarray([r.start for r in self.ranges], dtype=np.int64)
         return begins, np.asarray([len(r) for r in self.ranges], dtype=np.int64)
 
@@ -84,7 +83,7 @@ def check_layout(layout: object, *, documents: bool = False) -> None:
 
 
 def local_length(seq_len: int, world_size: int, rank: int, layout: str) -> int:
-    """How many tokens `rank` holds: a matter of arithmetic, also where documents decide which ones."""
+    """Number of tokens that `rank` holds; it follows from `seq_len` alone, even if documents decide which ones."""
     if layout != "zigzag":
         return _chunk_length(seq_len, world_size, rank)
     chunks = 2 * world_size
@@ -97,7 +96,7 @@ def _chunk_length(seq_len: int, chunks: int, index: int) -> int:
 
 @lru_cache(maxsize=16)
 def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
-    """What each rank holds.
+    """The tokens that each rank holds.
 
     >>> [tokens.ranges for tokens in all_tokens(10, 2, "contiguous")]
     [(range(0, 5),), (range(5, 10),)]
@@ -119,7 +118,7 @@ def _ranges(seq_len: int, world_size: int, layout: str) -> list[tuple[range, ...
 
 
 def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) -> list[tuple[range, ...]]:
-    """Each document in `layout`. Ranks hold equally many tokens of each, so that lengths alone tell how many in all."""
+    """Ranges of each rank with every document in `layout`, in equal shares, so that seq_len determines their total."""
     held: list[list[range]] = [[] for _ in range(world_size)]
     for number, (start, stop) in enumerate(pairwise(cu_seqlens)):
         if (stop - start) % world_size:
@@ -134,10 +133,10 @@ def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """One of LAYOUTS over `joined` times as many ranks, where each rank holds what `joined` of them would.
+    """One of LAYOUTS over `joined` times as many virtual ranks; each rank holds the tokens of `joined` of these.
 
-    Those are neighbours, or W apart where `strided`: rank r of W holds what ranks joined * r, joined * r + 1, ... of
-    joined * W would, or r, r + W, r + 2W, ...
+    Rank r of W holds the tokens of virtual ranks joined * r, joined * r + 1, ... of joined * W; with `strided`, those
+    of r, r + W, r + 2W, ...
 
     >>> [one.ranges for one in TokenLayout("contiguous", 2, strided=True).tokens(8, 2)]
     [(range(0, 2), range(4, 6)), (range(2, 4), range(6, 8))]
@@ -148,7 +147,7 @@ class TokenLayout:
     strided: bool = False
 
     def tokens(self, seq_len: int, world_size: int, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
-        """What each of `world_size` ranks holds."""
+        """The tokens that each of `world_size` ranks holds."""
         tokens = all_tokens(seq_len, world_size * self.joined, self.name, cu_seqlens)
         return tokens if self.joined == 1 else _join(tokens, self.joined, self.strided)
 
@@ -167,10 +166,10 @@ def _join(tokens: tuple[Tokens, ...], joined: int, strided: bool) -> tuple[Token
 
 @dataclass(frozen=True)
 class BlockCyclicLayout:
-    """Which tokens of a growing cache `rank` of `world_size` holds; its rows keep the order of the tokens.
+    """Tokens of a growing cache that `rank` of `world_size` holds, in rows that keep the order of the tokens.
 
-    Token i lies on rank (i // block) % W, in row (i // (block * W)) * block + i % block there. Ranks differ by one
-    block at most, and everything follows from lengths alone: nothing is sent to find it out.
+    Token i is on rank (i // block) % W, in row (i // (block * W)) * block + i % block there. Ranks differ by one block
+    at most. The layout follows from lengths alone, so ranks exchange nothing to determine it.
 
     >>> BlockCyclicLayout(world_size=2, rank=1, block=2).count(7)  # tokens 2, 3 and 6
     3
@@ -181,17 +180,17 @@ class BlockCyclicLayout:
     block: int
 
     def count(self, length: int) -> int:
-        """How many of the first `length` tokens are held here: the row that token `length`, if held, lies in."""
+        """Number of the first `length` tokens that this rank holds; also the row of token `length`, if it is held."""
         rounds, rest = divmod(length, self.block * self.world_size)
         return rounds * self.block + min(max(rest - self.rank * self.block, 0), self.block)
 
     def indices(self, start: int, stop: int) -> Ints:
-        """Which tokens lie in the rows [start, stop); ascending."""
+        """Token indices of the rows [start, stop), ascending."""
         rows = np.arange(start, stop, dtype=np.int64)
         return (rows // self.block * self.world_size + self.rank) * self.block + rows % self.block
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """The same as ranges."""
+        """Tokens of the rows [start, stop)."""
         ranges = []
         while start < stop:
             end = min(stop, (start // self.block + 1) * self.block)
@@ -201,9 +200,9 @@ class BlockCyclicLayout:
         return Tokens(tuple(ranges))
 
     def rows(self, tokens: Ints) -> Ints:
-        """In which rows these tokens lie, on the rank that holds them."""
+        """Row of each of these tokens on the rank that holds it."""
         return tokens // (self.block * self.world_size) * self.block + tokens % self.block
 
     def owners(self, tokens: Ints) -> Ints:
-        """Who holds these tokens."""
+        """The rank that holds each of these tokens."""
         return tokens // self.block % self.world_size

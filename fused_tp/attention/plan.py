@@ -1,12 +1,12 @@
-"""The steps of ring attention: what a rank's queries see of each rank's keys, and which rows travel for it.
+"""Steps of ring attention: the keys of each rank that a rank's queries see, and the rows sent for them.
 
-At step t rank r reads the keys of rank (r - t) mod W; step 0 is its own. A step is the rows of queries that see
-something, the rows of keys that are seen, and between these an interval [start, stop) of keys for each query, in local
-numbers. Both ends are ascending, so the queries that see a key are an interval too.
+At step t rank r reads the keys of rank (r - t) mod W; step 0 reads its own. A step is the rows of queries that see any
+of these keys, the rows of keys that are seen, and an interval [start, stop) of these keys for each query, in local
+indices. Both ends are ascending, so the queries that see a key are an interval too.
 
-The rows of keys that travel are ranges with holes between them, where a rank has several ranges of tokens: with a
-window to both sides, a zigzag rank reads the begin and the end of a neighbour's shard. They travel without the holes,
-and the step that reads them has compact row indices, as if there were no holes (`compact`).
+The rows of keys that are sent are ranges with holes between them if a rank has several ranges of tokens: with a window
+to both sides, a zigzag rank reads the beginning and the end of a neighbour's shard. Holes are not sent, and the step
+that reads the rows has compact row indices, as if there were no holes (`compact`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fused_tp.attention.layout import Ints, TokenLayout, Tokens
 from fused_tp.attention.spec import AttentionMask
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
-Rows: TypeAlias = Tokens  # of the keys of a rank, by their local numbers; not of the whole
-_MOST_RANGES = 8  # of what one rank reads of another's keys: each costs a copy of its own
+Rows: TypeAlias = Tokens  # rows of a rank's keys: local indices, not global ones
+_MOST_RANGES = 8  # ranges of another rank's keys that a rank reads: each costs one copy
 
-_Seen = tuple[Ints, Ints, Ints]  # place, start and stop of each query, in numbers of the whole
+_Seen = tuple[Ints, Ints, Ints]  # place, start and stop of each query, in global indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +38,9 @@ class Step:
     Attributes:
         starts, stops: int32 [q_stop - q_start]: query q_start + i sees the keys k_start + [starts[i], stops[i]).
         places: int64 [q_stop - q_start], places of the queries on the axis of the keys.
-        q_indices, k_indices: int64, which tokens of the whole these queries and keys are.
-        q_breaks, k_breaks: rows, counted from q_start and k_start, behind which indices jump; ascending, inside.
+        q_indices, k_indices: int64, global indices of these queries and keys.
+        q_breaks, k_breaks: rows, counted from q_start and k_start, at which a new range of indices begins; ascending,
+        without 0.
     """
 
     q_start: int
@@ -68,16 +69,16 @@ class Step:
 
     @cached_property
     def is_full(self) -> bool:
-        """Whether all of these queries see all of these keys."""
+        """True if every query of the step sees every key."""
         return bool((self.starts == 0).all() and (self.stops == self.keys).all())
 
     @cached_property
     def seen_by(self) -> tuple[Int32s, Int32s]:
-        """int32 [keys] each: key k_start + j is seen by the queries q_start + [first[j], last[j])."""
+        """(first, last), int32 [keys] each: the queries q_start + [first[j], last[j]) see key k_start + j."""
         return _seen_by(self.starts, self.stops, self.keys)
 
     def part(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
-        """What queries [q_start, q_stop) see of keys [k_start, k_stop), both counted from the step's own; made once."""
+        """The step of queries [q_start, q_stop) and keys [k_start, k_stop), both relative to this step's; cached."""
         key = q_start, q_stop, k_start, k_stop
         if key not in self._parts:
             self._parts[key] = _part_of_step(self, *key)
@@ -92,14 +93,14 @@ class Step:
         return {}
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """starts, stops, places, q_indices, k_indices, first, last as int32 tensors there; each made at first use."""
+        """starts, stops, places, q_indices, k_indices, first, last as int32 on `device`, each created at first use."""
         if device not in self._on_devices:
             self._on_devices[device] = _OnDevice(self, device)
         return self._on_devices[device]
 
 
 class _OnDevice(dict[str, Tensor]):
-    """Of long sequences only what a call needs is worth its memory: few need places and indices."""
+    """Vectors of a step on one device, created at first use: they are large, and few calls need places and indices."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._device, self._keys = device, step.keys
@@ -128,14 +129,14 @@ class RingPlan:
         self._extents: dict[tuple[int, int], tuple[range, Rows]] = {}
         self._given: dict[int, Rows] = {}
         self._seen: tuple[int, _Seen] | None = None
-        self.kv_chunks: dict[int, Any] = {}  # of each rank: see `ring_fused`
+        self.kv_chunks: dict[int, Any] = {}  # by rank; see `ring_fused`
 
     def source(self, rank: int, t: int) -> int:
-        """Whose keys `rank` reads in step t."""
+        """The rank whose keys `rank` reads in step t."""
         return (rank - t) % self.world_size
 
     def step(self, rank: int, t: int, view: Rows | None = None) -> Step:
-        """What `rank` computes in step t; `compact`, where only the rows `view` of the source's keys are there."""
+        """The step that `rank` computes at t; `compact` if only the rows `view` of the source's keys are present."""
         if view is not None and len(view.ranges) > 1:
             key = rank, t, view
             if key not in self._compact:
@@ -148,19 +149,19 @@ class RingPlan:
         return self._steps[rank, source]
 
     def seen(self, rank: int) -> tuple[Ints, Ints, Ints]:
-        """Place, start and stop of each of the rank's queries, in numbers of the whole."""
-        # One process asks for the steps of one rank: what its queries see of the whole is the same in all of them.
-        known = self._seen  # once: ranks may be threads
+        """Place, start and stop of each of the rank's queries, in global indices."""
+        # A process asks for the steps of one rank, which all share the intervals of that rank's queries.
+        known = self._seen  # read once: ranks may be threads
         if known is None or known[0] != rank:
             known = self._seen = rank, self.mask.seen(self.queries[rank].indices)
         return known[1]
 
     def needed(self, rank: int, source: int) -> Rows:
-        """Which rows of its keys `source` has to give `rank`; found without making the step."""
+        """Rows of the keys of `source` that `rank` reads; found without building the step."""
         return self._extent(rank, source)[1]
 
     def given(self, source: int) -> Rows:
-        """Which rows of its keys `source` has to give any other rank."""
+        """Rows of the keys of `source` that any other rank reads."""
         if source not in self._given:
             others = (self.needed(rank, source).ranges for rank in range(self.world_size) if rank != source)
             self._given[source] = Rows(merged(itertools.chain.from_iterable(others)))
@@ -173,13 +174,13 @@ class RingPlan:
 
 
 def make_step(mask: AttentionMask, queries: Tokens, keys: Tokens) -> Step:
-    """What these queries see of these keys."""
+    """Build the step of these queries and keys."""
     rows, _ = _extent(mask, queries, keys)
     return _make_step(mask.seen(queries.indices), rows, queries, keys)
 
 
 def _make_step(seen: _Seen, rows: range, queries: Tokens, keys: Tokens) -> Step:
-    """`seen` is of all of the queries; only those in `rows` see some of these keys."""
+    """Build a step; `seen` covers all queries, of which only those in `rows` see any of these keys."""
     places, starts, stops = (ends[rows.start : rows.stop] for ends in seen)
     starts, stops = keys.rows_before(starts), keys.rows_before(stops)
     seeing = stops > starts
@@ -211,7 +212,7 @@ def _seen_by(starts: Int32s, stops: Int32s, keys: int) -> tuple[Int32s, Int32s]:
 
 
 def _counted(ends: Int32s, keys: int) -> Int32s:
-    """[keys]: how many ends are not above key j. What a search in ascending `ends` finds for each, in two passes."""
+    """int32 [keys]: number of ends <= key j, as a search in ascending `ends` would find, in two passes."""
     return np.cumsum(np.bincount(ends, minlength=keys + 1)[:keys], dtype=np.int32)
 
 
@@ -220,9 +221,9 @@ def _inside(breaks: Ints, start: int, stop: int) -> tuple[int, ...]:
 
 
 def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, Rows]:
-    """Rows of queries outside which none sees one of these keys, and the rows of keys that are seen: for each range of
-    queries from the first to the last. Within one the ends of their intervals do not go back, so its first and last
-    row tell."""
+    """Range of query rows outside which no query sees these keys, and the rows of keys that are seen. For each range of
+    queries these extend from the first to the last key seen; interval ends ascend within a range, so its first and last
+    query determine them."""
     ends = np.asarray([end for r in queries.ranges for end in (r.start, r.stop - 1)], dtype=np.int64)
     _, starts, stops = mask.seen(ends)
     first, last = keys.rows_before(starts[0::2]), keys.rows_before(stops[1::2])
@@ -232,7 +233,7 @@ def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, 
     begin, end = int(some[0]), int(some[-1])
     rows = range(int(queries.breaks[begin]), int(queries.breaks[end]) + len(queries.ranges[end]))
     first, last = first[some], np.maximum.accumulate(last[some])
-    # Few ranges, of many short documents too: the widest holes stay open.
+    # Keep only the widest holes, so that there are few ranges even for many short documents.
     holes = first[1:] - last[:-1]
     widest = np.argsort(-holes, kind="stable")[: _MOST_RANGES - 1]
     cuts = np.sort(widest[holes[widest] > 0])
@@ -241,12 +242,12 @@ def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, 
 
 
 def compact_index(view: Rows, row: int) -> int:
-    """The index of a row, or of the end of some rows, among those of `view`; that of the first stays."""
+    """Index of a row, or of an end of rows, among the rows of `view`, whose first row keeps its index."""
     return view.ranges[0].start + int(view.rows_before(np.asarray([row]))[0]) if view.ranges else 0
 
 
 def expand_index(view: Rows, indices: range) -> Rows:
-    """The rows that have these compact indices in `view`."""
+    """The rows at these compact indices of `view`."""
     found, index = [], view.ranges[0].start if view.ranges else 0
     for r in view.ranges:
         start, stop = max(indices.start, index), min(indices.stop, index + len(r))
@@ -257,7 +258,7 @@ def expand_index(view: Rows, indices: range) -> Rows:
 
 
 def compact(step: Step, view: Rows) -> Step:
-    """A step against keys of which only the rows of `view` are there, which are all that it sees."""
+    """Convert a step to keys of which only the rows of `view` are present, which include all that it sees."""
     if step.empty:
         return step
     inside = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in view.ranges)
@@ -281,8 +282,8 @@ def compact(step: Step, view: Rows) -> Step:
 
 @lru_cache(maxsize=8)
 def ring_plan(mask: AttentionMask, world_size: int, layout: TokenLayout) -> RingPlan:
-    """The plan, made once per mask, layout and group size. Few are kept: they take some bytes for each token and step,
-    and documents of another batch have other plans."""
+    """The plan, cached per mask, layout and group size. Few are kept: a plan takes some bytes per token and step, and
+    every batch of documents has another plan."""
     return RingPlan(mask, world_size, layout)
 
 
@@ -304,9 +305,9 @@ def _part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: i
 
 
 def keys_of_step(step: Step, k_start: int, k_stop: int, *, keep: bool) -> Step:
-    """A step against some of its source's keys only (expand_index as `Step.k_start`), with the rows that see any.
+    """Restrict a step to keys [k_start, k_stop) of its source (indexed like `Step.k_start`) and the rows that see any.
 
-    `keep`: make it once. All parts of a long sequence together have more bytes than its keys.
+    `keep`: cache the result. All parts of a long sequence together take more bytes than its keys.
     """
     first, last = max(k_start, step.k_start) - step.k_start, min(k_stop, step.k_stop) - step.k_start
     if last - first == step.keys:

@@ -1,8 +1,8 @@
 """Ring attention in one Triton launch over memory that all ranks reach: see `triton_kernels.attention.ring_forward`.
 
-Each rank lays its K/V out where others can read them; the copy engine pulls those that a rank reads chunk by chunk,
-while the launch computes with what is there. It serves GPUs that write into each other's memory, ranks that are threads
-on one GPU, and, interpreted, processes of one host. The backward runs step by step, by messages.
+Each rank stores its K/V where others can read them. The copy engine pulls the keys that a rank reads, chunk by chunk,
+while the launch computes with those that have arrived. This serves GPUs that can write into each other's memory, ranks
+that are threads on one GPU, and, interpreted, processes of one host. The backward runs step by step, by messages.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fused_tp.runtime.tracing import span
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.transport.store import agree
 
-_FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])  # values of FUSED_TP_ATTENTION, as they came
-_RELAYS = 1  # multiprocessors for the kernels between the copies
-_ROWS_OF_A_CHUNK = 16384  # at most, where that does not make too many of them
+_FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])  # values of FUSED_TP_ATTENTION, in order of use
+_RELAYS = 1  # multiprocessors left to the kernels between the copies
+_ROWS_OF_A_CHUNK = 16384  # at most, unless that makes more than _MOST_CHUNKS
 _MOST_CHUNKS = 63
 
 
 class FusedRing(Ring):
-    """Serves what the Triton kernel serves, over the memory of a `FusedKernel` schedule."""
+    """Ring attention by the Triton kernel, over the memory of a `FusedKernel` schedule."""
 
     name = "fused_kernel"
 
@@ -50,7 +50,7 @@ class FusedRing(Ring):
         layout = keys_layout(call.plan, call.rank, k, v)
         with (
             span("ring_attention launch"),
-            kernels.abort_scope(OP),  # peers count on this call from its first launch on
+            kernels.abort_scope(OP),  # peers depend on this call from its first launch on
             kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), OP) as workspace,
         ):
             result: tuple[Tensor, Tensor] = ring_forward(
@@ -77,7 +77,7 @@ class FusedRing(Ring):
 
 
 def fused_ring_available(query: KernelQuery) -> Availability:
-    """Whether this rank's forwards, under schedule `fused_kernel`, are one launch; else they go by messages."""
+    """Available if this rank's forwards, under schedule `fused_kernel`, run as one launch; else they use messages."""
     forced = forced_kernel()
     if forced not in (None, TRITON.name):
         return unavailable(f"FUSED_TP_ATTENTION={forced} asks for other kernels")
@@ -85,13 +85,15 @@ def fused_ring_available(query: KernelQuery) -> Availability:
 
 
 def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
-    """`fused_ring_available` on all ranks of `group`, whose devices and environments may differ: those that judged for
-    themselves would part ways. The first time, all ranks must ask together.
+    """`fused_ring_available` on all ranks of `group`, which must agree though devices and environments may differ.
+
+    The first call is collective: all ranks must make it together.
 
     Raises:
-        CollectiveTimeoutError: some rank did not ask, as where FUSED_TP_ATTENTION was changed on some ranks only.
+        CollectiveTimeoutError: some rank did not call, for example because FUSED_TP_ATTENTION was changed on
+            some ranks only.
     """
-    # By index, since ranks can agree on nothing under names that are not the same everywhere.
+    # By index: ranks can only agree under a name that is the same on all of them.
     values = _FORCED[group]
     forced = forced_kernel()
     if forced not in values:
@@ -105,7 +107,7 @@ def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
 
 
 def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
-    """Where the keys of a call lie in the memory of all ranks: a `triton_kernels.attention.ring_keys.KeysLayout`."""
+    """Memory layout of a call's keys on all ranks: a `triton_kernels.attention.ring_keys.KeysLayout`."""
     from fused_tp.triton_kernels.attention import ring_keys as module
 
     rows = tuple(tokens.length for tokens in plan.keys)
@@ -125,7 +127,7 @@ def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
 
 
 class KVChunk(NamedTuple):
-    """Rows of the keys of the source of step t."""
+    """Some rows of the keys that `source`, the source of step t, holds."""
 
     t: int
     source: int
@@ -133,9 +135,9 @@ class KVChunk(NamedTuple):
 
 
 class KVChunks:
-    """What one rank reads, in this order: its own keys, then source by source as the steps have them.
+    """The keys that one rank reads, in order: its own, then those of each source in the order of the steps.
 
-    It is what `triton_kernels.attention.ring_forward` wants to know of a mask.
+    This is the form in which `triton_kernels.attention.ring_forward` takes a mask.
 
     Attributes:
         others: the chunks of other ranks' keys.
@@ -149,7 +151,7 @@ class KVChunks:
         self._tables: dict[Any, dict[str, Tensor]] = {}
 
     def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
-        """The tables for that device and tiles of that size, made once."""
+        """The tables for `device` and tiles of `rows` queries and `block` keys, cached."""
         from fused_tp.triton_kernels.attention.tiles import tiles_of_chunks
 
         if (device, rows, block) not in self._tables:
@@ -171,7 +173,7 @@ class KVChunks:
 
     @cached_property
     def most_rows(self) -> int:
-        """Rows of others' keys that the rank which needs most of them reads."""
+        """Maximum over ranks of the rows of others' keys that a rank reads."""
         ranks = range(self._plan.world_size)
         return max(sum(len(chunk.rows) for chunk in _chunks_of_others(self._plan, rank)) for rank in ranks)
 
@@ -189,7 +191,7 @@ class KVChunks:
                 stops[number, seeing] = step.stops + np.int32(step.k_start - rows.start)
         lengths = [len(rows) for _, _, rows in chunks]
         begins = np.cumsum(lengths) - lengths
-        # Own keys and those of others lie in different places, each from 0 on.
+        # This rank's keys and those of others are stored separately, each from row 0 on.
         places = np.where(np.arange(len(chunks)) > 0, begins - lengths[0], 0)
         return {
             "starts": starts,
@@ -202,7 +204,7 @@ class KVChunks:
 
 
 def _chunks_of_others(plan: RingPlan, rank: int) -> list[KVChunk]:
-    """The rows of others' keys that `rank` reads, step by step; long ones in several parts."""
+    """The rows of others' keys that `rank` reads, step by step; long ranges in several parts."""
     sources = [(t, plan.source(rank, t)) for t in range(1, plan.world_size)]
     seen = [KVChunk(t, s, rows) for t, s in sources for rows in plan.needed(rank, s).ranges]
     parts = [
@@ -219,7 +221,7 @@ def _chunks_of_others(plan: RingPlan, rank: int) -> list[KVChunk]:
 
 
 def kv_chunks(plan: RingPlan, rank: int) -> KVChunks:
-    """The chunks of a rank, made once for a plan."""
+    """The chunks of a rank, cached in the plan."""
     known: KVChunks | None = plan.kv_chunks.get(rank)
     if known is None:
         known = plan.kv_chunks[rank] = KVChunks(plan, rank)

@@ -1,13 +1,14 @@
-"""Ring attention over torch.distributed, on any group: by messages, or in collectives (`AllGatherRing`).
+"""Ring attention over torch.distributed, on any group: by messages, or by collectives (`AllGatherRing`).
 
-At step t every rank gets from rank r - t the keys that it reads, and nothing else.
+At step t every rank r receives from rank r - t the keys that it reads, and nothing else.
 
-The keys of step t + 1 travel while those of step t are used, so at most three sets of K/V are on a rank: its own, those
-in use, those arriving. The terms of dK/dV return while the next chunk computes. Buffers are allocated once a call and
-used in turn: allocated chunk by chunk they would fragment the heap, which is memory too.
+The keys of step t + 1 are transferred while those of step t are used, so a rank holds at most three sets of K/V: its
+own, those in use, those arriving. The terms of dK/dV are returned while the next chunk is computed. Buffers are
+allocated once per call and used in turn: allocating them per chunk would fragment the heap, which costs memory too.
 
-Not passed on from neighbour to neighbour, as a ring is named for: with a window or documents most ranks need a part of
-most others' keys, or none, and would have to carry what they do not need. The bytes are the same where all need all.
+Rejected: passing keys from neighbour to neighbour, as the name ring suggests. With a window or documents most ranks
+need a part of most others' keys, or none, and would have to forward keys that they do not need. If every rank needs all
+keys, the bytes are the same.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from fused_tp.transport.base import After, Done, Pending, accumulate_dtype
 from fused_tp.transport.torch_dist import TorchDist
 
 Pair = tuple[Tensor, Tensor]
-_BYTES_AT_A_TIME = 64 << 20  # of keys that are gathered
+_BYTES_AT_A_TIME = 64 << 20  # of gathered keys
 
 
 class MessageRing(SteppedRing):
-    """Step by step."""
+    """Ring attention step by step, by messages."""
 
     name = "pipelined"
     view = KVView.NEEDED
@@ -68,7 +69,7 @@ class MessageRing(SteppedRing):
 
 
 class _Buffers:
-    """Pairs [rows, B, H, D], for parts of K and V or of their gradients, that are used in turn."""
+    """Pairs of buffers [rows, B, H, D] for parts of K and V or of their gradients, used in turn."""
 
     def __init__(self, k: Tensor, v: Tensor, rows: Iterable[int], dtype: torch.dtype, count: int) -> None:
         most = max(rows, default=0)
@@ -98,7 +99,7 @@ class _Messages(KVExchange):
         return arrived
 
     def _start(self, index: int) -> Pending[Pair]:
-        """Start receiving the keys of a chunk, and sending ours to the rank that reads them; nothing after the last."""
+        """Start receiving a chunk's keys and sending ours to the rank that reads them; no-op after the last chunk."""
         if index == len(self._chunks):
             return Done(self._own)
         chunk = self._chunks[index]
@@ -109,7 +110,7 @@ class _Messages(KVExchange):
 
     @cached_property
     def _found(self) -> _Buffers:
-        """Terms: those of one chunk are computed while those of the one before are on their way."""
+        """Buffers of terms: a chunk's terms are computed while those of the previous chunk are sent."""
         wide = accumulate_dtype(self._own[0].dtype)
         return _Buffers(*self._own, self._recv, wide, min(2, len(self._chunks)))
 
@@ -132,7 +133,7 @@ class _Messages(KVExchange):
         self._returning = chunk.send_rows, moving
 
     def finish(self, own: Sequence[Tensor]) -> None:
-        """Add what came back for our keys in the chunk that was sent last, if any."""
+        """Add the terms returned for our keys in the chunk that was sent last, if any."""
         if self._returning is None:
             return
         rows, moving = self._returning
@@ -142,8 +143,7 @@ class _Messages(KVExchange):
 
 
 def _to_wire(x: Tensor, rows: Rows) -> Tensor:
-    """These tokens of x [B, S, H, D] as contiguous [rows, B, H, D]; of one range and for B = 1 it is x itself, not a
-    copy."""
+    """These rows of x [B, S, H, D] as contiguous [rows, B, H, D]; for one range and B = 1 a view, not a copy."""
     parts = [part.transpose(0, 1) for part in parts_of(x, rows) or [x[:, :0]]]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
@@ -154,11 +154,11 @@ def _both(moving: Iterable[Pending[Tensor]]) -> Pending[Pair]:
 
 
 class AllGatherRing(Ring):
-    """In collectives, for sequences so short that latency, not bytes, is what W - 1 messages cost: gathers all K/V,
-    computes, and reduce-scatters dK/dV.
+    """Ring attention by collectives: gathers all K/V, computes, and reduce-scatters dK/dV.
 
-    Long ones go by groups of key heads, so that not all heads of all ranks' keys are held at a time; those of the next
-    group travel while one is computed with (Llama 3's context parallelism, arXiv:2407.21783, section 3.3.2).
+    Serves sequences so short that latency, not bytes, dominates the cost of W - 1 messages. Longer sequences are
+    processed by groups of key heads, so that not all heads of all ranks' keys are held at a time; the keys of the next
+    group are gathered while one is computed (Llama 3's context parallelism, arXiv:2407.21783, section 3.3.2).
     """
 
     name = "plain"
@@ -193,7 +193,7 @@ class AllGatherRing(Ring):
     def _gathered(
         self, call: RingCall, groups: list[tuple[slice, slice]], k: Tensor, v: Tensor
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(query heads, key heads, their K/V of all ranks) group by group; the next one is under way meanwhile."""
+        """Yield (query heads, key heads, their K/V of all ranks) per group, while the next group's K/V are gathered."""
         arriving = self._gather(call, k, v, groups[0][1])
         for index, (heads, kv_heads) in enumerate(groups):
             everyone = arriving.wait()
@@ -202,12 +202,12 @@ class AllGatherRing(Ring):
             yield heads, kv_heads, everyone
 
     def _gradients(self, call: RingCall, saved: RingSaved, everyone: Tensor) -> Gradients:
-        """Of one group of heads."""
+        """Gradients of one group of heads."""
         state, k = Backward(call, saved), saved.k
         sums = fp32_accumulator(everyone)
         for t in range(call.plan.world_size):
             state.attend(t, *_keys_of(call, everyone, t, k), *_keys_of(call, sums, t, k))
-        # Own terms too go through the sum over ranks: it adds all of them in the order of the ranks.
+        # This rank's own terms go through the reduce-scatter too: it adds all terms in the order of the ranks.
         rows = everyone.shape[1]
         own = self._transport.reduce_scatter(
             "ring_attention dK/dV", sums.flatten(0, 1), [rows] * call.plan.world_size
@@ -215,7 +215,7 @@ class AllGatherRing(Ring):
         return state.result([x[:, : k.shape[1]] for x in _split(own, k)])
 
     def _gather(self, call: RingCall, k: Tensor, v: Tensor, kv_heads: slice) -> Pending[Tensor]:
-        """K and V of every rank, side by side: [W, rows of the longest, B, heads, D + Dv]."""
+        """Gather K and V of every rank, concatenated: [W, rows of the longest shard, B, heads, D + Dv]."""
         rows = max(tokens.length for tokens in call.plan.keys)
         mine = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
         mine = pad(mine, (0, 0, 0, 0, 0, 0, 0, rows - mine.shape[0])).contiguous()
@@ -224,7 +224,7 @@ class AllGatherRing(Ring):
 
 
 def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
-    """(query heads, key heads) of each group; all ranks find the same."""
+    """(query heads, key heads) of each group; the same on all ranks."""
     kv_heads, per_kv_head = k.shape[2], q.shape[2] // k.shape[2]
     row = k.shape[0] * (k.shape[3] + v.shape[3]) * accumulate_dtype(k.dtype).itemsize
     most = max(1, _BYTES_AT_A_TIME // max(1, call.plan.mask.seq_len_kv * row))
@@ -239,7 +239,7 @@ def _keys_of(call: RingCall, everyone: Tensor, t: int, k: Tensor) -> tuple[Tenso
 
 
 def _split(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """[rows, B, heads, D + Dv] as K and V [B, rows, heads, D or Dv]."""
+    """Split [rows, B, heads, D + Dv] into K and V [B, rows, heads, D or Dv]."""
     both = both.transpose(0, 1)
     return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
 

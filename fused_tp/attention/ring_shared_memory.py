@@ -1,18 +1,18 @@
-"""Ring attention on shared memory: a rank's K/V are read by its peers where they lie; nothing goes round.
+"""Ring attention over shared memory: peers read a rank's K/V in place.
 
-Each rank writes the K/V rows that others read into its workspace once, signals it, and reads those of its peers in
-place, one peer per step in the order of the ring so that not all ranks read the same memory at once.
+Each rank writes the K/V rows that others read into its workspace once, signals it, and reads its peers' rows in place,
+one peer per step in the order of the ring, so that not all ranks read the same memory at once.
 
-Backward, in chunks n = 1, 2, ... (`RingCall.chunks`), the stages that a rank signals:
+The backward runs in chunks n = 1, 2, ... (`RingCall.chunks`). A rank signals these stages:
 
     1       its K/V are readable
     2n      its term of chunk n is readable
-    2n + 3  it has added the term that its consumer found for it in chunk n
+    2n + 3  it has added the term that its consumer computed for it in chunk n
 
-Terms of dK/dV lie in two slots, used in turn: before chunk n overwrites what chunk m < n has left in its slot, the
-owner of the keys of m must have reached stage 2m + 3. m is n - 2, or earlier where this rank found nothing in between,
-and then its owner is another rank. An owner gets there after its own chunk m + 1, so ranks may drift apart by a chunk
-before anyone waits, and memory does not grow with W.
+Terms of dK/dV are stored in two slots, used in turn. Before chunk n overwrites the terms that chunk m < n left in its
+slot, the owner of the keys of m must have reached stage 2m + 3. m is n - 2, or an earlier chunk if this rank had no
+terms in between; then its owner is another rank. An owner reaches that stage after its own chunk m + 1, so ranks may
+drift apart by a chunk before any of them waits, and memory does not grow with W.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class SharedMemoryRing(SteppedRing):
     def _exchange(
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> Iterator[KVExchange]:
-        """Step 0 comes first where peers are still in the call before: they do not need these keys yet, and may
-        still read those of that call, next to which these would lie.
+        """Run step 0 first if peers are still in the previous call: they do not need these keys yet, and may still read
+        the keys of that call, beside which these would have to be stored.
 
         A peer whose mask hides all of this rank's keys ends the call as soon as this rank has begun it, so an error
-        before the first signal is one in the middle of the op too.
+        before the first signal is already one in the middle of the op.
         """
         slots = _SLOTS if op.endswith("backward") else 0
         nbytes = _Regions(call, call.rank, k, v, slots).nbytes
@@ -63,7 +63,7 @@ class SharedMemoryRing(SteppedRing):
             except BaseException:
                 with self._transport.begin(op, call.dims, k.dtype, 0) as workspace:
                     workspace.peers_may_end = True
-                    raise  # which notifies the peers
+                    raise  # the open workspace notifies the peers
         with self._transport.begin(op, call.dims, k.dtype, nbytes, reuse=True) as workspace:
             workspace.peers_may_end = True
             exchange = _InPlace(workspace, call, chunks, k, v, slots)
@@ -73,7 +73,7 @@ class SharedMemoryRing(SteppedRing):
 
 
 class _Regions:
-    """Where everything lies in the workspace of one rank, as every rank can work out."""
+    """Memory layout of one rank's workspace, which every rank can compute."""
 
     def __init__(self, call: RingCall, rank: int, k: Tensor, v: Tensor, slots: int) -> None:
         plan = call.plan
@@ -99,7 +99,7 @@ class _Regions:
 
 
 class _InPlace(KVExchange):
-    """The workspaces of all ranks in one call, seen as keys and as terms of their gradients."""
+    """Views of the workspaces of all ranks in one call, as keys and as terms of their gradients."""
 
     def __init__(
         self, workspace: Workspace, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, slots: int
@@ -107,7 +107,7 @@ class _InPlace(KVExchange):
         self._workspace, self._call, self._chunks, self._k, self._v = workspace, call, chunks, k, v
         self._slots = slots
         self._known: dict[int, _Regions] = {}
-        self._written: dict[int, int] = {}  # the chunk whose terms lie in each slot
+        self._written: dict[int, int] = {}  # the chunk whose terms each slot holds
         mine = self._regions(call.rank)
         for region, own in zip(mine.keys, (k, v), strict=True):
             room = self._view(call.rank, region).split([len(r) for r in mine.rows.ranges], 1)
@@ -148,7 +148,7 @@ class _InPlace(KVExchange):
         self._add(len(self._chunks), own)
 
     def _add(self, n: int, own: Sequence[Tensor]) -> None:
-        """Add what the consumer of our keys found in chunk n."""
+        """Add the terms that the consumer of our keys computed in chunk n."""
         t, _, rows = self._chunks[n - 1]
         if rows.length:
             consumer = self._call.consumer(t)

@@ -1,4 +1,4 @@
-"""What a rank carries from step to step: the softmax so far, and sums of gradients. All in fp32, fp64 for fp64."""
+"""State that a rank carries from step to step: running softmax and sums of gradients, in fp32 (fp64 for fp64)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class SoftmaxState:
-    """Attention over the keys seen so far, not yet divided: out = weighted / total, lse = highest + log(total).
+    """Unnormalized attention over the keys seen so far: out = weighted / total, lse = highest + log(total).
 
     `weighted` [B, S, H, Dv] is the sum of exp(score - highest) * v, `total` [B, H, S] that of exp(score - highest), and
-    `highest` [B, H, S] the highest score, or anything near it; -inf where nothing was seen. Rounded once, in `result`.
-    (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.) With dropout `weighted` has
-    what is kept only, `total` has all.
+    `highest` [B, H, S] the highest score or a value near it, -inf where nothing was seen. Only `result` rounds. With
+    dropout `weighted` sums the kept elements, `total` all. (Milakov and Gimelshein, "Online normalizer calculation for
+    softmax", arXiv:1805.02867.)
     """
 
     weighted: Tensor
@@ -28,33 +28,33 @@ class SoftmaxState:
 
     @classmethod
     def empty(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
-        """Nothing seen yet, for q [B, S, H, D]."""
+        """State before any key, for q [B, S, H, D]."""
         state = cls.uninitialised(q, v_head_dim)
         state.clear()
         return state
 
     @classmethod
     def uninitialised(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
-        """Anything, for q [B, S, H, D]."""
+        """State with uninitialised tensors, for q [B, S, H, D]."""
         dtype = accumulate_dtype(q.dtype)
         per_row = (q.shape[0], q.shape[2], q.shape[1])
         shapes = ((*q.shape[:3], v_head_dim), per_row, per_row)
         return cls(*(q.new_empty(shape, dtype=dtype) for shape in shapes))
 
     def clear(self) -> None:
-        """Nothing seen yet."""
+        """Reset to the state before any key."""
         self.weighted.zero_()
         self.highest.fill_(-torch.inf)
         self.total.zero_()
 
     def rows(self, start: int, stop: int) -> SoftmaxState:
-        """The state of queries [start, stop): views, so that what is added to it is added here."""
+        """State of queries [start, stop), as views: adding to it adds to this state."""
         return SoftmaxState(self.weighted[:, start:stop], self.highest[..., start:stop], self.total[..., start:stop])
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Fold in attention over other keys, divided already: out [B, S, H, Dv] of any dtype, lse [B, H, S]."""
+        """Fold in normalized attention over other keys: out [B, S, H, Dv] of any dtype, lse [B, H, S]."""
         highest = torch.maximum(self.highest, lse)
-        # exp(-inf - -inf) is NaN; a row that has seen nothing at all keeps its zeros.
+        # exp(-inf - -inf) is NaN; a row that has seen nothing keeps its zeros.
         base = highest.masked_fill(highest == -torch.inf, 0.0)
         before, now = torch.exp(self.highest - base), torch.exp(lse - base)
         self.weighted.mul_(_per_row(before)).addcmul_(out.to(self.weighted.dtype), _per_row(now))
@@ -62,10 +62,10 @@ class SoftmaxState:
         self.highest.copy_(highest)
 
     def result(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf where nothing was seen. Ends the state.
+        """Return (out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf where nothing was seen. Ends the state.
 
-        `sinks` [H] are scores of one more key each, whose value is 0 (Xiao et al., arXiv:2309.17453; gpt-oss, 2025).
-        They count in lse.
+        `sinks` [H] are the scores of one extra key per head, with value 0 (Xiao et al., arXiv:2309.17453; gpt-oss,
+        2025). They count in lse.
         """
         lse = self.highest + self.total.log()
         if sinks is not None:
@@ -75,10 +75,10 @@ class SoftmaxState:
 
 
 def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """[B, H, S]: what the backward subtracts from the gradient of each probability, sum(grad_out * out) - grad_lse."""
+    """sum(grad_out * out) - grad_lse [B, H, S], which the backward subtracts from the gradient of each probability."""
     batch, length, heads, _ = out.shape
     sums = out.new_empty((batch, heads, length), dtype=accumulate_dtype(out.dtype))
-    for start in range(0, length, _ROWS):  # so that the wide copies are of a few rows
+    for start in range(0, length, _ROWS):  # in blocks, so that the wide copies are small
         rows = slice(start, start + _ROWS)
         product = grad_out[:, rows].to(sums.dtype) * out[:, rows]
         torch.sum(product, -1, out=sums[..., rows].transpose(1, 2))
@@ -86,11 +86,11 @@ def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, sums: Tensor) -> Tensor:
-    """[H] in the dtype of `sinks`, of this rank's rows: a sink's probability takes from others, and gives nothing."""
+    """Gradient [H] of `sinks` from this rank's rows: a sink takes probability from the keys and adds no value."""
     probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(probability * sums).sum((0, 2)).to(sinks.dtype)
 
 
 def _per_row(x: Tensor) -> Tensor:
-    """[B, H, S] against [B, S, H, D]."""
+    """View [B, H, S] as [B, S, H, 1], to broadcast against [B, S, H, D]."""
     return x.transpose(1, 2).unsqueeze(-1)

@@ -1,14 +1,14 @@
-"""What is computed, whichever kernel computes it: mask, scores and token layout of one attention call.
+"""Mask, scores and token layout of one attention call, independent of the kernel that computes it.
 
-A mask says which keys a query sees, in indices of the whole sequence: causal, sliding window, packed documents, keys
-of another length.
+A mask defines the keys that a query sees, in indices of the whole sequence: causal, sliding window, packed documents,
+and keys of another length than the queries.
 
 Every mask lets a query see one interval of keys, [start, stop), and both ends ascend from query to query. So a mask is
-two ascending vectors, for any subset of queries and keys; no mask of S x S is made, and empty or full tiles are found
-by comparing ends.
+two ascending vectors, for any subset of queries and keys: no S x S mask is built, and comparing the ends finds empty
+and full tiles.
 
-A query has a *place* on the axis of the keys: the last query of a document at its last key, as in flash
-attention. Where queries and keys have the same lengths, a query's place is its own index.
+A query has a *place* on the axis of the keys: as in flash attention, the last query of a document is placed at the
+document's last key. If queries and keys have the same lengths, a query's place is its own index.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class AttentionMask:
     """The mask of one call, the same on all ranks.
 
     Attributes:
-        seq_len, seq_len_kv: tokens of the whole sequence of queries, and of keys.
+        seq_len, seq_len_kv: number of queries and of keys in the whole sequence.
         causal: a query sees the keys up to its place.
-        window: how many keys before and after its place a query sees besides that at its place; -1: no limit.
-        cu_seqlens, cu_seqlens_kv: where documents begin, and where the last one ends: (0, ..., seq_len); a query sees
-            keys of its own document only. Empty: one document; of the keys: the same documents as those of the queries.
+        window: (left, right), the numbers of keys that a query sees before and after its place; -1: no limit.
+        cu_seqlens, cu_seqlens_kv: start of each document and end of the last one: (0, ..., seq_len); a query sees keys
+            of its own document only. Empty cu_seqlens: one document; empty cu_seqlens_kv: the documents of the queries.
 
     >>> mask = AttentionMask(4, 4, causal=True, window=(1, 0))
     >>> [list(map(int, ends)) for ends in mask.seen(np.arange(4))[1:]]
@@ -58,7 +58,7 @@ class AttentionMask:
             object.__setattr__(self, "cu_seqlens_kv", self.cu_seqlens)
 
     def seen(self, queries: Ints) -> tuple[Ints, Ints, Ints]:
-        """(place, start, stop) of each of these queries (ascending indices): it sees the keys [start, stop)."""
+        """Return (place, start, stop) of each of `queries` (ascending indices), which sees the keys [start, stop)."""
         begins, ends, shift = self._documents
         if self._has_documents:
             document = np.searchsorted(self._query_begins, queries, side="right") - 1
@@ -75,13 +75,13 @@ class AttentionMask:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """`window`, with `causal` in it."""
+        """`window`, with a right side of 0 if `causal`."""
         left, right = self.window
         return left, (0 if self.causal else right)
 
     @property
     def is_one_piece(self) -> bool:
-        """Whether it is a rectangle or a lower triangle: what any flash attention has."""
+        """True if the mask is a rectangle or a lower triangle, which any flash attention supports."""
         unlimited = self.window == (UNLIMITED, UNLIMITED)
         return unlimited and not self._has_documents and (not self.causal or self.seq_len == self.seq_len_kv)
 
@@ -95,7 +95,7 @@ class AttentionMask:
 
     @cached_property
     def _documents(self) -> tuple[Ints, Ints, Ints]:
-        """Of every document: its first key, the one behind its last, and what leads from a query to its place."""
+        """First key, end of keys, and offset from a query to its place, for each document."""
         queries = np.asarray(self.cu_seqlens or (0, self.seq_len), dtype=np.int64)
         keys = np.asarray(self.cu_seqlens_kv or (0, self.seq_len_kv), dtype=np.int64)
         return keys[:-1], keys[1:], keys[1:] - queries[1:]
@@ -103,13 +103,13 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Probabilities are zeroed with probability p and the others divided by 1 - p.
+    """Dropout of attention probabilities: zeroes each with probability p and divides the others by 1 - p.
 
-    Which ones follows from `seed` and the element's place in the whole: batch row, head (`first_head` + the local one),
-    index of query and of key. So the result does not depend on the number of ranks. All kernels, in C++ and Triton,
-    draw the same bits, Philox4x32-10 of key (seed low, seed high) and counter (key index // 4, query index, head, batch
-    row), of whose four words the one of number key index % 4 counts: the element is dropped where it is below
-    `threshold`. (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.)
+    `seed` and the global indices of an element decide whether it is dropped: batch row, head (`first_head` + the local
+    one), query and key. So the result does not depend on the number of ranks. All kernels, in C++ and Triton, draw the
+    same bits: Philox4x32-10 with key (seed low, seed high) and counter (key index // 4, query index, head, batch row)
+    returns four words, and the element is dropped if word number key index % 4 is below `threshold`. (Salmon et al.,
+    "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.)
     """
 
     p: float
@@ -118,11 +118,11 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """p * 2^32."""
+        """p * 2^32, at most 2^32 - 1."""
         return min(int(self.p * 2**32), _WORD)
 
     def kept(self, batch: int, heads: int, q_indices: Tensor, k_indices: Tensor) -> Tensor:
-        """bool [batch, heads, queries, keys]: what is not dropped, of these tokens of the whole."""
+        """Return bool [batch, heads, queries, keys], False where dropped, for tokens of these global indices."""
         device = q_indices.device
         shape = (batch, heads, len(q_indices), len(k_indices))
 
@@ -140,7 +140,7 @@ _WORD = 0xFFFFFFFF
 
 
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: int, key1: int) -> tuple[Tensor, ...]:
-    """Four words [...], int64 below 2^32, of four such words."""
+    """Return the four output words [...] of Philox for the counter c0 to c3, all int64 below 2^32."""
     for _ in range(10):
         high0, low0 = _product(c0, 0xD2511F53)
         high2, low2 = _product(c2, 0xCD9E8D57)
@@ -150,7 +150,7 @@ def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: int, key1: int
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low word of the 64-bit product; int64 wraps, so the halves of `b` are multiplied apart."""
+    """High and low word of the 64-bit product; int64 would overflow, so the halves of `b` are multiplied separately."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = high + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -161,7 +161,7 @@ class Scores:
     """score = cap(scale * q.k) - slope[head] * |place of q - index of k|, with cap(x) = softcap * tanh(x / softcap).
 
     softcap 0.0: no cap. alibi_slopes [heads], fp32 (fp64 for fp64); None: no such term. sinks [heads]: the score of one
-    more key per head whose value is 0, which counts once in the softmax of the whole. (Press et al., ALiBi,
+    extra key per head, with value 0, which counts once in the softmax over the whole sequence. (Press et al., ALiBi,
     arXiv:2108.12409; Gemma 2, arXiv:2408.00118; Xiao et al., arXiv:2309.17453; gpt-oss, 2025.)
     """
 
@@ -173,11 +173,11 @@ class Scores:
 
     @property
     def plain(self) -> bool:
-        """Whether a score is scale * q.k and nothing is dropped."""
+        """True if a score is scale * q.k and nothing is dropped."""
         return self.softcap == 0.0 and self.alibi_slopes is None and self.dropout is None
 
     def of_heads(self, heads: slice) -> Scores:
-        """The same for some of the query heads."""
+        """The scores of some of the query heads."""
         slopes, sinks, dropout = self.alibi_slopes, self.sinks, self.dropout
         return replace(
             self,
@@ -188,19 +188,20 @@ class Scores:
 
 
 CHECKED: Any = None
-"""Default of keywords that are None until a check has put a value in their place."""
+"""Default of keywords that are None until the argument check replaces them."""
 
 
 class AttentionArguments(NamedTuple):
-    """The arguments of one call behind q, k and v, with the defaults of the keywords: what travels through
-    torch.library, once `ops.attention_arguments.checked_arguments` has replaced those that are `CHECKED`.
+    """The arguments of one call after q, k and v, with the defaults of the keywords.
 
-    The tensors of documents are on the CPU then; their values are read in the op, which a compiler does not look into.
+    `ops.attention_arguments.checked_arguments` replaces those that are `CHECKED` and moves the tensors of documents to
+    the CPU; the result is passed through torch.library. The op reads the documents' values, which a compiler does not
+    trace.
 
     Attributes:
-        window: [left, right] once it has been checked.
-        first_head: the number of q's first head in the whole.
-        joined: of the `TokenLayout`; 0 until the arguments have been checked.
+        window: [left, right] after the check.
+        first_head: global index of q's first head.
+        joined: as in `TokenLayout`; 0 before the check.
     """
 
     alibi_slopes: Tensor | None = None
@@ -232,7 +233,7 @@ class AttentionArguments(NamedTuple):
         return TokenLayout(self.layout, self.joined, self.strided)
 
     def mask(self) -> AttentionMask:
-        """With the documents' bounds, which are read and checked here.
+        """The mask, with the documents' bounds read from cu_seqlens and checked.
 
         Raises:
             ValueError: cu_seqlens are not the bounds of the sequence.
@@ -255,7 +256,7 @@ class AttentionArguments(NamedTuple):
         return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (left, right), bounds, bounds_kv)
 
     def spec(self, dtype: torch.dtype) -> AttentionSpec:
-        """What to compute, for q, k and v of this dtype."""
+        """The spec of the call for q, k and v of this dtype."""
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(accumulate_dtype(dtype))
         dropout = None if self.seed is None else Dropout(self.dropout_p, int(self.seed.item()), self.first_head)
         return AttentionSpec(
@@ -265,7 +266,7 @@ class AttentionArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one call computes; the lengths are the mask's."""
+    """Mask, scores and token layout of one call; the mask holds the lengths."""
 
     mask: AttentionMask
     scores: Scores
@@ -279,7 +280,7 @@ def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int
     (0, 3, 3, 8)
 
     Raises:
-        ValueError: they are not (0, ..., seq_len), never going back.
+        ValueError: the values are not (0, ..., seq_len) in ascending order.
     """
     if cu_seqlens is None:
         return ()

@@ -1,4 +1,4 @@
-"""Layers whose parameters are DTensors on a tensor parallel mesh, or plain parts of these."""
+"""Layers whose parameters are DTensors on a tensor parallel mesh, or plain local shards."""
 
 from fused_tp.nn.attention import ParallelAttention, RotaryEmbedding
 from fused_tp.nn.cache import ContextKVCache, KVCache, PagedContextKVCache

@@ -1,5 +1,5 @@
-"""Self-attention with heads cut over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053), with
-grouped query heads (https://arxiv.org/abs/2305.13245) and, over a second group, sequences cut for ring attention."""
+"""Self-attention with heads sharded over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053),
+grouped query heads (https://arxiv.org/abs/2305.13245) and, over a second group, sharded sequences (ring attention)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class RotaryEmbedding:
-    """Turns q and k by their positions, in fp32: feature i is paired with i + head_dim / 2, as in Llama.
+    """Rotates q and k by their positions, in fp32: feature i is paired with i + head_dim / 2, as in Llama.
 
     Called as rope(q [batch, seq, heads, head_dim], k, positions [seq] or [batch, seq]) -> (q, k) of the same dtypes.
 
@@ -68,7 +68,7 @@ class RotaryEmbedding:
     def __call__(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         halves = torch.arange(0, self.head_dim, 2, device=q.device, dtype=torch.float32) / self.head_dim
         angles = positions.to(torch.float32).unsqueeze(-1) * self.theta**-halves
-        # [seq, head_dim / 2] -> a dim for the heads; angles of all heads are the same.
+        # [seq, head_dim / 2] -> adds a dim for the heads, which share the angles.
         cos, sin = angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
         return _turn(q, cos, sin), _turn(k, cos, sin)
 
@@ -96,38 +96,38 @@ class _Call:
 
 
 class ParallelAttention(nn.Module):
-    """Multi-head self-attention, each rank of `mesh` with its part of the heads.
+    """Multi-head self-attention with heads sharded over `mesh`.
 
     Shapes on a rank: x [batch, seq, hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's
-    part of the sequence (dim 1); with `cp_group` they are the part that `shard_sequence(..., group=cp_group)` gives,
-    and the ranks of `mesh` cut that again. Query, key and value projections share one gather. Submodules q_proj,
-    k_proj, v_proj, o_proj (and q_norm, k_norm) are named as in Llama and Qwen3.
+    shard of the sequence (dim 1); with `cp_group` they are the shard that `shard_sequence(..., group=cp_group)`
+    returns, which `sequence_parallel` shards again. Query, key and value projections share one gather. Submodules
+    q_proj, k_proj, v_proj, o_proj (and q_norm, k_norm) are named as in Llama and Qwen3.
 
     Args:
-        hidden_size, num_heads: of the full layer. num_heads must be a multiple of the number of ranks W.
+        hidden_size, num_heads: sizes of the full layer. num_heads must be a multiple of the number of ranks W.
         num_kv_heads: heads of keys and values, default num_heads; a divisor of num_heads. Fewer than W are repeated
             over neighbouring ranks when W is a multiple of them.
         head_dim: default hidden_size / num_heads.
-        bias, out_bias: of the q, k, v projections and of o_proj (default: as bias).
+        bias, out_bias: bias in the q, k, v projections, and in o_proj (default: as bias).
         qk_norm: RMSNorm over head_dim on q and k, before `rope`; `norm_eps` is its epsilon.
         rope: called as rope(q, k, positions) -> (q, k) with q [batch, seq, heads / W, head_dim]; see RotaryEmbedding.
-            Parameters of one that is a module become replicated DTensors, with a complete gradient on every rank.
+            Parameters of a module become replicated DTensors, with a complete gradient on every rank.
         causal: a token sees itself and those before it.
-        scale: of the scores, default head_dim ** -0.5.
-        dropout: of the attention weights, while training. What is dropped depends on the place in the whole, not on the
-            number of ranks, of `mesh` or of cp_group, where ranks have equal random states (torch's CPU generator).
+        scale: factor of the scores, default head_dim ** -0.5.
+        dropout: probability of dropping an attention weight while training. With equal random states on all ranks
+            (torch's CPU generator), dropout is identical for any number of ranks of `mesh` and of cp_group.
         window, softcap: as in ring_attention.
-        sinks: one more key per head whose value is 0 and whose score is learnt, as in gpt-oss: the parameter `sinks`
-            [num_heads], cut like the heads, 0 at first.
-        alibi_slopes: [num_heads], not learnt; slope * distance is taken off each score.
-        cp_group: ranks over which the sequence is cut; attention is then ring_attention in `cp_layout` ("zigzag",
-            "contiguous", or "balanced" for packed documents). Gradients of the parameters are this rank's part of the
-            sequence's: reduce them over cp_group as over data parallel ranks.
+        sinks: one more key per head with value 0 and a learned score, as in gpt-oss: the parameter `sinks` [num_heads],
+            sharded like the heads, initially 0.
+        alibi_slopes: [num_heads], not learned; slope * distance is subtracted from each score.
+        cp_group: ranks over which the sequence is sharded; attention is then ring_attention in `cp_layout` ("zigzag",
+            "contiguous", or "balanced" for packed documents). Gradients of the parameters are terms from this rank's
+            tokens: reduce them over cp_group as over data parallel ranks.
         mesh, sequence_parallel, device, dtype: as in ColumnParallelLinear.
 
     Raises:
-        ValueError: head counts that W does not divide (the message names those that work); a cp_group that has other
-            ranks of `mesh` than this one; and what forward says.
+        ValueError: head counts that W does not divide (the message names those that work); a cp_group that contains
+            other ranks of `mesh` than this one; see forward for others.
         TypeError: as the linear layers.
 
     Example:
@@ -186,14 +186,14 @@ class ParallelAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         for part in rope.modules() if isinstance(rope, nn.Module) else ():
-            replicate_own(part, mesh, None, sums=lambda: True)  # learnt from this rank's heads only
+            replicate_own(part, mesh, None, sums=lambda: True)  # learned from this rank's heads only
         self.rope = rope
         self.causal = causal
         self.scale = scale
         self.dropout = dropout
         self.window = window
         self.softcap = checked_softcap(softcap)
-        # No buffer: those are rounded by model.bfloat16(), and lost on the meta device.
+        # Not a buffer: buffers are rounded by model.bfloat16(), and lost on the meta device.
         self.alibi_slopes = _slopes(alibi_slopes, num_heads)
         self.sequence_parallel = sequence_parallel
         self.cp_group = cp_group
@@ -222,7 +222,7 @@ class ParallelAttention(nn.Module):
             self.k_norm = sequence_parallel_(nn.RMSNorm(head_dim, norm_eps, device=where, dtype=dtype), mesh)
 
     def reset_parameters(self) -> None:
-        """Sets `sinks` to 0; projections and norms have a `reset_parameters` of their own."""
+        """Set `sinks` to 0; projections and norms have a `reset_parameters` of their own."""
         if self.sinks is not None and not self.sinks.is_meta:
             nn.init.zeros_(local(self.sinks.detach()))
 
@@ -240,18 +240,18 @@ class ParallelAttention(nn.Module):
         cp_layout: str = "zigzag",
         memo: Memo | None = None,
     ) -> ParallelAttention:
-        """The same attention over `mesh`, of an nn.MultiheadAttention or a module with nn.Linear layers q_proj, k_proj,
-        v_proj and o_proj (Llama, Qwen; q_norm and k_norm over head_dim are taken along). Nothing is sent.
+        """Build the attention over `mesh` from an nn.MultiheadAttention or a module with nn.Linear layers q_proj,
+        k_proj, v_proj and o_proj (Llama, Qwen; q_norm and k_norm over head_dim are converted too). Nothing is sent.
 
-        Of nn.MultiheadAttention the packed in_proj_weight becomes q_proj, k_proj and v_proj. `num_heads` defaults to
+        The packed in_proj_weight of nn.MultiheadAttention becomes q_proj, k_proj and v_proj. `num_heads` defaults to
         the module's num_heads or its config's num_attention_heads, or follows from its head_dim; `causal` to its
-        is_causal, else False. Rotary embeddings live outside such modules: pass `rope`, or there is none. A
-        sliding_window, an attn_logit_softcapping (Gemma 2) and sinks (gpt-oss) are taken along.
+        is_causal, else False. Rotary embeddings are outside such modules: pass `rope`, or there is none. A
+        sliding_window, an attn_logit_softcapping (Gemma 2) and sinks (gpt-oss) are converted too.
 
         Raises:
-            TypeError: layers that are no nn.Linear.
+            TypeError: layers that are not nn.Linear.
             ValueError: an nn.MultiheadAttention that is not batch_first or has other key sizes, bias_k or
-                add_zero_attn; missing layers or head counts; a config that speaks of rotary embeddings, but no `rope`.
+                add_zero_attn; missing layers or head counts; a config with rotary embeddings, but no `rope`.
 
         Example:
             >>> block.attention = ParallelAttention.from_module(block.attention, mesh=mesh["tp"], rope=rope)
@@ -274,30 +274,30 @@ class ParallelAttention(nn.Module):
         new_lengths: Sequence[int] | Tensor | None = None,
         sharded_chunk: bool = False,
     ) -> Tensor:
-        """Attention of x to itself, and to what `kv_cache` holds.
+        """Attention of x to itself, and to the tokens in `kv_cache`.
 
         Args:
-            positions: of the tokens, [seq] or [batch, seq], for `rope`; default: counted on from the cache's length,
-                with cp_group this rank's places in the sequence, with cu_seqlens counted within each document. Under
-                sequence_parallel those of the whole sequence.
+            positions: positions of the tokens, [seq] or [batch, seq], for `rope`. Default: continued from the cache's
+                length; with cp_group this rank's positions in the sequence; with cu_seqlens positions within each
+                document. Under sequence_parallel those of the whole sequence.
             attention_mask: bool (True: may attend) or floating point (added to the scores); [batch, kv_len],
-                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], any of them 1 where it is the same for
-                all. The gradient of one that is learnt is complete on every rank.
-            kv_cache: keys and values are appended to it; for generation under no_grad. A ContextKVCache, or a batch of
-                a PagedContextKVCache, is cut over its own group, cp_group where there is one: x and the result are
-                then all new tokens, the same on all ranks of the group.
-            seq_len: length of the whole sequence, needed under sequence_parallel or with cp_group where ranks hold
-                unequal parts of it.
+                [batch, seq, kv_len] or [batch, 1 or num_heads, seq, kv_len], and dims of 1 are broadcast. The
+                gradient of a learned mask is complete on every rank.
+            kv_cache: the cache to which keys and values are appended; for generation under no_grad. A ContextKVCache,
+                or a batch of a PagedContextKVCache, is sharded over its own group, which must be cp_group if that is
+                given: x and the result are then all new tokens, the same on all ranks of the group.
+            seq_len: length of the whole sequence, needed under sequence_parallel or with cp_group if ranks hold
+                unequal shards.
             cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len) of the whole sequence, best
                 on the CPU. A token sees its own document only.
-            new_lengths: with a ContextKVCache, how many tokens of each sequence of x are real: its last ones.
-            sharded_chunk: with a ContextKVCache over cp_group, x and the result are this rank's part of the new tokens,
-                as `shard_sequence` cuts them: for long prompts, whose projections the ranks then share.
+            new_lengths: with a ContextKVCache, the number of real tokens at the end of each sequence of x.
+            sharded_chunk: with a ContextKVCache over cp_group, x and the result are this rank's shard of the new
+                tokens, as from `shard_sequence`: for long prompts, whose projections the ranks then share.
 
         Raises:
-            ValueError: x that is not 3-D or of other width; a mask that does not fit; arguments that do not go
-                together (the message says which do).
-            TypeError: a cache of another library; a mask of integers; cu_seqlens that is no tensor of integers.
+            ValueError: x that is not 3-D or of other width; a mask that does not fit; arguments that exclude each
+                other (the message names alternatives).
+            TypeError: a cache of another library; a mask of integers; cu_seqlens that is not a tensor of integers.
         """
         call = _Call(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
         self._check_input(x, positions, attention_mask)
@@ -332,13 +332,13 @@ class ParallelAttention(nn.Module):
             cache.append(k, v, call.new_lengths)
             return cast(Tensor, cache.attend(q, **self._scores(q)))
         cache.append_sharded(k, v, layout=self.cp_layout, seq_len=call.seq_len)
-        # All ranks attend with all queries to the keys that they hold.
+        # Each rank attends with all queries to the keys that it holds.
         how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout}
         q = unshard_sequence(q, 1, seq_len=call.seq_len, **how)
         return shard_sequence(cache.attend(q, **self._scores(q)), 1, **how)
 
     def _attend_over(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        """Over `cp_group`, else over this rank."""
+        """Attention over `cp_group`, or on this rank alone without one."""
         return attention_over(
             q,
             k,
@@ -379,7 +379,7 @@ class ParallelAttention(nn.Module):
         return self.window is None and not self.softcap and self.sinks is None and self.alibi_slopes is None
 
     def _scores(self, q: Tensor) -> dict[str, Any]:
-        """Keywords that all ways to attend have; of this rank's heads."""
+        """Keywords that all attention functions share, for this rank's heads."""
         first = self._first_head()
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[first : first + q.shape[2]]
         return {
@@ -401,7 +401,7 @@ class ParallelAttention(nn.Module):
         return self.mesh.get_local_rank() * (self.num_heads // self.mesh.size())
 
     def _cp_length(self, seq_len: int | None) -> int | None:
-        """How many tokens the tensor parallel ranks hold together, where that is said."""
+        """Number of tokens that the tensor parallel ranks hold together; None if `seq_len` is."""
         if seq_len is None:
             return None
         _, size, rank = group_identity(self.cp_group)
@@ -422,7 +422,7 @@ class ParallelAttention(nn.Module):
         return torch.arange(seen, seen + q.shape[1], device=q.device)
 
     def _check_together(self, call: _Call) -> None:
-        """Raises ValueError for arguments that do not go together, TypeError for a cache that is none of ours."""
+        """Raise ValueError for arguments that exclude each other, TypeError for a cache of an unsupported type."""
         cache, mask, over_cp, context = call.kv_cache, call.attention_mask, self.cp_group is not None, call.context
         if isinstance(cache, PagedContextKVCache):
             raise TypeError(
@@ -500,7 +500,7 @@ class ParallelAttention(nn.Module):
                 )
 
     def _local_mask(self, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """`mask` as [batch, this rank's heads, q_len, kv_len], dims of 1 left as they are."""
+        """Convert `mask` to [batch, this rank's heads, q_len, kv_len]; dims of 1 are kept."""
         if mask is None:
             return None
         if mask.ndim == 2:
@@ -510,13 +510,13 @@ class ParallelAttention(nn.Module):
         full = (q.shape[0], self.num_heads, q.shape[1], k.shape[1])
         if any(given not in (1, wanted) for given, wanted in zip(mask.shape, full, strict=True)):
             raise ValueError(f"attention_mask broadcast to 4 dims is {tuple(mask.shape)}; that does not fit {full}.")
-        if mask.requires_grad:  # a learnt bias, of whose gradient this rank has the term of its heads
+        if mask.requires_grad:  # a learned bias: this rank has its heads' term of the gradient
             mask = copy_to_group(mask, group=self.mesh)
         return mask.narrow(1, self._first_head(), q.shape[2]) if mask.shape[1] > 1 else mask
 
 
 def _check_apart(what: str, group: GroupLike, mesh: DeviceMesh) -> None:
-    """Raises ValueError where ranks that hold different heads were to hold different tokens of them, too."""
+    """Raise ValueError if ranks of `mesh`, which hold different heads, would also hold different tokens."""
     shared = sorted({*resolve_group(group).ranks} & {*resolve_group(mesh).ranks})
     if len(shared) > 1:
         raise ValueError(
@@ -535,7 +535,7 @@ def _slopes(given: Tensor | Sequence[float] | None, num_heads: int) -> tuple[flo
 
 
 def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
-    """Raises ValueError, naming the group sizes that work, where heads cannot be cut over `world_size` ranks."""
+    """Raise ValueError, naming the group sizes that work, if heads cannot be sharded over `world_size` ranks."""
     if num_heads % num_kv_heads:
         divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ValueError(f"num_kv_heads is {num_kv_heads}; it must divide num_heads {num_heads}: one of {divisors}.")
@@ -664,7 +664,7 @@ def _from_projections(
 def _around(
     cls: type[ParallelAttention], projections: list[nn.Linear], memo: Memo | None, **keywords: Any
 ) -> ParallelAttention:
-    """Attention with the weights of q, k, v and o projections and the constructor's other `keywords`."""
+    """Build attention from q, k, v and o projections and the constructor's other `keywords`."""
     q_proj, *_, o_proj = projections
     keywords |= {"bias": q_proj.bias is not None, "out_bias": o_proj.bias is not None}
     made = cls(q_proj.in_features, device="meta", dtype=q_proj.weight.dtype, **keywords)
@@ -674,7 +674,7 @@ def _around(
 
 
 def _sliding_window(module: nn.Module, config: Any) -> int | None:
-    """How many keys a query sees, itself among them; None: all. A config may have layers of both kinds."""
+    """Number of keys that a query sees, its own included; None: all. A config may have layers of both kinds."""
     if hasattr(module, "sliding_window"):
         return cast("int | None", module.sliding_window)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)

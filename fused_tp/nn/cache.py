@@ -1,4 +1,4 @@
-"""Key/value caches: of one rank, and of a group whose ranks each hold some of the tokens of every sequence."""
+"""Key/value caches of one rank, and of a group whose ranks each hold some of the tokens of every sequence."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class KVCache:
     """One attention layer's keys and values on this rank, [batch, length, kv_heads / W, head_dim].
 
     Args:
-        max_length: room for this many tokens is allocated at once and never moves (static); None lets the cache grow,
-            by doubling, so that a token costs a constant time on average.
+        max_length: allocate space for this many tokens at once, which never moves (static); None: grow by doubling, so
+            that a token takes constant time on average.
 
     Raises:
-        ValueError: more tokens than `max_length`; keys and values that do not fit each other or what is held; use while
+        ValueError: more tokens than `max_length`; keys and values that do not match each other or the cache; use while
             autograd records.
 
     Example:
@@ -54,11 +54,11 @@ class KVCache:
 
     @property
     def max_length(self) -> int | None:
-        """As given."""
+        """The `max_length` of the constructor."""
         return self._rows.max_length
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds k and v [batch, new, heads, head_dim]; returns views of all keys and values, oldest first."""
+        """Append k and v [batch, new, heads, head_dim]; return views of all keys and values, oldest first."""
         k, v = _checked(k, v)
         start, stop = self.length, self.length + k.shape[1]
         keys, values = self._rows.reserve(k, v, start, stop)
@@ -68,15 +68,15 @@ class KVCache:
         return keys[:, :stop], values[:, :stop]
 
     def reset(self) -> None:
-        """Forgets all tokens; the memory is kept for the next sequence of the same batch."""
+        """Remove all tokens; the memory is kept for the next sequences of a batch of the same size."""
         self.length = 0
 
 
 class _DenseCache:
-    """Keys and values [batch, capacity, heads, dim], which grow by doubling."""
+    """Keys and values [batch, capacity, heads, dim] that grow by doubling."""
 
     def __init__(self, owner: str, max_length: int | None, count: Callable[[int], int] = int) -> None:
-        """`count`: rows of this rank for so many tokens."""
+        """`count`: maps a number of tokens to the number of this rank's rows."""
         if max_length is not None:
             check_positive("max_length", max_length)
         self.owner, self.max_length, self.count = owner, max_length, count
@@ -84,7 +84,7 @@ class _DenseCache:
         self.values: Tensor | None = None
 
     def reserve(self, k: Tensor, v: Tensor, length: int, needed: int) -> tuple[Tensor, Tensor]:
-        """Keys and values with room for `needed` tokens, of which the first `length` are kept."""
+        """Return keys and values with space for `needed` tokens; the first `length` tokens are kept."""
         if self.max_length is not None and needed > self.max_length:
             raise ValueError(
                 f"the {self.owner} has room for max_length={self.max_length} tokens of a sequence and {needed} are "
@@ -111,11 +111,11 @@ class _DenseCache:
 
 
 class ContextCache(ABC):
-    """What caches over a group have in common. `group`: the ranks; `block`: as in `context_parallel_decode`.
+    """Base of caches over a group. `group`: the ranks; `block`: as in `context_parallel_decode`.
 
-    One attention layer's keys and values of a batch of sequences. In every forward pass `append` the new tokens, then
-    `attend` with their queries, in this order on all ranks of the group. All of this is for inference: the cache is
-    written in place, which autograd cannot follow.
+    Holds one attention layer's keys and values of a batch of sequences. In every forward pass `append` the new tokens,
+    then `attend` with their queries, in this order on all ranks of the group. For inference only: the cache is written
+    in place, which autograd cannot follow.
     """
 
     def __init__(self, group: GroupLike, block: int) -> None:
@@ -127,17 +127,17 @@ class ContextCache(ABC):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence, on all ranks together; [] before the first."""
+        """Number of tokens of each sequence over all ranks; [] before the first append."""
         return list(self._lengths())
 
     @property
     def length(self) -> int:
-        """Of the longest sequence."""
+        """Length of the longest sequence."""
         return max(self._lengths(), default=0)
 
     def positions(self, new: int, new_lengths: Sequence[int] | Tensor | None = None) -> Tensor:
-        """Places of the `new` tokens that are appended next: int64 [new] where all sequences are equally long, else
-        [batch, new] with 0 for tokens that are none."""
+        """Positions of the next `new` tokens: int64 [new] if all sequences are equally long and `new_lengths` is None,
+        else [batch, new] with 0 for padding."""
         lengths, added = self._lengths(), _as_list(new_lengths)
         if len(set(lengths)) <= 1 and added is None:
             start = lengths[0] if lengths else 0
@@ -148,17 +148,17 @@ class ContextCache(ABC):
         return (stops[:, None] - new + torch.arange(new, device="cpu")).clamp_min(0)
 
     def append(self, k: Tensor, v: Tensor, new_lengths: Sequence[int] | Tensor | None = None) -> None:
-        """Add tokens that every rank has; each keeps what it owns, and nothing is sent.
+        """Append tokens that every rank holds; each rank stores those that it owns, and nothing is sent.
 
         Args:
-            k: [batch, new, kv_heads, head_dim], the same on all ranks; float16, bfloat16, float32 or float64, which
-                the cache then holds, on the device of k.
+            k: [batch, new, kv_heads, head_dim], the same on all ranks; float16, bfloat16, float32 or float64.
+                The cache takes its dtype and device.
             v: [batch, new, kv_heads, v_head_dim], in the dtype of k.
-            new_lengths: [batch], how many of the new tokens each sequence really has: its last ones. So prompts of
-                different lengths are padded on the left, and their padding is not kept. None: all of them.
+            new_lengths: [batch], the number of real new tokens of each sequence, which are its last ones: pad prompts
+                of different lengths on the left; padding is not stored. None: all tokens are real.
 
         Raises:
-            TypeError, ValueError: k and v do not fit each other, or what is held; no room; autograd records.
+            TypeError, ValueError: k and v do not match each other or the cache; no space is left; autograd records.
         """
         k, v = _checked(k, v)
         batch, new = k.shape[:2]
@@ -174,26 +174,25 @@ class ContextCache(ABC):
         for seqs, (first, last) in equal_length_runs(list(zip(before, after, strict=True)), self.one_by_one):
             start, stop = count(first), count(last)
             if start < stop:
-                # The new tokens end at the end of the sequence.
+                # The new tokens are the last ones of the sequence.
                 own = torch.from_numpy(self._layout.indices(start, stop) - (last - new)).to(k.device)
                 rows = torch.arange(start, stop, device=k.device)
                 self._write(seqs, rows, k[seqs].index_select(1, own), v[seqs].index_select(1, own))
         self._set_lengths(after)
 
     def append_sharded(self, k: Tensor, v: Tensor, *, layout: str = "zigzag", seq_len: int | None = None) -> None:
-        """Add tokens of which each rank has a part, as `shard_sequence` cuts them; they go to their owners by one
-        all-to-all.
+        """Append tokens that `shard_sequence` has sharded over the ranks; one all-to-all sends them to their owners.
 
         Args:
-            k, v: as for `append`, but [batch, this rank's part of the new tokens, ...]. All sequences must be
+            k, v: as for `append`, but [batch, this rank's shard of the new tokens, ...]. All sequences must be
                 equally long.
             layout: "zigzag" or "contiguous", as given to `shard_sequence`.
-            seq_len: how many new tokens there are, where the ranks do not all have equally many.
+            seq_len: number of new tokens over all ranks, needed if the ranks' shards are unequal.
 
         Raises:
             TypeError, ValueError: as `append`; sequences that are not equally long.
-            CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not come along, or have another
-                layout, seq_len, block or length of the cache (told on CPU always, elsewhere with FUSED_TP_CHECK=1).
+            CollectiveTimeoutError, PeerLostError, RankMismatchError: the peers did not call it, or with another layout,
+                seq_len, block or length of the cache (compared always on CPU, elsewhere with FUSED_TP_CHECK=1).
         """
         k, v = _checked(k, v)
         check_layout(layout)
@@ -228,10 +227,11 @@ class ContextCache(ABC):
     def attend(
         self, q: Tensor, *, return_lse: bool = False, tokens: int = 0, **keywords: Unpack[ScoreKeywords]
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`context_parallel_decode` of q [batch, new, heads, head_dim], the last tokens appended, over the cache.
+        """Run `context_parallel_decode` over the cache for q [batch, new, heads, head_dim], the last tokens appended.
 
-        The keywords are its: causal, scale, window, softcap, alibi_slopes, sinks, return_lse. `tokens`: a checksum of
-        the new tokens below 2**24, which the ranks compare; 0 where they are not known.
+        The keywords are those of `context_parallel_decode`: causal, scale, window, softcap, alibi_slopes, sinks,
+        return_lse. `tokens`: a checksum of the new tokens below 2**24, which the ranks compare; 0 if they are not
+        known.
         """
         check_tensor("q", q)
         check_keywords("attend", keywords, SCORE_KEYWORDS)
@@ -240,7 +240,7 @@ class ContextCache(ABC):
         out, lse = decode(DecodeArguments(q, keys, values, _on_host(self._before(q.shape[0])), table, **where))
         return (out, lse) if return_lse else out
 
-    one_by_one = False  # whether `_write` takes one sequence at a time
+    one_by_one = False  # True if `_write` takes one sequence at a time
 
     @abstractmethod
     def _lengths(self) -> list[int]: ...
@@ -250,7 +250,7 @@ class ContextCache(ABC):
 
     @abstractmethod
     def _reserve(self, k: Tensor, v: Tensor, lengths: list[int]) -> None:
-        """Make room for sequences of these lengths, or raise ValueError, on all ranks."""
+        """Allocate space for sequences of these lengths, or raise ValueError on all ranks."""
 
     @abstractmethod
     def _write(self, seqs: slice, rows: Tensor, k: Tensor, v: Tensor) -> None:
@@ -268,26 +268,25 @@ class ContextCache(ABC):
 
 
 class ContextKVCache(ContextCache):
-    """One attention layer's keys and values, of which each rank of `group` holds 1 / W: [batch, tokens / W, ...].
+    """One attention layer's keys and values, sharded over the ranks of `group`: [batch, tokens / W, ...].
 
-    For `ParallelAttention(..., cp_group=group)`, or for any model by two calls a layer and step,
+    For `ParallelAttention(..., cp_group=group)`, or for any model with two calls per layer and step,
 
         cache.append(k, v)                                # rotated keys and values of the new tokens, on all ranks
         out = cache.attend(q, scale=..., window=...)      # q [batch, new, heads, head_dim] -> [batch, new, heads, dim]
 
-    where new is the prompt's length, a chunk of it, or 1. Before them `positions(new)` says where the new tokens are.
-    `length` is that of the longest sequence, `lengths` those of all. `reset` forgets all, `crop` the last tokens
-    (rejected drafts), `reorder` picks other sequences for the batch (beam search). Prompts of different lengths are
-    padded on the left and given with `new_lengths`, the sums of the rows of their attention mask.
+    where new is the prompt's length, a chunk of it, or 1. Before them `positions(new)` returns the positions of the new
+    tokens. `length` is the length of the longest sequence, `lengths` that of each. `reset` removes all tokens, `crop`
+    the last ones (rejected drafts), and `reorder` selects other sequences for the batch (beam search). Pad prompts of
+    different lengths on the left and pass `new_lengths`, the sums of the rows of their attention mask.
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        block: tokens that lie on one rank in a row; see `context_parallel_decode`.
-        max_length: room for sequences of this many tokens is allocated at once and never moves; None lets the cache
-            grow, by doubling.
+        block: consecutive tokens on one rank; see `context_parallel_decode`.
+        max_length: allocate space for sequences of this many tokens at once, which never moves; None: grow by doubling.
 
     Raises:
-        ValueError: more tokens than `max_length`; what `append` says. On all ranks.
+        ValueError: more tokens than `max_length`, or as `append`; on all ranks.
 
     Example:
         >>> cache = ContextKVCache(mesh["cp"])
@@ -303,20 +302,20 @@ class ContextKVCache(ContextCache):
 
     @property
     def max_length(self) -> int | None:
-        """As given."""
+        """The `max_length` of the constructor."""
         return self._rows.max_length
 
     def reset(self) -> None:
-        """Forget all sequences; the memory is kept for others of the same shape."""
+        """Remove all sequences; the memory is kept for others of the same shape."""
         self._held = []
 
     def crop(self, length: int) -> None:
-        """Forget the tokens of each sequence behind its first `length`."""
+        """Keep only the first `length` tokens of each sequence."""
         check_int("length", length, 0, ": how many tokens of a sequence are kept")
         self._held = [min(held, length) for held in self._held]
 
     def reorder(self, sequences: Tensor) -> None:
-        """Sequence i becomes what sequence sequences[i] is now; int64 [batch], the same on all ranks."""
+        """Replace sequence i by sequence sequences[i]; int64 [batch], the same on all ranks."""
         check_local("sequences", sequences)
         rows = self._rows
         if rows.keys is None or rows.values is None:
@@ -349,14 +348,14 @@ class ContextKVCache(ContextCache):
 class PagedContextKVCache:
     """One attention layer's keys and values of many sequences of different lengths, in pages of one pool on each rank.
 
-    A sequence takes pages as it grows and gives them back when it is freed. `batch(sequences)` is what a forward pass
-    over some of them takes for its `kv_cache`, with `append` and `attend` as `ContextKVCache` has them.
+    A sequence takes pages as it grows and returns them when it is freed. Pass `batch(sequences)` as `kv_cache` to a
+    forward pass over some of them; it has the `append` and `attend` of `ContextKVCache`.
 
     Args:
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        pages: of the pool, on each rank.
-        page_size: rows of a page: tokens that this rank holds.
-        block: tokens that lie on one rank in a row; see `context_parallel_decode`. Default: page_size.
+        pages: number of pages in the pool of each rank.
+        page_size: rows of a page, one for each token that this rank holds.
+        block: consecutive tokens on one rank; see `context_parallel_decode`. Default: page_size.
 
     Raises:
         ValueError: there are not enough pages left, on all ranks; an unknown sequence.
@@ -384,10 +383,10 @@ class PagedContextKVCache:
         self.pages = pages
         self.page_size = page_size
         self.block = block
-        # Rank 0 holds at least as much of every sequence as any other. All ranks count its pages, so that all of them
-        # find together that there are none left: were only one to find that, the others would wait for it.
+        # Rank 0 holds at least as much of every sequence as any other rank. All ranks count rank 0's pages, so that all
+        # raise together when none are left: if only one rank raised, the others would wait for it.
         self._most = BlockCyclicLayout(group_identity(group)[1], 0, block)
-        self._free = list(range(pages))  # a heap: the pages of a sequence are neighbours where they can be
+        self._free = list(range(pages))  # a heap, so that the pages of a sequence are neighbours if possible
         self._pages_of: dict[int, list[int]] = {}
         self._length_of: dict[int, int] = {}
         self._next = 0
@@ -396,22 +395,22 @@ class PagedContextKVCache:
 
     @property
     def free_pages(self) -> int:
-        """How many are left."""
+        """Number of free pages."""
         return len(self._free)
 
     def allocate(self) -> int:
-        """A new sequence, with no tokens yet: its number."""
+        """Create a sequence without tokens, and return its number."""
         sequence, self._next = self._next, self._next + 1
         self._pages_of[sequence], self._length_of[sequence] = [], 0
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Forget a sequence; its pages go back to the pool."""
+        """Remove a sequence and return its pages to the pool."""
         self.crop(sequence, 0)
         del self._pages_of[sequence], self._length_of[sequence]
 
     def crop(self, sequence: int, length: int) -> None:
-        """Forget the tokens of a sequence behind its first `length`."""
+        """Keep only the first `length` tokens of a sequence."""
         self._known(sequence)
         check_int("length", length, 0, ": how many tokens of a sequence are kept")
         self._length_of[sequence] = min(self._length_of[sequence], length)
@@ -421,7 +420,7 @@ class PagedContextKVCache:
         del pages[kept:]
 
     def length_of(self, sequence: int) -> int:
-        """Tokens of a sequence, on all ranks together."""
+        """Number of tokens of a sequence over all ranks."""
         self._known(sequence)
         return self._length_of[sequence]
 
@@ -509,7 +508,7 @@ def _on_host(numbers: Iterable[int]) -> Tensor:
 
 
 def _checked(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """New keys and values in the dtype of matmuls: under autocast rotary embeddings leave k in another than v."""
+    """Check k and v and cast them to the dtype of matmuls: under autocast, rotary embeddings change the dtype of k."""
     for name, t in (("k", k), ("v", v)):
         check_tensor(name, t)
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):

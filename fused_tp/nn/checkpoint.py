@@ -1,5 +1,4 @@
-"""State dicts of the unsharded module from modules whose parameters are DTensors: of plain tensors, and for
-torch.distributed.checkpoint."""
+"""State dicts of the unsharded module from a sharded one: with plain tensors, and for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -17,23 +16,23 @@ from fused_tp.transport.store import exchange
 
 
 def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: str | None = None) -> dict[str, Tensor]:
-    """The state dict of the unsharded module: full plain tensors under the same names.
+    """Gather the state dict of the unsharded module: full plain tensors under the same names.
 
-    A collective: all ranks that hold a part must call it. Works for tensor parallel modules and for FSDP2 over them.
-    For large models prefer torch.distributed.checkpoint, which saves and loads parts (also at another number of ranks).
+    A collective: all ranks that hold a shard must call it. Works for tensor parallel modules and for FSDP2 over them.
+    For large models use torch.distributed.checkpoint, which saves and loads shards (also on other numbers of ranks).
 
     Args:
         rank0_only: only global rank 0 keeps the tensors; the others get an empty dict and hold one full tensor at a
             time.
-        device: where to put the tensors, such as "cpu"; default where they are.
+        device: device of the result, such as "cpu"; default: that of each tensor.
 
     Returns:
         Tensors that share no memory with the module. Tied parameters are one tensor under several names.
 
     Raises:
-        TypeError: `module` is no nn.Module.
-        CollectiveTimeoutError, PeerLostError: some rank that holds a part did not call it within `FUSED_TP_TIMEOUT`
-            seconds, or has died. What the group's ops need to agree on afterwards is lost: make a new group.
+        TypeError: `module` is not an nn.Module.
+        CollectiveTimeoutError, PeerLostError: some rank that holds a shard did not call it within `FUSED_TP_TIMEOUT`
+            seconds, or has died. The group's ranks can no longer agree on their ops: make a new group.
 
     Example:
         >>> full = gather_state_dict(model, device="cpu")
@@ -49,11 +48,11 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
 def gather_tensors(
     tensors: Mapping[str, Any], module: nn.Module, *, rank0_only: bool, device: str | None
 ) -> dict[str, Any]:
-    """The same of some entries of a state dict of `module`, which are its parameters and not copies."""
+    """Gather some entries of a state dict of `module`, which must be its parameters and not copies."""
     parts, dtensors = parts_dims(module), as_dtensors(module)
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, Any] = {}
-    gathered: dict[int, Tensor] = {}  # by id of the parameter: state_dict() of tied names gives views of one tensor
+    gathered: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
     _meet(dtensors.get(id(tensor), tensor) for tensor in tensors.values())
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):  # extra state
@@ -68,7 +67,7 @@ def gather_tensors(
             if not keep:
                 gathered[id(tensor)] = whole.new_empty(0)
                 continue
-            # full_tensor of a replicated parameter is that parameter's own memory.
+            # full_tensor of a replicated parameter shares the parameter's memory.
             gathered[id(tensor)] = whole.detach().to(device or whole.device, copy=True)
         if keep:
             full[name] = gathered[id(tensor)]
@@ -76,7 +75,7 @@ def gather_tensors(
 
 
 def _meet(tensors: Iterable[Any]) -> None:
-    """Waits until all ranks that hold parts have arrived, or names the missing ones: torch would wait half an hour."""
+    """Wait until all ranks that hold shards arrive, or raise naming those missing: torch would wait half an hour."""
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         for dim, ranks in enumerate(mesh.shape):
             if ranks > 1:
@@ -84,19 +83,19 @@ def _meet(tensors: Iterable[Any]) -> None:
 
 
 def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """`state_dict` for torch.distributed.checkpoint's `save` and `load`, in the shapes of the unsharded module.
+    """Convert `state_dict` to the shapes of the unsharded module, for torch.distributed.checkpoint's `save` and `load`.
 
-    Packed parameters (gate and up of experts) are DTensors with a dim more than the original's, and so are an
-    optimizer's moments of them; of plain parameters (`plain_parameters_`) a state dict has this rank's parts. Here
-    these are in the original's shape, so that a checkpoint fits any number of tensor parallel ranks, and a model
-    without them. `load` writes into the tensors of `state_dict`. Of a module without such parameters nothing changes.
+    Packed parameters (gate and up of experts) are DTensors with one dim more than the original, as are their moments in
+    an optimizer; a state dict of plain parameters (`plain_parameters_`) holds this rank's shards. The result has both
+    in the original shape, so that a checkpoint fits any number of tensor parallel ranks, and the unsharded model.
+    `load` writes into the tensors of `state_dict`. Without such parameters nothing changes.
 
     Args:
         module: the parallel module.
-        state_dict: of `get_model_state_dict` or `get_optimizer_state_dict`, or dicts of these.
+        state_dict: from `get_model_state_dict` or `get_optimizer_state_dict`, or dicts of these.
 
     Returns:
-        The same dicts with other tensors in the place of packed ones, for `save` and `load` only.
+        The same dicts with packed and plain sharded tensors replaced, for `save` and `load` only.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -119,10 +118,10 @@ def original_shapes(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[st
 
 
 class OriginalShapes:
-    """How the parameters of `modules`, and tensors like them, are cut from those of the unsharded model.
+    """Converts parameters of `modules`, and tensors like them, to the shapes of the unsharded model.
 
     Attributes:
-        named: the parameters by the names that torch.distributed.checkpoint gives them; tied ones by all of theirs.
+        named: parameters by their names in torch.distributed.checkpoint; tied ones under all of their names.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
@@ -135,7 +134,7 @@ class OriginalShapes:
         }
 
     def parameter_in(self, path: Sequence[str]) -> nn.Parameter | None:
-        """That of the longest name in `path`: names may end in other names."""
+        """The parameter with the longest name in `path`, as one name may end in another."""
         for length in range(len(path), 0, -1):
             for start in range(len(path) - length + 1):
                 if (found := self.named.get(".".join(path[start : start + length]))) is not None:
@@ -143,8 +142,8 @@ class OriginalShapes:
         return None
 
     def __call__(self, value: Tensor, parameter: nn.Parameter) -> Tensor:
-        """`value`, of the shape of `parameter` and cut as that is, as a checkpoint has it: of the same memory."""
-        from fused_tp.nn.in_original_shape import InOriginalShape  # which takes a while to import
+        """Convert `value`, shaped and sharded like `parameter`, to its form in a checkpoint, in the same memory."""
+        from fused_tp.nn.in_original_shape import InOriginalShape  # slow to import
 
         cut = self._dtensors.get(id(parameter))
         if cut is not None and not isinstance(value, DTensor):
@@ -159,5 +158,5 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def without_wrappers(name: str) -> str:
-    """As torch.distributed.checkpoint calls a parameter."""
+    """The name of a parameter in torch.distributed.checkpoint."""
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)

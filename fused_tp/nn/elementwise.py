@@ -1,8 +1,8 @@
-"""Trial steps of an optimizer: parts of a matrix, stepped apart, against the matrix stepped whole.
+"""Trial steps of an optimizer: parts of a matrix, stepped separately, compared with the whole matrix.
 
-Adam computes each element's update from that element's gradients, so stepping parts is stepping the whole. Muon
-orthogonalizes a matrix and Adafactor averages over its rows and columns: of plain parts they compute other updates, and
-nothing fails. Of DTensors their arithmetic is that of the whole, where torch has it.
+Adam computes each element's update from that element's gradients, so stepping parts equals stepping the whole. Muon
+orthogonalizes a matrix and Adafactor averages over its rows and columns: on plain parts they silently compute other
+updates. On DTensors they compute the update of the whole, if torch supports it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-# Known to be: no trial. As exact classes, since a subclass may override the step.
+# Known to be elementwise, without a trial. Exact classes only, since a subclass may override the step.
 _KNOWN = frozenset(
     getattr(torch.optim, name)
     for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop")
 )
-# What torch runs on DTensors, as of 2.13: the others of these raise in the midst of their step.
+# Support of DTensors in torch 2.13: optimizers without it raise in the middle of their step.
 _NOT_ON_DTENSORS = frozenset({torch.optim.Rprop})
 _FUSED_ON_DTENSORS = frozenset({torch.optim.Adam, torch.optim.AdamW})
-_WITH_CLOSURE = (torch.optim.LBFGS,)  # no step without one; it works on DTensors, and is not elementwise
-# More than roundings of bfloat16, in which Muon computes, and less than what parts of unlike sizes make of any norm.
+_WITH_CLOSURE = (torch.optim.LBFGS,)  # no step without a closure; LBFGS works on DTensors, and is not elementwise
+# Tolerance: above the rounding of bfloat16, in which Muon computes; below the effect of unequal parts on any norm.
 _SIZE, _STEPS, _TOLERANCE = 8, 3, 0.05
 
 
 def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], like: Tensor, dim: int) -> bool:
-    """True if `optimizer` updates two parts of a matrix otherwise than the matrix. Local, on `like`'s device.
+    """True if `optimizer` updates two parts of a matrix differently from the whole. Local, on `like`'s device.
 
     Args:
-        options: of the parameter group.
-        like: a parameter, of which the number of dims and the device count.
-        dim: along which it is cut.
+        options: options of the parameter group.
+        like: a parameter that determines the number of dims and the device.
+        dim: the dim along which it is sharded.
 
     Raises:
-        Exception: the trial failed, by whatever the optimizer raises.
+        Exception: the trial failed, with the exception of the optimizer.
     """
     if type(optimizer) in _KNOWN:
         return False
@@ -55,12 +55,12 @@ def differs_on_parts(optimizer: torch.optim.Optimizer, options: Mapping[str, Any
 
 
 def differs_on_dtensors(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameter: DTensor) -> bool:
-    """True if `optimizer` updates a DTensor with the placements of `parameter` otherwise than a whole tensor.
+    """True if `optimizer` updates a DTensor with the placements of `parameter` differently from a whole tensor.
 
-    A collective over its mesh. Trials only optimizers of torch and transformers: others may communicate by themselves.
+    A collective over its mesh. Tries only optimizers of torch and transformers: others may communicate by themselves.
 
     Raises:
-        Exception: the trial failed, by whatever the optimizer raises.
+        Exception: the trial failed, with the exception of the optimizer.
     """
     kind = type(optimizer)
     known = kind in _KNOWN and kind not in _NOT_ON_DTENSORS
@@ -101,7 +101,7 @@ def _differs(
     shape = (_SIZE,) * max(1, like.ndim)
     how: Any = {"dtype": torch.float32, "device": "cpu"}
     ramp = torch.ones(shape, **how)
-    for dim in range(len(shape)):  # so that one half of a tensor is larger than the other, in parameters or gradients
+    for dim in range(len(shape)):  # makes one half of a tensor larger than the other, in parameters or gradients
         ramp *= torch.arange(1.0, 1 + _SIZE, **how).view(-1, *[1] * (len(shape) - 1 - dim))
     whole = (torch.randn(shape, generator=generator, **how) / ramp).to(like.device)
     gradients = [(torch.randn(shape, generator=generator, **how) * ramp).to(like.device) for _ in range(_STEPS)]
@@ -117,13 +117,13 @@ def _stepped(
     gradients: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
     """Parameters after steps of a new optimizer of the same class and options. (Rejected: a copy of the optimizer,
-    which may hold another one in it, and step the real parameters by that.)"""
+    which may hold another one that steps the real parameters.)"""
     kind = type(optimizer)
     accepted = inspect.signature(kind).parameters
     given = {name: value for name, value in optimizer.defaults.items() if name in accepted}
     held = [nn.Parameter(parameter) for parameter in parameters]
     group = {name: value for name, value in options.items() if name not in ("params", "initial_lr")}
-    if "lr" in group:  # which a warm-up may have at 0
+    if "lr" in group:  # a warm-up may have set it to 0
         group["lr"] = torch.full_like(group["lr"], 0.1) if isinstance(group["lr"], Tensor) else 0.1
     twin: Any = kind([{"params": held, **group}], **given)
     step = inspect.unwrap(kind.step)  # without hooks

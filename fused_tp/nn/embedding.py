@@ -1,7 +1,7 @@
-"""An embedding table cut by vocabulary over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053).
+"""Embedding table sharded by vocabulary over a tensor parallel mesh (Megatron-LM, https://arxiv.org/abs/1909.08053).
 
-Each rank looks up the tokens whose rows it has and gives zeros for the others; the sum over ranks has one term that is
-not zero, so it is exact in every dtype.
+Each rank looks up the tokens whose rows it holds and returns zeros for the others; the sum over ranks has one nonzero
+term, so it is exact in every dtype.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fused_tp.ops.collectives import all_reduce, reduce_scatter
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """nn.Embedding whose vocabulary is cut over `mesh`.
+    """nn.Embedding whose vocabulary is sharded over `mesh`.
 
     Shapes on a rank: ids [...] (integers, the same on all ranks) -> [..., embedding_dim]; with `sequence_parallel` this
-    rank's part of that along `sequence_dim` (of the output). Any vocabulary size works: rows are cut as DTensor's Shard
-    does, the last ranks may hold fewer or none. The weight is a DTensor, Shard(0).
+    rank's shard of that along `sequence_dim` (of the output). Any vocabulary size works: rows are sharded as by
+    DTensor's Shard, so the last ranks may hold fewer or none. The weight is a DTensor, Shard(0).
 
     Args:
         num_embeddings, embedding_dim, padding_idx, device, dtype: as in nn.Embedding, with sizes of the full table.
         mesh: the 1-D DeviceMesh of the tensor parallel ranks.
-        sequence_parallel: return only this rank's part of the sequence (a reduce-scatter instead of an all-reduce).
-        sequence_dim: which dim of the output is the sequence; used only with `sequence_parallel`.
+        sequence_parallel: return only this rank's shard of the sequence (a reduce-scatter instead of an all-reduce).
+        sequence_dim: the dim of the output that is the sequence; used only with `sequence_parallel`.
 
     Raises:
-        TypeError: ids that are no integers.
+        TypeError: ids that are not integers.
         ValueError: sizes below 1, padding_idx out of range, a sequence_dim that the output does not have.
         IndexError: an id outside [0, num_embeddings), on CPU; on a GPU a device assertion, as in nn.Embedding.
 
@@ -43,7 +43,7 @@ class VocabParallelEmbedding(nn.Embedding):
         >>> hidden = embed(ids)             # [batch, seq] -> [batch, seq, 512] on every rank
     """
 
-    # Of nn.Embedding, at its defaults: `from_embedding` refuses others.
+    # Attributes of nn.Embedding at their defaults: `from_embedding` refuses other values.
     max_norm, norm_type, scale_grad_by_freq, sparse = None, 2.0, False, False
 
     def __init__(
@@ -58,7 +58,7 @@ class VocabParallelEmbedding(nn.Embedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Embedding's would make a whole table
+        nn.Module.__init__(self)  # nn.Embedding's would allocate a full table
         check_positive("num_embeddings", num_embeddings)
         check_positive("embedding_dim", embedding_dim)
         check_bool(sequence_parallel=sequence_parallel)
@@ -83,10 +83,11 @@ class VocabParallelEmbedding(nn.Embedding):
         sequence_dim: int = -2,
         memo: Memo | None = None,
     ) -> VocabParallelEmbedding:
-        """The same table over `mesh`, of an nn.Embedding that every rank has. Ranks copy their rows; nothing is sent.
+        """Build the layer over `mesh` from an nn.Embedding that every rank holds. Each copies its rows, without
+        communication.
 
         Raises:
-            TypeError: `embedding` is no nn.Embedding or its weight is a DTensor.
+            TypeError: `embedding` is not an nn.Embedding, or its weight is a DTensor.
             ValueError: it uses max_norm, scale_grad_by_freq or sparse, which need all rows or all tokens in one place.
 
         Example:
@@ -106,7 +107,7 @@ class VocabParallelEmbedding(nn.Embedding):
     from_module = from_embedding
 
     def reset_parameters(self) -> None:
-        """Draws the table from N(0, 1) with a zero row at `padding_idx`, as nn.Embedding does."""
+        """Draw the table from N(0, 1) with a zero row at `padding_idx`, as nn.Embedding does."""
         if self.weight.is_meta:
             return
         full = torch.empty(self.weight.shape, device=self.weight.device, dtype=self.weight.dtype).normal_()
@@ -141,13 +142,13 @@ def lookup(
     mesh: DeviceMesh,
     scatter_dim: int | None = None,
 ) -> Tensor:
-    """ids [...] -> [..., dim]: the sum over ranks of the rows that `weight` [rows of this rank, dim] has, else zeros;
-    of it this rank's part along `scatter_dim`, if given."""
+    """ids [...] -> [..., dim]: the sum over ranks of the rows in `weight` [rows of this rank, dim], else zeros; only
+    this rank's shard of it along `scatter_dim`, if given."""
     start, stop = shard_rows(num_embeddings, mesh)
     elsewhere = (ids < start) | (ids >= stop)
     rows = (ids - start).masked_fill(elsewhere, 0)
     if start == stop:
-        # No rows at all. A row of zeros stands in, so that the output still hangs on the weight: a rank without an
+        # This rank has no rows. Padding with a row of zeros keeps the output dependent on the weight: a rank without an
         # autograd node would be missing in the collective of the backward.
         weight = F.pad(weight, (0, 0, 0, 1))
     padding_row = padding_idx - start if padding_idx is not None and start <= padding_idx < stop else None
@@ -164,8 +165,8 @@ def check_integer_ids(ids: Tensor) -> None:
 
 
 def check_ids_inside(ids: Tensor, num_embeddings: int) -> None:
-    """Raises IndexError for ids outside the table; where reading the answer would stop the CPU or break the graph, a
-    device assertion does."""
+    """Raise IndexError for ids outside the table; by a device assertion where reading the answer would block the CPU or
+    break the graph."""
     if ids.is_meta or ids.numel() == 0:
         return
     inside = ((ids >= 0) & (ids < num_embeddings)).all()

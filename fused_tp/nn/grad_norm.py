@@ -1,8 +1,8 @@
-"""The norm of all gradients of a module whose parameters are cut, over one mesh or several, as DTensors or plain ones.
+"""Gradient norm of a module whose parameters are sharded over one or several meshes, as DTensors or plain tensors.
 
-    norm = sqrt(squares of whole gradients + sum over meshes, sum over ranks (squares of gradients cut over them))
+    norm = sqrt(squares of whole gradients + sum over meshes, sum over ranks (squares of gradients sharded over them))
 
-torch.nn.utils.clip_grad_norm_ takes DTensors of one mesh only, and of plain parameters this rank's part for all.
+torch.nn.utils.clip_grad_norm_ takes DTensors of one mesh only, and treats a plain shard as the whole parameter.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from fused_tp.ops.collectives import all_reduce
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
-    """The norm of all gradients of `module` before; where it is greater than `max_norm` they are scaled to that.
+    """Scale the gradients of `module` to a total norm of at most `max_norm`, and return their norm before that.
 
-    A collective: all ranks that hold a part must call it. Every rank gets the same norm. Gradients must be complete:
-    over data parallel ranks averaged, or sharded as DTensors by FSDP2.
+    A collective: all ranks that hold a shard must call it. Every rank gets the same norm. Gradients must be complete:
+    averaged over data parallel ranks, or sharded as DTensors by FSDP2.
 
     Args:
         module: with plain parameters (`plain_parameters_`), DTensors of any meshes, or both.
-        max_norm: of all gradients together, the 2-norm; float("inf") scales nothing.
+        max_norm: limit of the 2-norm of all gradients together; float("inf") scales nothing.
 
     Returns:
         float64 scalar.
 
     Raises:
-        ValueError: a gradient that is a partial sum (`Partial()`).
+        ValueError: a gradient is a partial sum (`Partial()`).
 
     Example:
         >>> model(x).sum().backward()
@@ -44,14 +44,14 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> Tensor:
 
 
 def clip_by_norm_(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    """Scale gradients whose norm is `total` to `max_norm`, where it is greater."""
+    """Scale gradients of norm `total` to `max_norm` if `total` is greater."""
     scale_gradients_(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
 @torch.no_grad()
 def scale_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     """Multiply gradients by a scalar, in place: plain ones and DTensors of any meshes."""
-    # By ranks' own parts: torch takes the DTensors of one mesh only in an operation.
+    # On local shards: one torch operation takes DTensors of one mesh only.
     own: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
@@ -65,8 +65,8 @@ def scale_gradients_(parameters: Iterable[nn.Parameter], factor: Tensor) -> None
 def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor:
     """The norm of the gradients of some parameters of `modules`."""
     dtensors = {key: dtensor for module in modules for key, dtensor in as_dtensors(module).items()}
-    # By the ranks that a gradient is cut over. Parameters without a gradient count, too: a rank may lack one that
-    # another has, and all have to come to the same sums in the same order.
+    # Squares by the groups over which a gradient is sharded. Parameters without a gradient count too: a rank may lack
+    # a gradient that another has, and all ranks must make the same sums in the same order.
     squares: dict[tuple[ProcessGroup, ...], Tensor] = {}
     for parameter in parameters:
         grad = parameter.grad
@@ -90,7 +90,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor
 
 
 def _groups(cut: DTensor) -> tuple[ProcessGroup, ...]:
-    """Those over whose ranks a tensor is cut."""
+    """The groups over which a tensor is sharded."""
     partial = [placement for placement in cut.placements if placement.is_partial()]
     if partial:
         raise ValueError(f"a gradient of shape {tuple(cut.shape)} is {partial[0]}; take the sum before its norm.")

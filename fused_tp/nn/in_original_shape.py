@@ -1,7 +1,7 @@
-"""Tensors as torch.distributed.checkpoint is to see them: this rank's rectangles of a whole.
+"""Tensors in the form that torch.distributed.checkpoint reads: this rank's rectangles of a full tensor.
 
-It takes a DTensor for one rectangle, in the memory that computes. Of a packed parameter a rank has several (one of
-gate, one of up), and what a background thread writes is a copy in other memory.
+torch.distributed.checkpoint takes a DTensor for one rectangle, in the memory of the computation. A rank has several
+rectangles of a packed parameter (one of gate, one of up), and a background thread writes a copy in other memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 class InOriginalShape(Tensor):
-    """This rank's rectangles of a tensor, for `save` and `load` only: it has what torch's `_Checkpointable` names.
-    (Rejected: LocalShardsWrapper of torch, which takes no more than two dims.)"""
+    """Rectangles of a tensor on this rank, for `save` and `load` only; implements torch's `_Checkpointable`. (Rejected:
+    torch's LocalShardsWrapper, which takes at most two dims.)"""
 
     shards: dict[torch.Size, Tensor]  # by their offset in the whole
 
@@ -31,13 +31,13 @@ class InOriginalShape(Tensor):
 
     @classmethod
     def of(cls, tensor: DTensor, dim: int | None = None) -> InOriginalShape:
-        """A DTensor, without `dim` in its own shape, else [.., parts, rows, ..] as [.., parts * rows, ..], the parts
-        being along `dim`."""
+        """Wrap a DTensor: without `dim` in its own shape, else [.., parts, rows, ..] as [.., parts * rows, ..], with
+        the parts along `dim`."""
         local = tensor.to_local().detach()
-        with torch.device("cpu"):  # torch counts rows in tensors on the default device, and reads each of them
+        with torch.device("cpu"):  # torch computes the offset in tensors on the default device, and reads each
             _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         if dim is None:
-            # A rank without rows has no rectangle; but a whole without elements is there.
+            # A rank without rows has no rectangle, but a full tensor without elements has one.
             own = {torch.Size(offset): local} if local.numel() or not tensor.numel() else {}
             return cls(tensor.shape, own, local)
         rows = tensor.shape[dim + 1]
@@ -49,7 +49,7 @@ class InOriginalShape(Tensor):
         return cls(shape, shards, local)
 
     def on_cpu(self, copy: Callable[[Tensor], Tensor]) -> InOriginalShape:
-        """The same of copies, which `copy` makes on the CPU."""
+        """Return this tensor with rectangles that `copy` has copied to the CPU."""
         like = torch.empty(0, dtype=self.dtype, device="cpu")
         return InOriginalShape(self.shape, {offset: copy(shard) for offset, shard in self.shards.items()}, like)
 

@@ -1,5 +1,6 @@
-"""Linear layers cut over a tensor parallel mesh, after Megatron-LM (https://arxiv.org/abs/1909.08053), with sequence
-parallelism ("sp") after https://arxiv.org/abs/2205.05198. W ranks, M tokens, weights [out, in] as in `nn.Linear`.
+"""Linear layers sharded over a tensor parallel mesh, after Megatron-LM (https://arxiv.org/abs/1909.08053), with
+sequence parallelism ("sp") after https://arxiv.org/abs/2205.05198. W ranks, M tokens, weights [out, in] as in
+`nn.Linear`.
 
 | layer  | sp  | x on a rank | weight on a rank | y on a rank  | forward               | dX                    |
 |--------|-----|-------------|------------------|--------------|-----------------------|-----------------------|
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class LayerKeywords(TypedDict, total=False):
-    """The keywords that parallel layers have in common, with the defaults of `_ParallelLinear`."""
+    """Keywords that all parallel layers share, with the defaults of `_ParallelLinear`."""
 
     mesh: Required[DeviceMesh]
     sequence_parallel: bool
@@ -55,13 +56,13 @@ class LayerKeywords(TypedDict, total=False):
 
 
 class _ParallelLinear(nn.Linear):
-    """What both layers share: sizes, mesh, checks, the initial distribution, `from_linear`.
+    """Base of both layers: sizes, mesh, checks, initialisation, `from_linear`.
 
-    An nn.Linear, so that code which looks for linear layers (initialisation, PEFT) finds it.
+    A subclass of nn.Linear, so that code which looks for linear layers (initialisation, PEFT) finds it.
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter | None  # type: ignore[assignment]  # nn.Linear says Parameter, and has None too
+    bias: nn.Parameter | None  # type: ignore[assignment]  # nn.Linear declares Parameter, but allows None
     _weight_placement: Shard | Replicate  # of [out, in]
     _bias_placement: Shard | Replicate
 
@@ -77,7 +78,7 @@ class _ParallelLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # nn.Linear's would make whole parameters
+        nn.Module.__init__(self)  # nn.Linear's would allocate full parameters
         check_positive("in_features", in_features)
         check_positive("out_features", out_features)
         check_bool(bias=bias, sequence_parallel=sequence_parallel)
@@ -99,10 +100,10 @@ class _ParallelLinear(nn.Linear):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws weights from the distribution of a full-size nn.Linear: U(-1/sqrt(in), 1/sqrt(in)).
+        """Draw weights from the distribution of a full-size nn.Linear: U(-1/sqrt(in), 1/sqrt(in)).
 
-        With equal random states on all ranks the weights are those that nn.Linear would draw, whatever the mesh size.
-        That needs the full weight for a moment; on the meta device nothing is drawn. A replicated bias is broadcast.
+        With equal random states on all ranks the weights are those that nn.Linear would draw, for any mesh size. The
+        full weight is allocated temporarily; on the meta device nothing is drawn. A replicated bias is broadcast.
         """
         if self.weight.is_meta:
             return
@@ -116,21 +117,21 @@ class _ParallelLinear(nn.Linear):
     def from_linear(
         cls, linear: nn.Module, *, mesh: DeviceMesh, memo: Memo | None = None, parts: int = 1, **keywords: Any
     ) -> Self:
-        """The same layer over `mesh`, of an nn.Linear that every rank has. Each rank copies its part; nothing is sent.
+        """Build the layer over `mesh` from an nn.Linear that every rank holds. Each copies its shard; nothing is sent.
 
         A weight on the meta device stays uninitialised (call `reset_parameters` or load a checkpoint). transformers'
-        `Conv1D` is an nn.Linear whose weight is [in, out], and stays so.
+        `Conv1D` counts as an nn.Linear whose weight is [in, out], and stays so.
 
         Args:
             memo: pass one to all conversions of a model to keep tied weights tied.
-            parts: of equal length, one after the other among the features that are cut (3 for q, k and v in one layer).
-                Each of them is cut, so a rank has its heads of all three. The parameters get a dim for the parts, as
-                `shard_parameter` says.
-            keywords: those of the constructor that an nn.Linear does not answer, such as `sequence_parallel`.
+            parts: number of equal parts that the sharded features concatenate (3 for q, k and v in one layer). Each
+                part is sharded, so a rank holds its heads of all three. The parameters get a dim for the parts: see
+                `shard_parameter`.
+            keywords: keywords of the constructor that `linear` does not determine, such as `sequence_parallel`.
 
         Raises:
-            TypeError: `linear` is no nn.Linear or its weight is a DTensor.
-            ValueError: `parts` that the ranks cannot share evenly.
+            TypeError: `linear` is not an nn.Linear, or its weight is a DTensor.
+            ValueError: the ranks cannot share `parts` evenly.
 
         Example:
             >>> model.up = ColumnParallelLinear.from_linear(model.up, mesh=mesh["tp"])
@@ -145,7 +146,7 @@ class _ParallelLinear(nn.Linear):
         return layer
 
     def take(self, linear: nn.Linear, memo: Memo | None, parts: int = 1) -> None:
-        """Replaces the parameters by this rank's part of those of `linear`."""
+        """Replace the parameters by this rank's shards of those of `linear`."""
         self._transposed = is_conv1d(linear)
         for name, placement in (("weight", self._weight_placement), ("bias", self._bias_placement)):
             whole = linear._parameters[name]
@@ -162,12 +163,12 @@ class _ParallelLinear(nn.Linear):
         self.train(linear.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Takes packed parameters in the original's shape, too."""
+        """Accept packed parameters in the original's shape, too."""
         for name, dim in self._parts_dims.items():
             given, own = state_dict.get(prefix + name), getattr(self, name)
             if given is not None and given.ndim == own.ndim - 1:
                 whole = given.unflatten(dim, own.shape[dim : dim + 2])
-                # PEFT does it where the shape is the same.
+                # PEFT distributes a tensor itself only if its shape is that of the parameter.
                 cut = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
                 state_dict[prefix + name] = cut
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -195,23 +196,23 @@ class _ParallelLinear(nn.Linear):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """nn.Linear whose output features are cut over `mesh`: y_shard = x @ w_shard^T + b_shard.
+    """nn.Linear whose output features are sharded over `mesh`: y_shard = x @ w_shard^T + b_shard.
 
-    Shapes on a rank: x [..., in_features] (with `sequence_parallel` this rank's part of it along `sequence_dim`)
-    -> [..., out_features / W] with the whole sequence, or [..., out_features] with `gather_output`. Counts that W does
-    not divide are cut as DTensor's Shard does (torch.chunk). Parameters are DTensors: weight and bias Shard(0).
+    Shapes on a rank: x [..., in_features] (with `sequence_parallel` this rank's shard of it along `sequence_dim`) ->
+    [..., out_features / W] with the whole sequence, or [..., out_features] with `gather_output`. Counts that W does not
+    divide are sharded as by DTensor's Shard (torch.chunk). Parameters are DTensors: weight and bias Shard(0).
 
     Args:
         in_features, out_features, bias, device, dtype: as in nn.Linear, with sizes of the full layer; device defaults
             to the mesh's.
         mesh: the 1-D DeviceMesh of the tensor parallel ranks, such as mesh["tp"] of a larger mesh.
-        sequence_parallel: x is cut along `sequence_dim`; the gather runs with the matmul (`all_gather_matmul`).
+        sequence_parallel: x is sharded along `sequence_dim`; the gather is fused into the matmul (`all_gather_matmul`).
         gather_output: return all output features on all ranks.
-        sequence_dim: which dim of x is the sequence; used only with `sequence_parallel`.
+        sequence_dim: the dim of x that is the sequence; used only with `sequence_parallel`.
 
     Raises:
-        TypeError, ValueError: a mesh that is not 1-D, sizes below 1, an input of other width or dtype; before anything
-            is sent.
+        TypeError, ValueError: a mesh that is not 1-D, sizes below 1, an input of another width or dtype; before
+            anything is sent.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -238,8 +239,8 @@ class ColumnParallelLinear(_ParallelLinear):
         self._shared: tuple[SharedGather, int] | None = None  # with this layer's index in it; set by share_gather
 
     def forward(self, x: Tensor, *, gather_size: int | None = None, batch: int | None = None) -> Tensor:
-        """y_shard for x. `gather_size`: length of the whole sequence, where the ranks' parts differ in length. `batch`:
-        number of the sequences whose tokens lie one after the other in the first dim of x, and of y."""
+        """Return y_shard for x. `gather_size`: length of the whole sequence, if the ranks' shards differ in length.
+        `batch`: number of sequences that are concatenated in the first dim of x, and of y."""
         if self._shared is not None:
             group, index = self._shared
             return group.output_of(index, x, gather_size, batch)
@@ -247,18 +248,18 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """nn.Linear whose input features are cut over `mesh`: y = sum over ranks of x_shard @ w_shard^T, + bias once.
+    """nn.Linear whose input features are sharded over `mesh`: y = sum over ranks of x_shard @ w_shard^T, + bias once.
 
     Shapes on a rank: x [..., in_features / W] (all in_features with `input_is_parallel=False`) -> [..., out_features],
-    with `sequence_parallel` this rank's part of that along `sequence_dim`. Parameters are DTensors: weight Shard(1),
+    with `sequence_parallel` this rank's shard of that along `sequence_dim`. Parameters are DTensors: weight Shard(1),
     bias Replicate with a complete gradient on every rank.
 
     Args:
         in_features, out_features, bias, device, dtype: as in nn.Linear, with sizes of the full layer.
         mesh: the 1-D DeviceMesh of the tensor parallel ranks.
-        sequence_parallel: y is cut along `sequence_dim`; the reduction runs with the matmul (`matmul_reduce_scatter`).
-        input_is_parallel: x holds only this rank's features, as a column-parallel layer leaves it.
-        sequence_dim: which dim of y is the sequence; used only with `sequence_parallel`.
+        sequence_parallel: y is sharded along `sequence_dim`; the reduction is fused (`matmul_reduce_scatter`).
+        input_is_parallel: x holds only this rank's features, as a column-parallel layer returns it.
+        sequence_dim: the dim of y that is the sequence; used only with `sequence_parallel`.
 
     Raises:
         TypeError, ValueError: as ColumnParallelLinear; also for `sequence_parallel` without `input_is_parallel`.
@@ -280,7 +281,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         check_bool(input_is_parallel=input_is_parallel)
         if keywords.get("sequence_parallel") and not input_is_parallel:
-            # x cut by sequence and y cut by sequence would be a plain linear layer with a needless all-to-all.
+            # x and y both sharded by sequence would be a plain linear layer with a needless all-to-all.
             raise ValueError(
                 "sequence_parallel=True needs input_is_parallel=True: a row-parallel layer takes whole sequences of "
                 "its own features. Feed it from a column-parallel layer, or turn sequence_parallel off."
@@ -289,7 +290,7 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
 
     def forward(self, x: Tensor, *, batch: int | None = None) -> Tensor:
-        """y for x_shard. `batch`: as in ColumnParallelLinear."""
+        """Return y for x_shard. `batch`: as in ColumnParallelLinear."""
         if batch is not None:
             return self.forward(x.unflatten(0, (batch, -1))).flatten(0, 1)
         weight, bias = self.local_parameters()
@@ -310,7 +311,7 @@ def column_matmul(
     gather_dim: int | None = None,
     gather_size: int | None = None,
 ) -> Sequence[Tensor]:
-    """x @ weight^T + bias for each weight shard; x, cut along `gather_dim` where that is given, travels once."""
+    """x @ weight^T + bias for each weight shard; x, sharded along `gather_dim` if given, is communicated once."""
     if gather_dim is None:
         return column_parallel_matmul(x, list(weights), list(biases), group=mesh)
     return all_gather_matmul(x, list(weights), list(biases), group=mesh, gather_dim=gather_dim, gather_size=gather_size)
@@ -319,7 +320,7 @@ def column_matmul(
 def row_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, scatter_dim: int | None = None
 ) -> Tensor:
-    """The sum over ranks of x @ weight^T, + bias once; of it this rank's part along `scatter_dim`, if given."""
+    """Sum over ranks of x @ weight^T, + bias once; only this rank's shard along `scatter_dim`, if given."""
     if scatter_dim is None:
         return matmul_all_reduce(x, weight, bias, group=mesh)
     return matmul_reduce_scatter(x, weight, bias, group=mesh, scatter_dim=scatter_dim)
@@ -328,7 +329,7 @@ def row_matmul(
 def column_forward(
     layers: Sequence[ColumnParallelLinear], x: Tensor, gather_size: int | None = None, batch: int | None = None
 ) -> list[Tensor]:
-    """The outputs of column-parallel layers that read the same x, by one op: x travels once for all of them."""
+    """Outputs of column-parallel layers that read the same x, by one op, which communicates x once for all of them."""
     if batch is not None:
         return [y.flatten(0, 1) for y in column_forward(layers, x.unflatten(0, (batch, -1)), gather_size)]
     first = layers[0]
@@ -350,12 +351,11 @@ def column_forward(
 
 
 class RepeatedColumnLinear(ColumnParallelLinear):
-    """A column-parallel layer cut into fewer parts than ranks: W / parts neighbouring ranks compute each part.
+    """Column-parallel layer with fewer parts than ranks: W / parts neighbouring ranks compute each part.
 
     For key and value projections with fewer heads than ranks: x as in ColumnParallelLinear -> [..., out_features /
-    parts], where `parts` divides W and out_features. The parameters are whole on every rank (Replicate): they are
-    small, and a checkpoint holds each part once. Their gradients, of which every rank has a term, are summed inside the
-    backward.
+    parts], where `parts` divides W and out_features. The parameters are replicated: they are small, and a checkpoint
+    holds each part once. Every rank has a term of their gradients, which the backward sums.
     """
 
     _weight_placement = Replicate()
@@ -388,11 +388,11 @@ class RepeatedColumnLinear(ColumnParallelLinear):
 
 
 class MultiQueryLinear(ColumnParallelLinear):
-    """A layer that makes queries of many heads, and after them the keys and values of one head that all of them read.
+    """Projection to queries of many heads, followed by the keys and values of one head that all queries read.
 
-    Of its rows the first `in_features` are the queries', of which each rank computes its heads', and all ranks compute
-    the rest: x as in ColumnParallelLinear -> [..., in_features / W + rest]. The parameters are whole on every rank
-    (Replicate), as in RepeatedColumnLinear: no one placement says "a part of these rows and all of those".
+    The first `in_features` rows are those of the queries, of which each rank computes its heads; all ranks compute the
+    rest: x as in ColumnParallelLinear -> [..., in_features / W + rest]. The parameters are replicated, as in
+    RepeatedColumnLinear: no single placement expresses "a shard of these rows and all of those".
     """
 
     _weight_placement = Replicate()
@@ -409,9 +409,9 @@ class MultiQueryLinear(ColumnParallelLinear):
 
 
 def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | None = None) -> list[Tensor]:
-    """The outputs of projections that read the same x: by one op where all are plain column-parallel layers.
+    """Outputs of projections that read the same x, by one op if all are plain column-parallel layers.
 
-    A layer that something has been attached to or put in the place of (hooks, adapters, fully_shard) is called.
+    If a layer has hooks or is wrapped or replaced (adapters, fully_shard), the layers are called one by one.
     """
     plain = [
         layer
@@ -427,18 +427,18 @@ def column_outputs(layers: Sequence[nn.Module], x: Tensor, gather_size: int | No
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether `module` is transformers' Conv1D (GPT-2), an nn.Linear whose weight is [in, out]."""
+    """True if `module` is transformers' Conv1D (GPT-2), a linear layer whose weight is [in, out]."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
 def features_of(linear: nn.Module) -> tuple[int, int]:
-    """How many features an nn.Linear, or a Conv1D, takes and returns."""
+    """(in_features, out_features) of an nn.Linear or a Conv1D."""
     weight = cast("nn.Linear", linear).weight
     return (weight.shape[0], weight.shape[1]) if is_conv1d(linear) else (weight.shape[1], weight.shape[0])
 
 
 def check_parts(name: str, parameter: Tensor, cut: PartsCut, ranks: int) -> None:
-    """Refuse parts that are not of equal length, or that so many ranks cannot share evenly."""
+    """Raise ValueError if parts are not of equal length, or `ranks` ranks cannot share each evenly."""
     if cut.parts > 1 and parameter.shape[cut.dim] % (cut.parts * ranks):
         raise ValueError(
             f"{name} {tuple(parameter.shape)} is to be cut along dim {cut.dim} in {cut.parts} parts, each of them over "
@@ -466,7 +466,7 @@ def check_width(x: Tensor, features: int, what: str) -> None:
 
 
 def check_sequence_dim(name: str, x: Tensor, shape: Sequence[int], sequence_dim: int) -> None:
-    """`shape`: that of which `sequence_dim` must be a dim before the last."""
+    """Raise ValueError unless `sequence_dim` is a dim of `shape` before the last one."""
     ndim = len(shape)
     if ndim < 2 or not -ndim <= sequence_dim < ndim or sequence_dim % ndim == ndim - 1:
         raise ValueError(
@@ -476,7 +476,7 @@ def check_sequence_dim(name: str, x: Tensor, shape: Sequence[int], sequence_dim:
 
 
 def linear_of(module: nn.Module, name: str) -> nn.Linear:
-    """The nn.Linear of that name of `module`, which a parallel layer is to replace."""
+    """Return the nn.Linear `name` of `module`, which a parallel layer is to replace."""
     linear = getattr(module, name)
     if not isinstance(linear, nn.Linear):
         raise TypeError(
@@ -487,7 +487,7 @@ def linear_of(module: nn.Module, name: str) -> nn.Linear:
 
 
 def check_nothing_dropped(module: nn.Module, by: str, known: set[str]) -> None:
-    """Raises ValueError where `module` has parameters or submodules of other names, which class `by` would drop."""
+    """Raise ValueError if `module` has parameters or submodules of other names, which class `by` would drop."""
     kind = type(module).__name__
     own = [name for name, _ in module.named_parameters(recurse=False) if name not in known]
     if own:

@@ -1,4 +1,4 @@
-"""Attention over a rank's heads: torch's scaled_dot_product_attention with masks made right, and what it lacks.
+"""Attention over a rank's heads: torch's scaled_dot_product_attention with aligned masks, and features that it lacks.
 
 Layout [batch, seq, heads, head_dim]. Queries are aligned with the last keys, as with a KV cache.
 """
@@ -26,12 +26,12 @@ def local_attention(
     """Attention of q [batch, q_len, heads, head_dim] to k, v [batch, kv_len, kv_heads, head_dim] -> like q.
 
     `mask` broadcasts to [batch, heads, q_len, kv_len]: bool (True: may attend) or added to the scores. A query with
-    nothing to attend to gives 0.
+    nothing to attend to returns 0.
     """
     q_len, kv_len = q.shape[1], k.shape[1]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if causal and mask is None and q_len == 1:
-        causal = False  # the newest token sees all
+        causal = False  # the newest token sees all keys
     if causal and (mask is not None or q_len != kv_len):
         # SDPA's is_causal aligns queries with the first keys and takes no other mask with it.
         mask, causal = _causal_mask(mask, q_len, kv_len, q.device), False
@@ -64,8 +64,8 @@ def attention_with_mask(
     dropout_p: float = 0.0,
     first_head: int = 0,
 ) -> Tensor:
-    """`local_attention` under a mask of any form and all else that `ring_attention` has, step by step: holds
-    all scores, in float32 (float64 for float64). What dropout drops is what `ring_attention` drops."""
+    """`local_attention` with a mask of any form and all other features of `ring_attention`. Materializes all scores, in
+    float32 (float64 for float64). Dropout drops the same elements as in `ring_attention`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[2]
     queries, keys, values = (
@@ -96,7 +96,7 @@ def attention_with_mask(
     if dropout_p > 0:
         seed = torch.randint(
             2**63 - 1, (), device="cpu"
-        )  # stays a tensor, which compilers can trace, and calculates like an int
+        )  # a tensor, which compilers can trace and which computes like an int
         dropout = Dropout(dropout_p, cast(int, seed), first_head)
         places = (torch.arange(n, device=q.device) for n in (q.shape[1], k.shape[1]))
         weights = weights * dropout.kept(q.shape[0], heads, *places) / (1 - dropout_p)

@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "silu": F.silu,
 }
 
-# (gate, up, down) as models call them; without a gate, (None, up, down).
+# (gate, up, down) as models name them; without a gate, (None, up, down).
 _NAMES: list[tuple[str | None, str, str]] = [
     ("gate_proj", "up_proj", "down_proj"),
     (None, "up_proj", "down_proj"),
@@ -47,21 +47,21 @@ _ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "hidden_act
 
 
 class ParallelMLP(nn.Module):
-    """down(act(up(x))), or gated down(act(gate(x)) * up(x)), with the intermediate features cut over `mesh`.
+    """down(act(up(x))), or gated down(act(gate(x)) * up(x)), with the intermediate features sharded over `mesh`.
 
-    Shapes on a rank: x [..., hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's part
+    Shapes on a rank: x [..., hidden_size] -> the same; with `sequence_parallel` x and the result are this rank's shard
     along `sequence_dim`. Gate and up share one gather. Any intermediate size works.
 
     Args:
-        hidden_size, intermediate_size: of the full layer.
-        activation: "gelu", "gelu_tanh", "relu", "silu" or an elementwise function. Parameters of one that is a module
-            (nn.PReLU) are of one element and become replicated DTensors, with a complete gradient on every rank.
+        hidden_size, intermediate_size: sizes of the full layer.
+        activation: "gelu", "gelu_tanh", "relu", "silu" or an elementwise function. Parameters of a module (nn.PReLU)
+            must have one element and become replicated DTensors, with a complete gradient on every rank.
         gated: SwiGLU-like (https://arxiv.org/abs/2002.05202), with a third weight `gate_proj`.
-        bias, device, dtype: of all linear layers, as in nn.Linear.
+        bias, device, dtype: options of all linear layers, as in nn.Linear.
         mesh, sequence_parallel, sequence_dim: as in ColumnParallelLinear.
 
     Raises:
-        TypeError, ValueError: as the linear layers; an activation of another name, or with larger parameters.
+        TypeError, ValueError: as the linear layers; an unknown activation, or one with larger parameters.
 
     Example:
         >>> mlp = ParallelMLP(512, 1408, activation="silu", gated=True, bias=False, mesh=mesh)
@@ -101,14 +101,14 @@ class ParallelMLP(nn.Module):
         sequence_dim: int = -2,
         memo: Memo | None = None,
     ) -> ParallelMLP:
-        """The same MLP over `mesh`, of a module with nn.Linear layers gate_proj/up_proj/down_proj (Llama),
-        up_proj/down_proj, fc1/fc2 (OPT, ViT) or c_fc/c_proj (GPT). They keep their names; nothing is sent.
+        """Build the MLP over `mesh` from a module with nn.Linear layers gate_proj/up_proj/down_proj (Llama),
+        up_proj/down_proj, fc1/fc2 (OPT, ViT) or c_fc/c_proj (GPT). Layers keep their names; nothing is sent.
 
         `activation` defaults to the module's own act_fn, activation_fn, act or activation.
 
         Raises:
-            TypeError: the layers are no nn.Linear.
-            ValueError: other names, other submodules than these (they would be lost), or no activation found.
+            TypeError: the layers are not nn.Linear.
+            ValueError: other names, further submodules (they would be lost), or no activation found.
 
         Example:
             >>> block.mlp = ParallelMLP.from_module(block.mlp, mesh=mesh["tp"])
@@ -118,7 +118,7 @@ class ParallelMLP(nn.Module):
         if activation is None:
             found = (getattr(module, name) for name in _ACTIVATION_NAMES if hasattr(module, name))
             activation = next(found, None)
-            if isinstance(activation, nn.Module):  # its parameters stay those that `memo` knows
+            if isinstance(activation, nn.Module):  # the copy keeps the parameters, which `memo` knows
                 activation = copy.deepcopy(activation, {id(p): p for p in activation.parameters()})
         if activation is None:
             raise ValueError(
@@ -137,7 +137,7 @@ class ParallelMLP(nn.Module):
         return mlp.train(module.training)
 
     def forward(self, x: Tensor, *, seq_len: int | None = None) -> Tensor:
-        """`seq_len`: length of the whole sequence under `sequence_parallel`, needed where ranks hold unequal parts."""
+        """`seq_len`: length of the whole sequence under `sequence_parallel`, needed if ranks hold unequal shards."""
         gate_name, up_name, down_name = self._names
         down = cast(nn.Module, getattr(self, down_name))
         if gate_name is None:

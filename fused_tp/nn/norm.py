@@ -1,8 +1,8 @@
-"""Modules whose parameters every rank has: norms, above all those that run on a part of the sequence.
+"""Modules with replicated parameters: norms, above all those that run on a part of the sequence.
 
-Under sequence parallelism each rank sees only its tokens, so the gradient it finds for a norm's weight is one term of a
-sum. `reduce_grad` adds the terms inside the backward; the gradient of the parameter is complete when `backward()`
-returns, as everywhere here.
+Under sequence parallelism each rank sees only its tokens, so its gradient of a norm's weight is one term of a sum.
+`reduce_grad` adds the terms inside the backward; the parameter's gradient is complete when `backward()` returns, as in
+all layers of this package.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def reduce_grad(parameter: Tensor, group: GroupLike) -> Tensor:
-    """`parameter` itself (of a DTensor the local part); its gradient is summed over the ranks of `group`."""
+    """Return `parameter` (of a DTensor the local tensor); its gradient is summed over the ranks of `group`."""
     return copy_to_group(local(parameter), group=group)
 
 
 def sequence_parallel_(module: ModuleT, mesh: DeviceMesh) -> ModuleT:
-    """`module`, prepared in place to see only this rank's part of the sequence.
+    """Prepare `module` in place to run on this rank's part of the sequence, and return it.
 
-    For modules without submodules that compute each token by itself. Parameters become replicated DTensors under the
-    same names; their gradients are complete after a plain backward. The class becomes a subclass of what it was.
-    Modules without parameters (nn.Dropout) stay as they are.
+    For modules without submodules that process each token by itself. Parameters become replicated DTensors under the
+    same names; their gradients are complete after a plain backward. The module's class becomes a subclass of its old
+    class. Modules without parameters (nn.Dropout) do not change.
 
     Raises:
         TypeError: a parameter is a DTensor already.
@@ -67,14 +67,14 @@ def replicate_own(
     read: Mapping[str, Callable[[], bool]] | None = None,
     parameter_mesh: DeviceMesh | None = None,
 ) -> bool:
-    """Whether `module` itself held plain parameters, which are DTensors now; its forward sees plain local tensors.
+    """Convert the plain parameters of `module` itself to DTensors; its forward sees plain local tensors.
 
-    `sums` is asked in each forward whether the gradients of this pass are to be summed over `mesh`. `cut` names own
-    parameters of which each rank has a part, `parameter_mesh` a mesh of which `mesh` is the last dim, over whose first
-    they are dealt out, and `read` parameters of modules inside that this one's forward reads by
-    itself, each with the question that its owner asks. The class of the module becomes a subclass of what it was.
-    Rejected: to wrap the instance's forward and to write to its parameters there, which torch.compile cannot trace
-    inside of selective checkpointing.
+    Returns True if there were any. Each forward calls `sums` to ask whether the gradients of this pass are to be summed
+    over `mesh`. `cut` names the module's own parameters that are sharded. `parameter_mesh` is a mesh whose last dim is
+    `mesh`, and over whose first dim the parameters are sharded. `read` names parameters of submodules that this
+    module's forward reads by itself, each with the `sums` of its owner. The module's class becomes a subclass of its
+    old class. Rejected: wrapping the instance's forward and writing to its parameters there, which torch.compile cannot
+    trace inside selective checkpointing.
     """
     plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
     for name, parameter in plain.items():
@@ -83,13 +83,13 @@ def replicate_own(
     if plain or read:
         replicated = cast(Any, module)
         replicated._grad_mesh = mesh
-        # Each question, and the parameters that it is asked for.
+        # Each `sums`, and the parameters that it is asked for.
         replicated._asks = [
             (sums, tuple(plain)),
             *((asks, (name,)) for name, asks in (read or {}).items()),
         ]
         replicated._parts_dims = {name: dim for name, (dim, parts) in (cut or {}).items() if parts > 1}
-        # One that was set on the instance, as transformers sets kernels from the hub, would hide that of the class.
+        # A forward set on the instance, as transformers sets kernels from the hub, would hide that of the class.
         replicated._own_forward = module.__dict__.pop("forward", None)
         replicated.__class__ = _replicated(replicated.__class__)
     return bool(plain)
@@ -99,7 +99,7 @@ def replicate_own(
 def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `kind` whose forward computes with plain local parameters."""
 
-    @wraps(kind.forward)  # with its signature, which transformers reads
+    @wraps(kind.forward)  # keeps the signature, which transformers reads
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         own: dict[str, Tensor] = {}
         for sums, names in self._asks:
@@ -107,7 +107,7 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
             for name in names:
                 owner, _, leaf = name.rpartition(".")
                 holder = self.get_submodule(owner)
-                parameter = holder._parameters[leaf]  # which may be a plain tensor by now
+                parameter = holder._parameters[leaf]  # may be a plain tensor by now
                 if isinstance(parameter, DTensor):
                     placement = parameter.placements[-1]
                 elif isinstance(parameter, nn.Parameter) and leaf in getattr(holder, CUTS, {}):
@@ -121,8 +121,8 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
         for name, dim in self._parts_dims.items():
             if name in own:
                 own[name] = own[name].flatten(dim, dim + 1)
-        # Called from inside of itself: what is local already is not summed again. Nor are plain tensors that a caller
-        # has put in place of the parameters: their gradients are this rank's terms.
+        # A nested call finds local tensors, which are not summed again. Nor are plain tensors that a caller has put in
+        # place of the parameters: their gradients are this rank's terms.
         if not own:
             return kind.forward(self, *args, **kwargs)
         with _reparametrize_module(self, own):
@@ -133,12 +133,12 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
     def reduce(self: nn.Module) -> Any:
         return _new_of, (kind,), self.__getstate__()
 
-    # Under its old name, by which libraries tell kinds of layers (wrapping policies, initial weights), so pickle, which
-    # finds classes by name, is told how it is made.
+    # The class keeps its old name, by which libraries identify layers (wrapping policies, initial weights). Pickle
+    # finds classes by name, so `__reduce__` says how to rebuild it.
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce__": reduce}
     return type(kind.__name__, (kind,), {"forward": forward, **named})
 
 
 def _new_of(kind: Any) -> nn.Module:
-    """A module without state of the class that `replicate_own` gives to a `kind`."""
+    """A module without state, of the class that `replicate_own` derives from `kind`."""
     return object.__new__(_replicated(kind))

@@ -1,7 +1,7 @@
-"""Optimizers and gradient scalers of models of which each rank holds a part.
+"""Checks of the optimizers and gradient scalers of sharded models.
 
-torch calls one function before each step of every optimizer, and asks another which gradients are not finite. Both know
-the models whose ranks share parameters, and refuse, or set right, steps that would go wrong without an error:
+torch calls one function of this module before each step of every optimizer, and another to find out which gradients are
+not finite. Both know the models whose ranks share parameters, and refuse or correct steps that would silently go wrong:
 
 | before a step                                              | then                                            |
 |------------------------------------------------------------|-------------------------------------------------|
@@ -12,7 +12,7 @@ the models whose ranks share parameters, and refuse, or set right, steps that wo
 | plain parts: reduced or clipped as if a part were a whole  | ValueError                                      |
 | a gradient scaler: one rank's gradients are not finite     | all ranks that share the model skip the step    |
 
-All but the last at the calls of `fused_tp.runtime.checks.is_due`, counted for each optimizer.
+All but the last run at the steps that `fused_tp.runtime.checks.is_due` selects, counted for each optimizer.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from fused_tp.transport.store import exchange
 
 _log = logging.getLogger(__name__)
 
-CUTS = "_fused_tp_cuts"  # of a module, by the name of a plain parameter
+CUTS = "_fused_tp_cuts"  # attribute of a module: a Cut by the name of each plain parameter
 
 
 class Cut(NamedTuple):
-    """What a DTensor knows and a plain parameter of its part does not."""
+    """Metadata of a DTensor that a plain parameter with its shard lacks."""
 
     mesh: DeviceMesh
     placement: Placement
     shape: torch.Size
 
 
-# Attributes of a model: the 1-D meshes whose ranks share it, and how many steps each optimizer of it has taken.
+# Attributes of a model: the 1-D meshes whose ranks share it, and the number of steps of each of its optimizers.
 _SHARED_OVER, _STEPS = "_fused_tp_shared_over", "_fused_tp_optimizer_steps"
-_SAMPLE = 61  # numbers of a tensor that are compared; a prime, so that they lie in different columns
-PARTS_AND_STEPS, STEP, FORWARD = "parts and steps", "step", "forward"  # one exchange for both moments: see below
-_OF_NORM = 1e-3  # more than what other last bits of gradients make of the norm of all of them
+_SAMPLE = 61  # numbers of a tensor that are compared; a prime, so that they are in different columns
+PARTS_AND_STEPS, STEP, FORWARD = "parts and steps", "step", "forward"  # a step and a forward use one exchange
+_OF_NORM = 1e-3  # tolerance of the norm of all gradients, above the effect of rounding
 
 _models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-_replaced: Any = WeakIdKeyDictionary()  # parameters that nothing computes with any more, with their names
+_replaced: Any = WeakIdKeyDictionary()  # parameters that no model uses any more, with their names
 _optimizers: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
 
 
 @dataclass
 class _Seen:
-    """An optimizer's steps, and its place in the list of steps of each model of which it has parameters."""
+    """An optimizer's steps, and its index in the list of steps of each model whose parameters it holds."""
 
     steps: int = 0
     places: WeakKeyDictionary[nn.Module, int] = field(default_factory=WeakKeyDictionary)
@@ -80,7 +80,7 @@ class _Seen:
 
 
 def watch(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
-    """Have optimizers and gradient scalers of `model` checked, whose parameters the ranks of these 1-D meshes share."""
+    """Check optimizers and gradient scalers of `model`, whose parameters the ranks of these 1-D meshes share."""
     setattr(model, _SHARED_OVER, tuple(meshes))
     if not hasattr(model, _STEPS):
         setattr(model, _STEPS, [])
@@ -88,20 +88,19 @@ def watch(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
 
 
 def watch_again(model: nn.Module) -> None:
-    """The same for a copy or an unpickled model, which has the attributes of a watched one."""
+    """Watch a copied or unpickled model, which has the attributes of a watched one."""
     if model not in _models:
         _models[model] = None
         install()
 
 
 def steps_of(model: nn.Module) -> list[int]:
-    """Steps that each optimizer of more than one parameter has taken with some of `model`'s, in the order of their
-    first ones."""
+    """Steps that each optimizer of more than one parameter has taken on `model`, in the order of their first steps."""
     return list(getattr(model, _STEPS, ()))
 
 
 def note_replaced(before: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Remember those of the parameters `before` that `model` has no more, by weak references."""
+    """Remember, by weak references, the parameters in `before` that `model` no longer has."""
     now = {id(parameter) for parameter in model.parameters()}
     for parameter, name in before.items():
         if id(parameter) not in now:
@@ -111,14 +110,14 @@ def note_replaced(before: Mapping[nn.Parameter, str], model: nn.Module) -> None:
 
 @functools.cache
 def install() -> None:
-    """Have torch call this module. Once a process, at the first parameter that is cut."""
+    """Register this module's functions with torch, once per process, when the first parameter is sharded."""
     register_optimizer_step_pre_hook(_before_step)
-    for kind in (torch.amp.GradScaler, ShardedGradScaler):  # the second has a method of its own
+    for kind in (torch.amp.GradScaler, ShardedGradScaler):  # the second overrides the method
         kind._unscale_grads_ = _agreeing(kind._unscale_grads_)  # type: ignore[method-assign]  # see there
 
 
 def _models_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """Watched models that have some of these parameters, in the order in which they were watched."""
+    """Watched models that contain some of these parameters, in the order in which they were watched."""
     ids = {id(parameter) for parameter in parameters}
     return [model for model in list(_models) if any(id(p) in ids for p in model.parameters())]
 
@@ -151,23 +150,21 @@ def _check(optimizer: Optimizer, seen: _Seen) -> None:
     _refuse_copies(optimizer, cuts)
     _refuse_updates_of_parts(optimizer, cuts)
     if len(parameters) == 1:
-        return  # stepped in the midst of backward, which ranks with other experts may do at other parameters
+        return  # stepped during the backward, where ranks with other experts may be at other parameters
     for model in models:
         if model not in seen.places:
             steps = getattr(model, _STEPS)
             seen.places[model] = len(steps)
             steps.append(0)
     if seen.steps == FIRST_CALLS:
-        return  # the next forward pass may ask nothing, where a rank that skips this step would be noticed at once
+        return  # the next forward pass may exchange nothing, so a rank that skips this step might go unnoticed
     for mesh in {id(cut.mesh): cut.mesh for cut in cuts.values()}.values():
         held = [(p, cuts[id(p)]) for p in parameters if id(p) in cuts and cuts[id(p)].mesh is mesh]
         _compare_gradients(mesh, held)
 
 
 def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
-    """Raises:
-    ValueError: the optimizer sends a rank's parts to others, which have other parts.
-    """
+    """Raise ValueError if the optimizer sends a rank's shards to ranks that hold other shards."""
     group = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
     if isinstance(group, ProcessGroup) and cuts:
         mesh = next(iter(cuts.values())).mesh
@@ -181,7 +178,7 @@ def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
 
 
 def _plain_cuts(model: nn.Module) -> Iterator[tuple[int, Cut]]:
-    """Plain parameters of `model`, by id."""
+    """Yield (id, Cut) of each plain parameter of `model`."""
     for module in model.modules():
         for name, cut in vars(module).get(CUTS, {}).items():
             parameter = module._parameters.get(name)
@@ -190,9 +187,7 @@ def _plain_cuts(model: nn.Module) -> Iterator[tuple[int, Cut]]:
 
 
 def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Raises:
-    ValueError: the optimizer was made before its model was made parallel.
-    """
+    """Raise ValueError if the optimizer was made before its model was made parallel."""
     name = type(optimizer).__name__
     replaced = [_replaced[parameter] for parameter in parameters if parameter in _replaced] if _replaced else []
     if replaced:
@@ -212,9 +207,7 @@ def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
 
 def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
-    """Raises:
-    ValueError: of parts the optimizer computes other updates than of the whole, or of DTensors none.
-    """
+    """Raise ValueError if the optimizer updates shards differently from the whole, or cannot step DTensors."""
     if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
         return  # a wrapper: the optimizer inside is checked before its own step
     name = type(optimizer).__name__
@@ -274,7 +267,7 @@ def _try_dtensors(name: str, optimizer: Optimizer, group: Mapping[str, Any], par
 
 
 def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, Cut]]) -> None:
-    """Compare gradients of plain parameters, when they are to be used, over the ranks of `mesh`. A collective call."""
+    """Compare gradients of plain parameters over the ranks of `mesh` before a step uses them. A collective call."""
     parts = [p.grad for p, cut in held if isinstance(cut.placement, Shard) and p.grad is not None]
     whole = [p.grad for p, cut in held if not isinstance(cut.placement, Shard) and p.grad is not None]
     norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in whole]
@@ -302,9 +295,7 @@ def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, Cut]]) -> 
 
 
 def refuse_different_moments(mesh: DeviceMesh, moments: Sequence[str]) -> None:
-    """Raises:
-    RankMismatchError: some ranks are about to step an optimizer, others are not.
-    """
+    """Raise RankMismatchError if some ranks are about to step an optimizer and others are not."""
     if len(set(moments)) > 1:
         raise RankMismatchError(
             f"of the ranks of {(mesh.mesh_dim_names or ('?',))[0]!r} number {moments.index(STEP)} is at an optimizer "
@@ -315,9 +306,9 @@ def refuse_different_moments(mesh: DeviceMesh, moments: Sequence[str]) -> None:
 
 
 def checksum_of_parts(tensors: Iterable[Tensor]) -> int | None:
-    """Checksum of some numbers of each tensor; None if none says anything. Of constant ones, such as zeros, none does.
+    """Checksum of some numbers of each tensor that is not constant in these (such as zeros); None if there is none.
 
-    One small copy for each tensor, and one transfer from the device.
+    Costs one small copy per tensor, and one transfer per device.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     sizes: dict[torch.device, list[tuple[int, int]]] = {}
@@ -346,11 +337,11 @@ def checksum_of_parts(tensors: Iterable[Tensor]) -> int | None:
 
 
 def _agreeing(own: Any) -> Any:
-    """`own`, the method of a gradient scaler that divides gradients and tells whether they are finite, so that all
-    ranks which share a model come to one answer.
+    """Wrap `own`, the gradient scaler method that divides gradients and checks that they are finite, so that all ranks
+    that share a model get one answer.
 
-    torch asks the first gradient alone over which ranks to agree, and of plain tensors none. (Rejected: a scaler class
-    of ours, which Trainer, accelerate and Lightning would not make.)
+    torch takes the ranks that must agree from the first gradient alone, and none from plain tensors. (Rejected: a
+    scaler class of ours, which Trainer, accelerate and Lightning would not create.)
     """
 
     @functools.wraps(own)
@@ -372,7 +363,7 @@ def _agreeing(own: Any) -> Any:
 
 
 def _groups_of(parameters: Sequence[Tensor]) -> list[tuple[ProcessGroup, str]]:
-    """The groups that hold parts of the same model, in one order on all ranks, with their type of device."""
+    """The groups that hold shards of the same model, in one order on all ranks, with their device type."""
     found: dict[str, tuple[ProcessGroup, str]] = {}
     for model in _models_of(parameters):
         for mesh in getattr(model, _SHARED_OVER):
@@ -385,7 +376,7 @@ def _groups_of(parameters: Sequence[Tensor]) -> list[tuple[ProcessGroup, str]]:
 
 
 def _with_local_gradient(parameter: Tensor) -> Tensor:
-    """A tensor with this rank's part of the gradient, of the same memory."""
+    """Return a tensor whose `grad` is this rank's shard of the gradient, in the same memory."""
     grad = parameter.grad
     if not isinstance(grad, DTensor):
         return parameter
@@ -396,7 +387,7 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _agree(groups: Sequence[tuple[ProcessGroup, str]], found: Mapping[torch.device, Tensor]) -> None:
-    """Set all flags if one of them is set on any rank. One sum of a number for each group."""
+    """Set all flags if one of them is set on any rank, by one all-reduce of a number per group."""
     flags = list(found.values())
     total = sum((flag.detach().reshape(1).to(flags[0].device) for flag in flags[1:]), flags[0].detach().reshape(1))
     for group, device_type in groups:

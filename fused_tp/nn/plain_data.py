@@ -1,6 +1,6 @@
-"""Checkpoint files as plain data: reading them runs no code that somebody has put into them.
+"""Checkpoint files as plain data: reading them never runs code embedded in them.
 
-`torch.distributed.checkpoint` unpickles its metadata, and every value that is no tensor, without a restriction.
+`torch.distributed.checkpoint` unpickles its metadata, and every value that is not a tensor, without restriction.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_METADATA: dict[tuple[str, str], Any] = {
     )
 }
 _OF_METADATA["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-# By their names of all versions of Python.
+# Under their module names in all versions of Python.
 _OF_METADATA |= {(module, type(Path()).__name__): type(Path()) for module in ("pathlib", "pathlib._local")}
 
 
@@ -55,10 +55,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class PlainReader(dcp.FileSystemReader):
-    """A FileSystemReader whose metadata may hold nothing but what torch.distributed.checkpoint itself writes.
+    """A FileSystemReader that accepts only metadata of the types that torch.distributed.checkpoint itself writes.
 
     Raises:
-        pickle.UnpicklingError: they hold something else.
+        pickle.UnpicklingError: the metadata hold another type.
     """
 
     def read_metadata(self, *args: Any, **keywords: Any) -> Metadata:
@@ -72,10 +72,10 @@ class PlainReader(dcp.FileSystemReader):
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """A DefaultLoadPlanner that reads values that are no tensors as plain data.
+    """A DefaultLoadPlanner that reads values other than tensors as plain data.
 
     Raises:
-        pickle.UnpicklingError: one of them is an object of another kind.
+        pickle.UnpicklingError: a value holds an object of another type.
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -86,10 +86,10 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
-    """`torch.load` of numbers, strings, containers, tensors and NumPy arrays.
+    """`torch.load` restricted to numbers, strings, containers, tensors and NumPy arrays.
 
     Raises:
-        pickle.UnpicklingError: the file holds an object of another kind; `refused_kind` names it.
+        pickle.UnpicklingError: the file holds an object of another type; `refused_kind` names it.
     """
     dtypes: list[Any] = [type(np.dtype(kind)) for kind in np.sctypeDict.values() if not np.issubdtype(kind, np.void)]
     # Under the names of NumPy 1, too.
@@ -101,7 +101,7 @@ def load_plain(file: str | os.PathLike[str] | io.BytesIO) -> Any:
 
 
 def refused_kind(error: BaseException) -> str | None:
-    """What `load_plain` has found that is not plain; None if the error is another one."""
+    """Name of the type that `load_plain` has refused; None for any other error."""
     found = (
         re.search(r"GLOBAL ([\w.]+)|class ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
     )
@@ -109,10 +109,10 @@ def refused_kind(error: BaseException) -> str | None:
 
 
 def check_plain(what: str, value: Any, remedy: str) -> None:
-    """Refuse what `load_plain` would not read back.
+    """Check that `load_plain` would read `value` back.
 
     Raises:
-        ValueError: `value` is not plain; names what it holds, and `remedy`.
+        ValueError: `value` is not plain; the message names the type that it holds, and `remedy`.
     """
     file = io.BytesIO()
     try:
@@ -128,7 +128,7 @@ def check_plain(what: str, value: Any, remedy: str) -> None:
 
 
 def _without_tensors(value: Any) -> Any:
-    """`value` with 0 for each tensor, which is plain and may be large."""
+    """Copy `value` with 0 for each tensor, since tensors are plain and may be large."""
     kind = type(value)
     if kind is torch.Tensor:
         return 0

@@ -1,8 +1,8 @@
-"""Parameters cut over a tensor parallel mesh: DTensors that hold exactly what `torch.distributed.tensor` would hold, or
-plain tensors next to what a DTensor would say of them.
+"""Parameters sharded over a tensor parallel mesh: DTensors with exactly the shards of `torch.distributed.tensor`, or
+plain tensors with a DTensor's metadata beside them.
 
-Everything here is local. A rank slices its own copy of a weight (or draws the same full weight as its peers) instead of
-receiving it, so a model is converted without a byte being sent and without an order of conversion that ranks must keep.
+Conversion is local. A rank slices its own copy of a weight (or draws the same full weight as its peers) instead of
+receiving it, so converting a model sends nothing, and ranks may convert in any order.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from fused_tp.runtime.partition import shard_range
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 Memo: TypeAlias = "MutableMapping[Tensor, nn.Parameter]"
-"""Parameters already converted, by the one they came from. Passing the same memo to several `from_*` keeps tied weights
+"""Converted parameters, keyed by their originals. Passing the same memo to several `from_*` keeps tied weights
 tied. With `torch.utils.weak.WeakIdKeyDictionary()` it does not keep full weights alive; a dict does."""
 
 
 class PartsCut(NamedTuple):
-    """A cut of a parameter along `dim`, where `parts` of equal length lie one after the other (gate and up), each of
-    which is cut."""
+    """Sharding of a parameter along `dim`, which joins `parts` of equal length (gate and up); each part is sharded."""
 
     dim: int
     parts: int = 1
 
 
 def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh` if layers can be cut over it: a 1-D DeviceMesh that has this rank.
+    """Return `mesh` if layers can be sharded over it: a 1-D DeviceMesh that contains this rank.
 
     Raises:
-        TypeError: it is no DeviceMesh.
+        TypeError: it is not a DeviceMesh.
         ValueError: it has more than one dim, or this rank is not in it.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -63,17 +62,17 @@ def check_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard_rows(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """Start and stop of this rank's part of a dim of `size`."""
+    """Start and stop of this rank's shard of a dim of `size`."""
     return shard_range(size, mesh.size(), mesh.get_local_rank())
 
 
 def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ...]:
-    """`placement` on the last dim of `mesh`. Over a dim before it, of expert parallel ranks, experts are dealt out."""
+    """`placement` on the last dim of `mesh`; Shard(0), by experts, on the (expert parallel) dims before it."""
     return (*[Shard(0)] * (mesh.ndim - 1), placement)
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size | tuple[int, ...]) -> DTensor:
-    """The DTensor of global `shape` whose part on this rank is `local`. Sends nothing, unlike distribute_tensor."""
+    """The DTensor of global `shape` whose shard on this rank is `local`. Sends nothing, unlike distribute_tensor."""
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # of a contiguous tensor
     placements = placements_on(mesh, placement)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
@@ -82,7 +81,7 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, shape: tor
 def _own_parts(
     shape: tuple[int, ...] | torch.Size, mesh: DeviceMesh, placement: Placement
 ) -> Iterator[tuple[int, int, int]]:
-    """(dim, start, length) of this rank's part for each dim that is cut."""
+    """Yield (dim, start, length) of this rank's shard for each sharded dim."""
     for at, cut in enumerate(placements_on(mesh, placement)):
         if isinstance(cut, Shard):
             start, stop = shard_range(shape[cut.dim], mesh.size(at), mesh.get_local_rank(at))
@@ -97,7 +96,7 @@ def empty_parameter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Parameter:
-    """An uninitialised parameter of global `shape`; only this rank's part of it is allocated."""
+    """An uninitialised parameter of global `shape`; only this rank's shard of it is allocated."""
     write_as_one_process()
     install()
     local_shape = list(shape)
@@ -110,19 +109,19 @@ def empty_parameter(
 def shard_parameter(
     parameter: Tensor, mesh: DeviceMesh, placement: Placement | PartsCut, memo: Memo | None = None
 ) -> nn.Parameter:
-    """`parameter`, of which every rank has the same full copy, as a DTensor parameter on `mesh`.
+    """Convert `parameter`, of which every rank holds the same full copy, to a DTensor parameter on `mesh`.
 
-    Where several parts are cut it has one more dim: [experts, 2 * out, in] becomes [experts, 2, out, in], cut along
-    out, in the same order of elements. (Rejected: torch's _StridedShard, which keeps the shape. In torch 2.13 it loses
-    its order under FSDP2 where both cut one dim, cannot be saved by torch.distributed.checkpoint, and is filled with
-    other rows by set_model_state_dict.)
+    With several parts it gets one more dim: [experts, 2 * out, in] becomes [experts, 2, out, in], sharded along out,
+    with its elements in the same order. (Rejected: torch's _StridedShard, which keeps the shape. In torch 2.13 it loses
+    its order under FSDP2 if both shard one dim, cannot be saved by torch.distributed.checkpoint, and is filled with
+    wrong rows by set_model_state_dict.)
 
-    On the meta device there is nothing to slice: this rank's part is allocated on the mesh's device, and holds NaN
-    until it is loaded or initialised. Attributes that were set on the parameter (marks for optimizers) are kept.
+    On the meta device there is nothing to slice: this rank's shard is allocated on the mesh's device, and holds NaN
+    until it is loaded or initialised. Attributes set on the parameter (marks for optimizers) are kept.
 
     Raises:
         TypeError: `parameter` is a DTensor already.
-        ValueError: it was converted before, by `memo`, to another placement (tied weights must be cut alike).
+        ValueError: `memo` holds it with another placement (tied weights must be sharded alike).
     """
     if isinstance(parameter, DTensor):
         raise TypeError(
@@ -166,8 +165,8 @@ def shard_parameter(
 
 @cache
 def _serve_original_shapes() -> None:
-    """Have torch's `set_model_state_dict` and `set_optimizer_state_dict` take full tensors of packed parameters in the
-    original's shape: they would cut them along the dims of the parameter, which has one more."""
+    """Make torch's `set_model_state_dict` and `set_optimizer_state_dict` accept full tensors of packed parameters in
+    the original's shape: they would shard them along the dims of the parameter, which has one more."""
     from torch.distributed.checkpoint import state_dict as of_torch
 
     for name in ("_broadcast_state_dict", "_distribute_state_dict"):
@@ -190,41 +189,42 @@ def _with_own_shapes(
 
 @torch.no_grad()
 def no_values_(tensor: Tensor) -> None:
-    """Fill `tensor` with what no computation takes for values: NaN, or an integer at the end of the range."""
+    """Fill `tensor` with a marker for unset values: NaN, or an integer at the end of the range."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     local.fill_(value_of_nothing(local.dtype))
 
 
 def value_of_nothing(dtype: torch.dtype) -> float:
-    """The number by which a tensor of `dtype` shows that nothing has set it."""
+    """The number that marks unset values of a tensor of `dtype`."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min + 1 if dtype.is_signed else torch.iinfo(dtype).max - 1
 
 
 def parts_dims(module: nn.Module) -> dict[int, int]:
-    """Parameters of `module` that have one dim more than the original's, by id: the first of the two dims that are one
-    there. See `shard_parameter`. (Not by name: wrappers for checkpointing leave theirs out of a state dict's.)"""
+    """Map the id of each parameter of `module` with one dim more than its original to the first of the two dims that
+    are one there. See `shard_parameter`. (Not by name: checkpoint wrappers leave their own names out of those of a
+    state dict.)"""
     return {
         id(child._parameters[key]): dim
         for child in module.modules()
-        for key, dim in vars(child).get("_parts_dims", {}).items()  # wrappers have the attributes of what they wrap
+        for key, dim in vars(child).get("_parts_dims", {}).items()  # wrappers have the attributes of the module inside
     }
 
 
 def plain_parameters_(module: ModuleT) -> ModuleT:
-    """`module`, whose DTensor parameters have become plain ones in place: this rank's parts, of the same memory.
+    """Replace the DTensor parameters of `module` in place by plain ones, this rank's shards in the same memory.
 
-    For what knows nothing of DTensors: DeepSpeed, Megatron-Core, flat parameters. Each parameter has the attributes by
-    which these tell what is cut, as Megatron-Core sets them: `tensor_model_parallel`, `partition_dim` (-1 where every
-    rank has it whole) and `partition_stride`. `state_dict` then is of the parts; `gather_state_dict` and
-    `load_full_state_dict` take the module as before. Tied parameters stay one.
+    For libraries without DTensor support: DeepSpeed, Megatron-Core, flat parameters. Each parameter gets the attributes
+    with which Megatron-Core describes sharding: `tensor_model_parallel`, `partition_dim` (-1 if every rank holds the
+    whole) and `partition_stride`. `state_dict` then holds shards; `gather_state_dict` and `load_full_state_dict` accept
+    the module as before. Tied parameters stay tied.
 
     Args:
-        module: with layers of fused_tp.nn, or a model that `parallelize` has made, before it computes anything.
+        module: a module with layers of fused_tp.nn, or a model from `parallelize`, before its first forward.
 
     Raises:
-        ValueError: a parameter over several dims of a mesh, as under FSDP2.
+        ValueError: a parameter is on several dims of a mesh, as under FSDP2.
 
     Example:
         >>> mlp = plain_parameters_(ParallelMLP(512, 2048, mesh=mesh["tp"]))
@@ -255,7 +255,7 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
 
 
 def _apply_to_dtensors(module: ModuleT, function: Callable[[nn.Module], Any]) -> ModuleT:
-    """`module.apply(function)` that initialises the whole parameters of which this rank holds plain parts."""
+    """`module.apply(function)` that initialises the full parameters of which this rank holds plain shards."""
     for child in module.children():
         child.apply(function)
     with shown_as_dtensors(module, recurse=False):
@@ -265,13 +265,13 @@ def _apply_to_dtensors(module: ModuleT, function: Callable[[nn.Module], Any]) ->
 
 @contextmanager
 def shown_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
-    """A context in which what `plain_parameters_` has made plain are DTensors, of the same memory: an initialiser then
-    sees the sizes of the whole, and draws different numbers for each rank."""
+    """Context in which parameters made plain by `plain_parameters_` are DTensors in the same memory: an initialiser
+    then sees the full sizes, and draws different numbers for each rank."""
     shown = []
     for child in module.modules() if recurse else [module]:
         for key, cut in vars(child).get(CUTS, {}).items():
             plain: Any = child._parameters[key]
-            if plain is not None and not isinstance(plain, DTensor):  # one that is shown already
+            if plain is not None and not isinstance(plain, DTensor):  # a DTensor is shown already
                 whole = as_dtensor(plain.detach(), cut.mesh, cut.placement, cut.shape)
                 parameter = nn.Parameter(whole, requires_grad=plain.requires_grad)
                 vars(parameter).update(vars(plain))
@@ -281,7 +281,7 @@ def shown_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[No
         yield
     finally:
         for child, key, plain, parameter in shown:
-            if child._parameters.get(key) is parameter:  # else the initialiser has put another one there
+            if child._parameters.get(key) is parameter:  # else the initialiser has replaced it
                 child._parameters[key] = plain.requires_grad_(parameter.requires_grad)
                 vars(plain).update(vars(parameter))
 
@@ -296,10 +296,10 @@ def _plain(parameter: DTensor) -> nn.Parameter:
 
 
 def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
-    """What `plain_parameters_` has made plain, by id, as the DTensors that they were, of the same memory.
+    """Map the id of each parameter made plain by `plain_parameters_` to its DTensor in the same memory.
 
     Raises:
-        ValueError: a parameter has other numbers than its part now.
+        ValueError: a parameter no longer has the shape of its shard.
     """
     made: dict[int, DTensor] = {}
     for child in module.modules():
@@ -322,10 +322,10 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
 
 @torch.no_grad()
 def copy_full_(parameter: Tensor, full: Tensor, *, broadcast: bool = True) -> None:
-    """Writes this rank's part of `full` into a parameter of any placement (also on the 2-D mesh that FSDP2 makes).
+    """Write this rank's shard of `full` into a parameter of any placement (also on the 2-D mesh of FSDP2).
 
-    Parts come from this rank's own `full`. With `broadcast`, what is replicated everywhere is that of the mesh's first
-    rank, as ranks whose random states differ would otherwise train different copies.
+    Shards are taken from this rank's own `full`. With `broadcast`, a fully replicated parameter gets the values of the
+    mesh's first rank, since ranks with different random states would otherwise train different copies.
     """
     if not isinstance(parameter, DTensor):
         parameter.copy_(full)
@@ -345,11 +345,11 @@ def local(parameter: Tensor | None) -> Tensor | None: ...
 
 
 def local(parameter: Tensor | None) -> Tensor | None:
-    """This rank's part of a parameter; its gradient is a DTensor of its placement, or goes to its `main_grad`."""
+    """Local shard of a parameter; its gradient becomes a DTensor of its placement, or is added to its `main_grad`."""
     if not isinstance(parameter, DTensor):
         return parameter
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        return parameter._local_tensor  # to_local() goes through many frames, a tenth of a decoding step's matmul
+        return parameter._local_tensor  # to_local() runs through many frames, a tenth of a decoding step's matmul
     if getattr(parameter, "main_grad", None) is not None:
         parameter = into_main_grad(parameter)
     if not torch.compiler.is_compiling() and _lies_unevenly(parameter):
@@ -359,7 +359,7 @@ def local(parameter: Tensor | None) -> Tensor | None:
 
 
 def _lies_unevenly(parameter: DTensor) -> bool:
-    """Whether ranks' parts of rows differ in length, so that the strides of the whole do not follow from one part."""
+    """True if the ranks' shards of rows differ in length, so that the full strides do not follow from one shard."""
     return any(
         isinstance(placement, Shard) and placement.dim > 0 and parameter.shape[placement.dim] % ranks
         for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -367,8 +367,8 @@ def _lies_unevenly(parameter: DTensor) -> bool:
 
 
 class _Local(torch.autograd.Function):
-    """`to_local`, with the parameter's own strides for the gradient. torch's takes all parts for as long as this one,
-    and autograd then copies the gradient into the strides of the parameter, which torch 2.11 does by gathering it."""
+    """`to_local` whose gradient has the parameter's own strides. torch's assumes that all shards are as long as this
+    one; autograd then copies the gradient into the strides of the parameter, which torch 2.11 does by gathering it."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -379,5 +379,5 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         mesh, placements, shape, stride = ctx.lie
-        # Dense, as the strides say: autograd keeps what it takes for that, and adds to it and scales it in place.
+        # Contiguous, as the strides say: autograd keeps such a gradient, and adds to it and scales it in place.
         return DTensor.from_local(grad.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)

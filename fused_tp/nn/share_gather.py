@@ -1,11 +1,11 @@
 """Column-parallel layers that read the same tensor share one gather of it, wherever the model calls them.
 
-Models call q_proj(x), k_proj(x), v_proj(x) one by one. The first call of such a group computes all of them by the
-multi-weight op; the others are handed their part. A part is handed out only where calling the layer would give the
-same: the same tensor object, not written to since (autograd's version counter), the same unwritten weights, the same
-autograd and autocast modes. Each part is handed out once, and only one group per thread has parts waiting, so that a
-group that is interrupted (activation checkpointing stops a recomputation as soon as it has what it needs) does not keep
-tensors alive.
+Models call q_proj(x), k_proj(x), v_proj(x) one by one. The first call of such a group computes all outputs by the
+multi-weight op; the other calls return the output that is waiting for them. A waiting output is returned only if
+calling the layer would compute the same: the same tensor object, not written since (autograd's version counter), the
+same unwritten weights, the same autograd and autocast modes. Each output is returned once. Only one group per thread
+has waiting outputs, so that an interrupted group (activation checkpointing stops a recomputation as soon as it has all
+that it needs) does not keep tensors alive.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from fused_tp.nn.linear import ColumnParallelLinear, column_forward
 
 
 class SharedGather:
-    """The layers of one group and, between their calls, the outputs that wait for them."""
+    """The layers of one group and, between their calls, the waiting outputs."""
 
     def __init__(self, layers: Sequence[ColumnParallelLinear]) -> None:
         self.layers = list(layers)
-        # What the outputs were computed from, and the outputs by index of the layer.
+        # The input, the state at that time, and the outputs by index of the layer.
         self.waiting: tuple[Tensor, tuple[Any, ...], dict[int, Tensor]] | None = None
 
     def output_of(self, index: int, x: Tensor, *sizes: int | None) -> Tensor:
-        """Layer `index`'s output for x: the waiting one where that is what the layer would compute, else all anew.
+        """Return the output of layer `index` for x: the waiting one if it is still valid, else recompute all outputs.
 
-        `sizes`: the keywords of its forward.
+        `sizes`: the keywords of the layer's forward.
         """
         if torch.compiler.is_compiling():
             return _output_while_tracing(self, index, x, *sizes)
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias) if p is not None]
-        # A DTensor and its local part count writes apart: one through the one does not move the counter of the other.
+        # A DTensor and its local tensor have separate version counters: a write through one does not move the other's.
         tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
-        if any(t.is_inference() for t in tensors):  # it has no write counter
+        if any(t.is_inference() for t in tensors):  # such tensors have no version counter
             return column_forward([self.layers[index]], x, *sizes)[0]
         versions = tuple(t._version for t in tensors)
         written = torch.is_inference_mode_enabled(), versions, *((id(p), p.requires_grad) for p in parameters)
@@ -61,7 +61,7 @@ class SharedGather:
 
 
 class _Last(threading.local):
-    """The group of this thread whose parts wait; weakly, so that a model can be freed."""
+    """Group of this thread with waiting outputs, by weak reference, so that a model can be freed."""
 
     group: Callable[[], SharedGather | None] = staticmethod(lambda: None)
 
@@ -70,11 +70,11 @@ _last = _Last()
 
 
 def share_gather(layers: Sequence[Any]) -> None:
-    """Makes column-parallel layers that a model calls with the same tensor share one gather and one op.
+    """Make column-parallel layers that a model calls with the same tensor share one gather and one op.
 
-    They must agree in mesh, in_features, dtype and sequence parallelism, and each in one group only. Results do not
-    change, only when they are computed. Works under autograd, no_grad, torch.compile and activation checkpointing;
-    under inference_mode, which counts no writes, each layer computes for itself.
+    They must agree in mesh, in_features, dtype and sequence parallelism, and a layer may be in one group only. Results
+    do not change, only the time of their computation. Works under autograd, no_grad, torch.compile and activation
+    checkpointing; under inference_mode, which counts no writes, each layer computes separately.
 
     Example:
         >>> share_gather([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -85,7 +85,7 @@ def share_gather(layers: Sequence[Any]) -> None:
 
 
 def _modes(x: Tensor, *sizes: int | None) -> tuple[Any, ...]:
-    """The modes that outputs depend on."""
+    """Autograd and autocast modes, and sizes, that outputs depend on."""
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return torch.is_grad_enabled(), autocast, x.requires_grad, *sizes
@@ -93,19 +93,19 @@ def _modes(x: Tensor, *sizes: int | None) -> tuple[Any, ...]:
 
 # ---- under torch.compile -----------------------------------------------------------------------------------------
 #
-# A traced program cannot ask for a version counter (it would be data-dependent), and inside a checkpointed region it
-# may not write to objects from outside, such as the group. So while tracing, the parts hang on x itself, which lives in
-# the graph only; and whether they may be handed out is asked of the fake tensors, whose counters move as the program is
-# traced. `comptime` looks at these, `assume_constant_result` brings the answer back as a constant of the trace.
+# A traced program cannot read a version counter (it would be data-dependent), and inside a checkpointed region it may
+# not write to outside objects, such as the group. So while tracing, the outputs are attached to x itself, which exists
+# in the graph only. The fake tensors, whose version counters move during tracing, decide whether an output may be
+# returned: `comptime` reads them, and `assume_constant_result` returns the answer as a constant of the trace.
 
 _PARTS = "_fused_tp_parts"
 
 
 class _TraceAnswers(threading.local):
-    """What this thread's trace has stored and received. Fakes are held weakly: they die with their trace."""
+    """Last outputs and last answer of this thread's trace. Fake tensors are held weakly: they die with their trace."""
 
     def __init__(self) -> None:
-        self.stored: tuple[Any, int] | None = None  # fake x of the last parts, its version then
+        self.stored: tuple[Any, int] | None = None  # fake x of the last outputs, and its version then
         self.yes = False
 
 
@@ -124,7 +124,7 @@ def _ask_fresh(ctx: Any) -> None:
 
 
 def _ask_may_hold(ctx: Any) -> None:
-    """Inside a checkpointed region only tensors made there may be written to; there every layer computes for itself."""
+    """Ask whether outputs may be attached to x: a checkpointed region may write only to tensors created in it."""
     _answers.yes = ctx.get_local("x").as_proxy().node.graph is ctx.graph()
 
 

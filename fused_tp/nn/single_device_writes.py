@@ -1,19 +1,19 @@
-"""In-place writes to DTensors that give the numbers of one process.
+"""In-place writes to DTensors that produce the numbers of one process.
 
-torch's own DTensor operations differ from one process in two ways, which initialisation of a sharded model meets:
+torch's own DTensor operations differ from one process in two ways that affect the initialisation of a sharded model:
 
 | write                     | torch                                                | here                             |
 |---------------------------|------------------------------------------------------|----------------------------------|
-| `weight.normal_()`, CPU   | each rank draws its shard: of equal random states    | each rank draws the whole and    |
+| `weight.normal_()`, CPU   | each rank draws its shard: with equal random states  | each rank draws the whole and    |
 |                           | all shards are equal                                 | keeps its shard                  |
 | `weight.normal_()`, GPUs  | shards differ, and depend on the number of ranks     | the same                         |
 | `weight[padding].zero_()` | along a sharded dim it writes to a copy: no effect   | writes to the parameter          |
 
-So `torch.nn.init`, `model.apply(init)`, transformers' `init_weights()` and loops over parameters leave the values that
-they leave in one process of the same random state. A draw takes the memory of the whole tensor for a moment.
+So `torch.nn.init`, `model.apply(init)`, transformers' `init_weights()` and loops over parameters produce the same
+values as in one process with the same random state. A draw temporarily allocates the whole tensor.
 
-Rejected: to show initialisers a plain, whole tensor in the place of the parameter (they also freeze, mark and collect
-parameters, which would be those of the stand-in).
+Rejected: passing initialisers a plain, whole tensor in the place of the parameter (they also freeze, mark and collect
+parameters, and would do so with the substitute).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NEW = ("rand_like", "randn_like")
 
 @cache
 def write_as_one_process() -> None:
-    """Register the rules for DTensors in this process; called where the first parameter is sharded.
+    """Register the rules for DTensors in this process; called when the first parameter is sharded.
 
-    `torch.library.register_torch_dispatch` is torch's public way to give an operation a meaning for a tensor class.
+    `torch.library.register_torch_dispatch` is torch's public API for overriding an operation for a tensor class.
     """
     for names, rule in ((_DRAWS, _draw), (_FILLS, _fill), (_NEW, _draw_new)):
         for name in names:
@@ -49,7 +49,7 @@ def _draw(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) 
     if not given._local_tensor.is_meta and not _write_through(given, func, rest, kwargs):
         whole = _whole_like(given)
         func(whole, *rest, **(kwargs or {}))
-        _keep_own(given, whole, equalize=func is not torch.ops.aten.bernoulli_.float)  # which dropout calls, too
+        _keep_own(given, whole, equalize=func is not torch.ops.aten.bernoulli_.float)  # dropout calls it, too
     return given
 
 
@@ -70,11 +70,11 @@ def _draw_new(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = No
 
 
 def _write_through(given: DTensor, func: Any, rest: list[Any], kwargs: Any) -> bool:
-    """True if `given` is a part of another DTensor and has memory of its own: the write went to both."""
+    """Write to `given` and its base if `given` is a view of a DTensor with memory of its own; True if it did so."""
     base = given._base if given._is_view() else None
     if not isinstance(base, DTensor) or _memory(base) == _memory(given):
         return False
-    # Of the local part alone: autograd is not to see this.
+    # On the detached local tensor, to hide this from autograd.
     local = base._local_tensor.detach()
     layout: dict[str, Any] = {"shape": base.shape, "stride": base.stride(), "run_check": False}
     whole = DTensor.from_local(local, base.device_mesh, base.placements, **layout).full_tensor().clone()
@@ -90,14 +90,14 @@ def _memory(tensor: DTensor) -> int:
 
 
 def _whole_like(tensor: DTensor) -> Tensor:
-    """Memory for the whole tensor, in the order in which one process has it: draws follow it."""
+    """Memory for the whole tensor, in the order of one process, which draws follow."""
     local = tensor._local_tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=local.dtype, device=local.device)
 
 
 def _keep_own(tensor: DTensor, whole: Tensor, *, equalize: bool = True) -> None:
-    """Write this rank's part of `whole`; with `equalize`, of a tensor that every rank has, the mesh's first rank's:
-    ranks whose random states differ would otherwise hold different copies."""
+    """Write this rank's shard of `whole`. With `equalize`, a replicated tensor gets the values of the mesh's first
+    rank: ranks whose random states differ would otherwise hold different copies."""
     _check_no_terms("a random draw", tensor)
     replicated = all(isinstance(placement, Replicate) for placement in tensor.placements)
     source = 0 if equalize and replicated and type(whole) is Tensor else None  # no collective while tracing

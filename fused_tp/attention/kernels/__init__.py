@@ -1,1 +1,1 @@
-"""What computes one step of attention: the native core, Triton, torch, and a reference in plain torch."""
+"""Kernels for one step of attention: the native core, Triton, torch, and a reference in plain torch."""

@@ -1,4 +1,4 @@
-"""The interface of what computes one step of attention, and what its availability is decided by."""
+"""Interface of the kernels for one step of attention, and the query that decides their availability."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fused_tp.runtime.availability import AVAILABLE, Availability
 
 @dataclass(frozen=True)
 class KernelQuery:
-    """What a kernel is asked for.
+    """Properties of a call that decide which kernels support it.
 
     Attributes:
         plain: scores are scale * q.k, and nothing is dropped.
         grad_lse: the log-sum-exp has a gradient.
-        single: there is one step only, in one tile, so that what torch's kernels round is rounded once; or there are
-            steps of a few tiles, whose sums are in this dtype anyway.
+        single: there is one step only, in one tile, so that torch's kernels round once; or there are steps of a few
+            tiles, whose sums are in this dtype anyway.
         positive_scale: scale is above 0.
         backward: gradients are computed.
     """
@@ -40,9 +40,8 @@ class KernelQuery:
 
 
 class Saved(NamedTuple):
-    """What the backward of some rows reads: of queries q, out, grad_out [B, Sq, H, D or Dv], lse and row_sums
-    [B, H, Sq]; of keys k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]. lse, row_sums and out are those of the whole
-    softmax."""
+    """Tensors that the backward of some rows reads: of queries q, out, grad_out [B, Sq, H, D or Dv], lse and row_sums
+    [B, H, Sq]; of keys k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]. lse, row_sums and out cover all keys."""
 
     q: Tensor
     k: Tensor
@@ -72,16 +71,17 @@ class Sums(NamedTuple):
 
 
 class AttentionKernel(ABC):
-    """Computes one step that is not empty, on its rows alone: q and state are those of queries [q_start, q_stop), k and
-    v those of keys [k_start, k_stop).
+    """Computes one non-empty step, on its rows alone.
+
+    q and state hold queries [q_start, q_stop), k and v keys [k_start, k_stop).
 
     q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]: any strides, last dim dense; query head h reads key head
     h // (H / Hkv), and K/V are never repeated in memory. State and sums may be views of larger ones.
 
     Attributes:
-        name: as FUSED_TP_ATTENTION has it.
+        name: value of FUSED_TP_ATTENTION that selects it.
         reason: why it is chosen, for `explain`.
-        devices: types of devices that somebody would look for it on.
+        devices: device types on which `explain` says why another kernel was chosen.
     """
 
     name: str
@@ -89,22 +89,22 @@ class AttentionKernel(ABC):
     devices: tuple[str, ...] = ()
 
     def available(self, query: KernelQuery) -> Availability:
-        """Whether it can compute such steps."""
+        """Available if this kernel can compute such steps."""
         return AVAILABLE
 
     def deprioritized(self, query: KernelQuery) -> str:
-        """Why another one that can is better; empty where none is."""
+        """The reason to prefer another available kernel; empty if there is none."""
         return ""
 
     @abstractmethod
     def forward(
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
-        """Fold these keys into `state`; `fresh`: it holds nothing yet, and need not be initialised."""
+        """Fold these keys into `state`; `fresh`: it is uninitialised, and is treated as empty."""
 
     def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """(out, lse) as `SoftmaxState.result` gives them, of a call that is this step and no other; None where there is
-        no faster way than through a state."""
+        """Return (out, lse) as `SoftmaxState.result` does, for a call of this step alone; None if no way is faster than
+        through a state."""
         return None
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""The native core's flash attention (csrc/attention): every mask and score there is, on any CPU.
+"""The native core's flash attention (csrc/attention): every mask and score, on any CPU.
 
-Its probabilities meet the values in the dtype of these; all sums are fp32 (fp64 for fp64) and stay so from step to
-step, so that nothing is rounded more often in a ring than on one rank.
+Probabilities are multiplied with the values in the dtype of the values. All sums are fp32 (fp64 for fp64) and stay so
+from step to step, so a ring rounds no more often than one rank.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64:
 
 
 class NativeCpu(AttentionKernel):
-    """For CPU tensors, on torch's number of threads; the result has the same bits for any number.
+    """Attention of CPU tensors on torch's number of threads; the result has the same bits for any number.
 
     Args:
-        isa: at most this instruction set (plain, avx2, avx512, avx512_bf16). Empty: as FUSED_TP_ISA says, else the
-            best there is.
+        isa: the highest instruction set to use (plain, avx2, avx512, avx512_bf16). Empty: that of FUSED_TP_ISA, else
+            the best available.
 
     (Dao, "FlashAttention-2", arXiv:2307.08691.)
     """
@@ -52,7 +52,7 @@ class NativeCpu(AttentionKernel):
             return unavailable("the native core is not built")
         if query.device.type != "cpu":
             return unavailable(f"it takes CPU tensors, not tensors on {query.device}")
-        settings.isa()  # what cannot be raises before anything is sent; the core reads it by itself
+        settings.isa()  # raises for an invalid value before anything is sent; the core reads it by itself
         if query.dtype not in _DTYPES:
             kind = str(query.dtype).removeprefix("torch.")
             return unavailable(f"it takes float32, bfloat16, float16 or float64, not {kind}")
@@ -62,7 +62,7 @@ class NativeCpu(AttentionKernel):
         return self.slower_because(query) if query.single and plain_enough(query) else ""
 
     def slower_because(self, query: KernelQuery) -> str:
-        """Why torch's kernels are faster here: by the dispatch table, else because they use matrix tiles (AMX)."""
+        """Reason that torch's kernels are faster here, from the dispatch table or matrix tiles (AMX); empty if not."""
         head_dim = max(query.head_dim, query.v_head_dim)
         measured = dispatch.attention_kernel(query.dtype, head_dim, query.backward)
         if measured is not None:
@@ -87,7 +87,7 @@ class NativeCpu(AttentionKernel):
 
     def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
         q = saved.q
-        # Autograd may give gradients that are expanded, or of another dtype.
+        # Autograd may pass gradients that are expanded, or of another dtype.
         grad_out = saved.grad_out.to(q.dtype)
         if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
@@ -110,8 +110,8 @@ class NativeCpu(AttentionKernel):
 
 
 def _held(step: Step, scores: Scores, device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
-    """Slopes in the dtype of the sums, which keys are seen, and places of tokens if scores depend on them. Callers hold
-    them: of what two threads make at once for a step, it keeps only one."""
+    """Slopes in the dtype of the sums, intervals of seen keys, and places of tokens if scores depend on them. Callers
+    keep references: if two threads create tensors of a step at once, the step keeps only one of them."""
     known, slopes = step.on(device), scores.alibi_slopes
     names = ("places", "q_indices", "k_indices") if slopes is not None or scores.dropout is not None else ()
     return [
@@ -122,7 +122,7 @@ def _held(step: Step, scores: Scores, device: torch.device, dtype: torch.dtype) 
 
 
 def _problem(held: list[Tensor | None], scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """What both directions compute with; it has addresses, so callers keep alive what is pointed to."""
+    """Arguments of the forward and the backward; they are addresses, so callers must keep the tensors alive."""
     dropout = scores.dropout
     batch, length, heads, dim = q.shape
     return _core.AttentionProblem(
@@ -151,7 +151,7 @@ def _rows_first(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def _heads_first(x: Tensor) -> tuple[int, int, int, int]:
-    """The same of [batch, heads, rows]."""
+    """Address and strides (batch, rows, heads) of [batch, heads, rows]."""
     return x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
 
 

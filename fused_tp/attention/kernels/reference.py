@@ -1,7 +1,7 @@
-"""Steps in plain torch, a block of queries and keys at a time: every device, every dtype, every kind of score.
+"""Reference kernel in plain torch, a block of queries and keys at a time: every device, dtype and kind of score.
 
-In fp32 (fp64 for fp64) throughout, so bits are spent rather than lost; kernels made for it are faster. Finite numbers
-change nothing for who does not see them; a NaN or an infinity reaches all queries of its block.
+Computes in fp32 (fp64 for fp64) throughout, preferring accuracy to speed. Finite numbers do not affect queries that do
+not see their key; a NaN or an infinity reaches all queries of its block.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
 
-_MOST_SCORES = 1 << 22  # that are held at a time, but for 16 rows: a few times 16 MB in fp32; with dropout 16 times
+_MOST_SCORES = 1 << 22  # held at a time (at least 16 rows): a few times 16 MB in fp32; with dropout 16 times
 _KEYS = 1024
 
 
 class Shape(Enum):
-    """What of a tile is seen: all; by row i the keys up to i; by row i the keys from i on; any."""
+    """Seen part of a tile: all; for row i the keys up to i; for row i the keys from i on; any."""
 
     FULL = "full"
     LOWER = "lower"
@@ -51,7 +51,7 @@ class Tile:
 
 
 def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Tile]:
-    """Tiles, FULL or MASKED, of at most these sizes that cover what is seen, without those where nothing is."""
+    """Yield FULL or MASKED tiles of at most these sizes that cover all seen keys; skip tiles without any."""
     for q_start in range(0, step.rows, row_limit):
         q_stop = min(q_start + row_limit, step.rows)
         starts, stops = step.starts[q_start:q_stop], step.stops[q_start:q_stop]
@@ -64,8 +64,8 @@ def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Tile]:
 
 @dataclass(frozen=True)
 class _Probabilities:
-    """Of one block, [B, Hkv, G, rows, keys]: scores, -inf where not seen; what dropout makes of a probability, and the
-    derivative of the cap, where they are not 1."""
+    """Values of one block, [B, Hkv, G, rows, keys]: scores, -inf where not seen; the factor of each probability by
+    dropout, and the derivative of the cap (None: 1)."""
 
     scores: Tensor
     kept: Tensor | None
@@ -74,7 +74,7 @@ class _Probabilities:
 
 
 class Reference(AttentionKernel):
-    """Serves everything."""
+    """Serves every call."""
 
     name = "torch-blocks"
     reason = "plain torch serves every device, dtype and score"
@@ -145,22 +145,22 @@ def _probabilities(step: Step, how: Scores, block: Tile, q: Tensor, k: Tensor, d
 
 
 def _rows_first(x: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, rows, H, D] as [B, Hkv, G, rows, D]."""
+    """Convert [B, rows, H, D] to [B, Hkv, G, rows, D]."""
     return _by_kv_head(x.transpose(1, 2).to(dtype), k)
 
 
 def _keys_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, keys, Hkv, D] as [B, Hkv, 1, keys, D]."""
+    """Convert [B, keys, Hkv, D] to [B, Hkv, 1, keys, D]."""
     return x.transpose(1, 2).unsqueeze(2).to(dtype)
 
 
 def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
-    """[B, H, ...] seen as [B, Hkv, G, ...]."""
+    """View [B, H, ...] as [B, Hkv, G, ...]."""
     return x.unflatten(1, (k.shape[2], -1))
 
 
 def _heads_last(x: Tensor) -> Tensor:
-    """[B, Hkv, G, rows, D] as [B, rows, H, D]."""
+    """Convert [B, Hkv, G, rows, D] to [B, rows, H, D]."""
     return x.flatten(1, 2).transpose(1, 2)
 
 

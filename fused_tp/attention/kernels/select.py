@@ -1,9 +1,9 @@
-"""Which kernel computes the steps of a call: the first in the order of KERNELS that can, or FUSED_TP_ATTENTION's.
+"""Choice of the kernel for a call: the first suitable one in the order of KERNELS, or that of FUSED_TP_ATTENTION.
 
-The order holds what was measured: on CPUs the native kernels are the fastest but for bf16 where torch's have matrix
-tiles (AMX), or where a dispatch table says otherwise (`fused-tp bench --tune` measures it). On GPUs nothing has been
-measured yet: Triton's kernels round once however many steps there are, torch's once each tile of a step; so torch's
-serve what is a single one.
+On CPUs the order follows measurements: the native kernels are the fastest, except for bf16 where torch's kernels use
+matrix tiles (AMX), or where a dispatch table says otherwise (`fused-tp bench --tune` measures it). On GPUs nothing has
+been measured yet: Triton's kernels round once for any number of steps, torch's once per tile of a step, so torch's
+serve calls of a single step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ KERNELS: dict[str, AttentionKernel] = {
 
 
 def choose_kernel(query: KernelQuery) -> tuple[AttentionKernel, str]:
-    """The kernel for such calls, and why it is that one.
+    """The kernel for such calls, and the reason for the choice.
 
     Raises:
-        ValueError: FUSED_TP_ATTENTION names none, or one that cannot.
+        ValueError: FUSED_TP_ATTENTION names no kernel, or one that cannot serve the call.
     """
     return _choose(query, forced_kernel(), settings.table_path())
 
 
 def forced_kernel() -> str | None:
-    """The name that FUSED_TP_ATTENTION gives, or None.
+    """The kernel name in FUSED_TP_ATTENTION, or None.
 
     Raises:
         ValueError: there is no such kernel.
@@ -59,9 +59,9 @@ def kernel_for(
 
 @lru_cache(maxsize=256)
 def _choose(query: KernelQuery, forced: str | None, table: str | None) -> tuple[AttentionKernel, str]:
-    """`table`: the one in force, which kernels read by themselves; here it tells calls apart."""
+    """Implement `choose_kernel`; `table`, the dispatch table, is only a cache key: kernels read it by themselves."""
     if forced is not None:
-        # Only ranks whose log-sum-exp has a gradient know of it, in the backward: it must not make them alone raise.
+        # Only ranks whose log-sum-exp has a gradient know this, in the backward; they must not raise alone.
         available = KERNELS[forced].available(replace(query, grad_lse=False))
         if not available:
             raise ValueError(f"FUSED_TP_ATTENTION={forced} cannot serve this call: {available.reason}.")

@@ -1,15 +1,15 @@
-"""Steps by torch's own flash kernels, tile by tile: plain scores, and `Reference` for tiles of irregular shape.
+"""torch's own flash kernels, tile by tile: plain scores, and `Reference` for tiles of irregular shape.
 
-These kernels round the output of every tile to the dtype of q, and gradients too: one rounding of each term of a sum,
-which is more than kernels that keep fp32 from tile to tile.
+These kernels round the output and the gradients of every tile to the dtype of q, so each term of a sum is rounded
+once; kernels that keep fp32 from tile to tile round less.
 
-They compute rectangles and lower triangles. Where the ends of the intervals advance by zero or one from row to
-row, n rows of a band are
+They compute rectangles and lower triangles. If the ends of the intervals advance by zero or one from row to row, n rows
+of a band are
 
     upper triangle of n - 1, rectangle, lower triangle of n          (sliding window: both ends go up)
     rectangle, lower triangle of n                                   (causal: the end goes up)
 
-and an upper triangle is a lower one of queries and keys in reverse order.
+and an upper triangle is a lower one with queries and keys in reverse order.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from fused_tp.attention.spec import Scores
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 
 _CUDA_MAX_HEAD_DIM = 256
-# Fewer rows are not worth calls of their own; with their neighbours they are one masked tile.
+# Shorter runs of rows are not worth calls of their own; with their neighbours they form one masked tile.
 _FEWEST_ROWS = 64
-_MOST_ROWS = 2048  # of a band whose both ends go up: its triangles are half wasted by kernels that cannot skip
+_MOST_ROWS = 2048  # of a band whose ends both go up: kernels that cannot skip waste half of its triangles
 
 
 _known: WeakKeyDictionary[Step, tuple[Tile, ...]] = WeakKeyDictionary()
 
 
 def tiles(step: Step) -> tuple[Tile, ...]:
-    """Disjoint, and together all that is seen; made once."""
+    """Disjoint tiles that together cover all seen keys of a step; cached."""
     found = _known.get(step)
     if found is None:
         found = _known[step] = tuple(_tiles(step))
@@ -53,7 +53,7 @@ def _tiles(step: Step) -> Iterator[Tile]:
     if step.is_full:
         yield Tile(Shape.FULL, 0, step.rows, 0, step.keys)
         return
-    waiting = 0  # the first row of short runs that are not served yet
+    waiting = 0  # the first row of short runs that no tile covers yet
     for start, stop in _runs(step):
         if stop - start < _FEWEST_ROWS:
             continue
@@ -64,11 +64,11 @@ def _tiles(step: Step) -> Iterator[Tile]:
 
 
 def _runs(step: Step) -> Iterator[tuple[int, int]]:
-    """Maximal runs of rows whose interval ends both advance by 0 or by 1 per row."""
+    """Yield maximal runs of rows whose interval ends both advance by a constant 0 or 1 per row."""
     slopes = np.stack([np.diff(step.starts), np.diff(step.stops)])
     regular = ((slopes == 0) | (slopes == 1)).all(0)
-    # Behind a step that is not regular a run begins; where a regular one is followed by another, the row between them
-    # still belongs to the run before.
+    # A run begins after an irregular step. If a different step follows a regular one, the row between them still
+    # belongs to the run before.
     changed = (slopes[:, 1:] != slopes[:, :-1]).any(0) & regular[:-1]
     begins = np.union1d(np.flatnonzero(~regular) + 1, np.flatnonzero(changed) + 2)
     bounds = [0, *map(int, begins), step.rows]
@@ -106,7 +106,7 @@ def _masked(step: Step, start: int, stop: int) -> Iterator[Tile]:
 
 
 def plain_enough(query: KernelQuery) -> Availability:
-    """Whether torch's flash kernels have such scores."""
+    """Available if torch's flash kernels support such scores."""
     if not query.plain:
         return unavailable("torch's kernels know no softcap, ALiBi and dropout by position")
     if not query.positive_scale:
@@ -115,10 +115,10 @@ def plain_enough(query: KernelQuery) -> Availability:
 
 
 class TorchFlash(AttentionKernel):
-    """What torch's flash kernels have in common: [B, H, S, D], one head_dim for q, k and v (zeros that are appended
-    change no score and give columns that are cut off again), and a causal mask that starts at the first key."""
+    """Base of torch's flash kernels: [B, H, S, D], one head_dim for q, k and v (padding with zeros changes no score,
+    and the extra columns are dropped), and a causal mask that starts at the first key."""
 
-    multiple = 1  # of which a head_dim must be
+    multiple = 1  # head_dim must be a multiple of this
 
     def forward(
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
@@ -146,7 +146,7 @@ class TorchFlash(AttentionKernel):
         return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse.contiguous()
 
     def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
-        """The kernels make `row_sums` themselves, from grad_out and out: so lse must have had no gradient."""
+        """Add this step's terms. The kernels compute `row_sums` from grad_out and out, so lse must have no gradient."""
         sums = sums._replace(d_slopes=None)
         for tile in tiles(step):
             part, totals = saved.part(tile.rows, tile.keys), sums.part(tile.rows, tile.keys)
@@ -163,20 +163,20 @@ class TorchFlash(AttentionKernel):
                 total += turn(term[..., : total.shape[-1]].transpose(1, 2))
 
     def _ready(self, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
-        """[B, S, H, D] as [B, H, S, the head_dim of the kernel]."""
+        """Convert [B, S, H, D] to [B, H, S, head_dim of the kernel]."""
         width = -(-max(q.shape[-1], v.shape[-1]) // self.multiple) * self.multiple
         x = x.transpose(1, 2)
         return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """(out, lse [B, H, S])."""
+        """Return (out, lse [B, H, S])."""
 
     @abstractmethod
     def _backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv)."""
+        """Return (dq, dk, dv)."""
 
 
 def _part(step: Step, tile: Tile) -> Step:
@@ -184,7 +184,7 @@ def _part(step: Step, tile: Tile) -> Step:
 
 
 def _turner(tile: Tile) -> Callable[[Tensor], Tensor]:
-    """Reverses the order of tokens, dim 1, where that makes a lower triangle of the tile."""
+    """Function that reverses the tokens (dim 1) of an upper triangle, which makes it a lower one; else the identity."""
     return (lambda x: x.flip(1)) if tile.shape is Shape.UPPER else (lambda x: x)
 
 
@@ -212,7 +212,7 @@ class TorchCpuFlash(TorchFlash):
 
 
 class TorchCudaFlash(TorchFlash):
-    """The FlashAttention-2 that comes with torch: float16 and bfloat16, head_dim up to 256."""
+    """torch's FlashAttention-2: float16 and bfloat16, head_dim up to 256."""
 
     name = "torch-cuda"
     reason = "torch's FlashAttention serves plain scores"
@@ -239,7 +239,7 @@ class TorchCudaFlash(TorchFlash):
         # Without dropout no random numbers are drawn, so the state that the forward returned need not be kept.
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
-        with _deterministic():  # it would add to dq in the order of arrival
+        with _deterministic():  # otherwise terms of dq are added in the order of arrival
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad_out,
                 q,
@@ -262,7 +262,7 @@ class TorchCudaFlash(TorchFlash):
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """torch's choice of deterministic kernels, for what is launched inside."""
+    """Context in which torch launches deterministic kernels."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -1,4 +1,4 @@
-"""Steps by this package's own kernels, in Triton: every mask and kind of score, and a state that is never rounded."""
+"""The package's own Triton kernels: every mask and kind of score, and a state that is never rounded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fused_tp.runtime.availability import AVAILABLE, Availability, has_triton, u
 
 
 def launchable(query: KernelQuery) -> Availability:
-    """Whether `TritonFlash` can compute such steps; `plain` and `grad_lse` make no difference."""
+    """Available if `TritonFlash` can compute such steps, for any `plain` and `grad_lse`."""
     if not has_triton():
         return unavailable("Triton is not installed")
     here = None if query.device.type == "cuda" and not torch.cuda.is_available() else query.device
@@ -33,7 +33,7 @@ def launchable(query: KernelQuery) -> Availability:
 
 
 class TritonFlash(AttentionKernel):
-    """Serves what is `launchable`. Products of fp32 are exact."""
+    """Serves every query that is `launchable`. Products of fp32 are exact."""
 
     name = "triton"
     reason = "the Triton kernels round once in all steps"
@@ -62,7 +62,7 @@ class TritonFlash(AttentionKernel):
         return result
 
     def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
-        """Add this step's terms; every run gives the same bits."""
+        """Add this step's terms, with the same bits in every run."""
         _kernels().flash_backward(
             saved.grad_out,
             saved.q,
@@ -89,7 +89,7 @@ def _kernels() -> ModuleType:
 
 
 def terms_of(scores: Scores) -> Any:
-    """`scores` as the kernels take them."""
+    """Convert `scores` to the type that the kernels take."""
     kernels = _kernels()
     drop = scores.dropout
     dropout = None if drop is None else kernels.Dropout(drop.p, drop.seed, drop.first_head)
