@@ -2,7 +2,7 @@
 
 | way         | ranks | variants that alternate step by step on these ranks  |
 |-------------|-------|------------------------------------------------------|
-| one process | 1     | one thread; as many as the largest way has ranks     |
+| one process | 1     | one thread; a thread per rank of the largest way     |
 | tp, cp, ... | n     | fused_tp; plain collectives, if it uses tp or cp     |
 
 Other load on the machine affects both variants equally, so that the ratio of their times is reliable even where the

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Settings = TypeVar("Settings")
-# Ranks of one host need no network; gloo would look for the address of the host's name, which may not resolve.
+# Ranks of one host need no network. Otherwise gloo resolves the host's name, which can fail.
 LOOPBACK = "lo"
 _LONGEST_FOLDER = 64  # a socket's path has 104 bytes at most, of which names in the folder take some 35
 # Files in a folder that only this user can read and write. Rejected: keys of the ranks' store, which others may reach

@@ -130,7 +130,7 @@ class ParallelConfig:
         sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1 and name != without]
         return " x ".join(sizes) or "one rank"
 
-    # -- files and the words of others --------------------------------------------------------------------------------
+    # -- files and keys of other libraries ----------------------------------------------------------------------------
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ParallelConfig:

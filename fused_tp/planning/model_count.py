@@ -1,4 +1,4 @@
-"""Count a transformers model on the meta device, where it has the sizes of all parameters and no memory.
+"""Count a transformers model on the meta device, where parameters have sizes but take no memory.
 
 | `ModelShape` part | counted by                                                                                     |
 |-------------------|------------------------------------------------------------------------------------------------|
