@@ -92,7 +92,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
-    """All steps of the selftest."""
+    """All steps of the selftest, in execution order."""
     from fused_tp.selftest.kernels import ALONE, GROUPS
 
     def body(*words: str) -> list[str]:
