@@ -1,7 +1,8 @@
-"""Core tests on the versions of Python and torch that are supported: `make test-matrix`; `ARGS=--list` names them.
+"""Run the core tests on the supported versions of Python and torch: `make test-matrix`; `ARGS=--list` lists them.
 
-Each combination has a virtual environment of its own in build/nox, of 5 GB, as PyPI's torch for Linux brings CUDA.
-A Python that is not installed is skipped and said so; pyenv offers several with PYENV_VERSION=3.10.13:3.12.1:3.13.0.
+Each combination has its own virtual environment in build/nox, of 5 GB, as PyPI's torch for Linux includes CUDA.
+A Python that is not installed is skipped with a message; pyenv provides several with
+PYENV_VERSION=3.10.13:3.12.1:3.13.0.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import nox
 nox.options.envdir = "build/nox"
 nox.options.reuse_existing_virtualenvs = True
 
-# (Python, torch): the oldest of both, what GPU images have in 2026, the pinned ones, and the newest.
+# (Python, torch): the oldest of both, the versions in GPU images of 2026, the pinned ones, and the newest.
 COMBINATIONS = [("3.10", "2.10.0"), ("3.12", "2.11.0"), ("3.11", "2.13.0"), ("3.13", "2.15.0")]
-# Triton 3.6, which comes with torch 2.10 and 2.11, interprets kernels with numpy before 2.4 only.
+# The interpreter of Triton 3.6, which torch 2.10 and 2.11 install, supports numpy before 2.4 only.
 NUMPY = {"2.10.0": "numpy<2.4", "2.11.0": "numpy<2.4"}
 CORE = [
     *(

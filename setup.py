@@ -1,20 +1,20 @@
-"""Builds the native parts of fused_tp; everything else about the package is in pyproject.toml.
+"""Build the native parts of fused_tp; pyproject.toml defines everything else about the package.
 
 `fused_tp._core`, in C++, needs a C++17 compiler and pybind11. `fused_tp/_cuda.so`, the device kernels of csrc/cuda,
-needs nvcc; it is compiled where a GPU is visible, for that GPU alone, or where the environment asks for it. Neither
-needs torch or NCCL. What cannot be built is left out, with a sentence that says why and what is lost. From the
-environment:
+needs nvcc; it is compiled if a GPU is visible, for that GPU alone, or if the environment requests it. Neither needs
+torch or NCCL. A part that cannot be built is left out, with a message that gives the reason and the consequence.
+Environment variables:
 
-    FUSED_TP_REQUIRE_NATIVE=1   a core that cannot be built is an error (the Makefile sets it)
+    FUSED_TP_REQUIRE_NATIVE=1   fail if the core cannot be built (the Makefile sets it)
     FUSED_TP_CUDA=0             build no device kernels
-    FUSED_TP_CUDA=1             build device kernels for all of 80;90a;100a+PTX that nvcc knows, GPU or not (about three
-                                minutes on two cores); if they cannot be built, that is an error
-    FUSED_TP_CUDA_ARCHS         the GPUs to build for, such as 90a or 80;90a+PTX; an error too if it cannot be done
-    CUDA_HOME, CUDA_PATH        where nvcc is, and no other is taken; without them one of PATH or /usr/local/cuda
-    CXX, CXXFLAGS, LDFLAGS      as always; CXXFLAGS and LDFLAGS for the core, NVCC_APPEND_FLAGS for nvcc
-    MAX_JOBS                    how many files compile at once (ninja chooses without it)
+    FUSED_TP_CUDA=1             build device kernels for all of 80;90a;100a+PTX that nvcc supports, even without a GPU
+                                (about three minutes on two cores); fail if they cannot be built
+    FUSED_TP_CUDA_ARCHS         architectures to build for, such as 90a or 80;90a+PTX; fail if they cannot be built
+    CUDA_HOME, CUDA_PATH        the only folder to search for nvcc; without them PATH and /usr/local/cuda are searched
+    CXX, CXXFLAGS, LDFLAGS      as usual; CXXFLAGS and LDFLAGS apply to the core, NVCC_APPEND_FLAGS to nvcc
+    MAX_JOBS                    number of files to compile in parallel (default: ninja's)
 
-A variable that cannot be parsed is an error in every case.
+A variable that cannot be parsed always fails the build.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from native_build import (  # noqa: E402  # found only now
     visible_archs,
 )
 
-# These live beside the package and are installed inside it: the triton project ships a top-level `triton_kernels` of
-# its own, and top-level `examples` and `benchmarks` would be anybody's.
+# Folders beside the package that are installed inside it: the triton project ships a top-level package
+# `triton_kernels`, too, and top-level names `examples` and `benchmarks` could clash with others.
 FOLDED_IN = {f"fused_tp.{folder}": folder for folder in ("triton_kernels", "examples", "benchmarks")}
 
-# Optional: what was not built is not copied either.
+# Optional, so that setuptools does not copy a part that was not built.
 CORE = Extension("fused_tp._core", sources=[], language="c++", optional=True)
 CUDA = Extension("fused_tp._cuda", sources=[], language="c++", optional=True)
 
 
 class BuildNative(build_ext):
-    """Each part by its own builder; a part that cannot be built is no error, unless the environment says so."""
+    """Build each part with its own builder; a part that cannot be built fails only if the environment requires it."""
 
     def run(self) -> None:
         try:
@@ -64,7 +64,7 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         is_core = ext.name == CORE.name
         output = Path(self.get_ext_fullpath(ext.name))
-        output.unlink(missing_ok=True)  # of an earlier build, which the wheel would take
+        output.unlink(missing_ok=True)  # else the wheel would contain the output of an earlier build
         archs = os.environ.get("FUSED_TP_CUDA_ARCHS", "")
         required = self.core_required if is_core else self.cuda_wanted or bool(archs)
         if not is_core and self.cuda_wanted is False:
@@ -88,7 +88,7 @@ class BuildNative(build_ext):
             print(f"fused_tp: {without_core(error) if is_core else without_cuda(error)}")
 
     def copy_extensions_to_source(self) -> None:
-        """For an editable installation. What was not built now must not be loaded from an earlier build either."""
+        """Copy the parts for an editable installation, and remove those of an earlier build that were not built now."""
         super().copy_extensions_to_source()
         for built, in_place in super().get_output_mapping().items():
             if not Path(built).exists() and Path(in_place).exists():
@@ -99,7 +99,7 @@ class BuildNative(build_ext):
         return {built: place for built, place in super().get_output_mapping().items() if Path(built).exists()}
 
     def get_ext_filename(self, fullname: str) -> str:
-        """The device kernels are a plain library that knows no Python, so that its name has no version of it."""
+        """File name of a part; the device kernels are a plain library, without Python's version in their name."""
         if fullname.split(".")[-1] == "_cuda":
             return os.path.join(*fullname.split(".")) + ".so"
         return super().get_ext_filename(fullname)

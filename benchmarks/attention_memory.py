@@ -1,11 +1,11 @@
-"""What a sequence costs in memory on each rank: `python -m benchmarks.attention_memory [--tokens N ...]`.
+"""Memory of a sequence on each rank: `python -m benchmarks.attention_memory [--tokens N ...]`.
 
-Forward and backward of causal zigzag attention in bf16, inputs and gradients included; W ranks as processes of one
-thread, new ones for each figure. A rank's figure is what it adds to the host at its peak: private pages (the peak that
-Linux counts, VmHWM) above those it had before, and the pages of its own shared memory. A peer's memory that it reads in
-place is the peer's; it is mapped and touched beforehand, so that its share of VmHWM is known. malloc gives back at once
-what is freed (M_MMAP_THRESHOLD), for a figure of what is used and not of what a heap keeps. Each figure is a line that
-is added to attention_memory.jsonl.
+Forward and backward of causal zigzag attention in bf16, inputs and gradients included. The W ranks are processes of one
+thread, started anew for each figure. A rank's figure is the memory that it adds to the host at its peak: private pages
+(VmHWM, the peak that Linux counts) above those before, and the pages of its own shared memory. A peer's memory that a
+rank reads in place counts for the peer; the rank maps and touches it beforehand, so that its share of VmHWM is known.
+malloc returns freed memory at once (M_MMAP_THRESHOLD), so that the figure shows memory in use and not memory that a
+heap retains. Each figure is appended as a line to attention_memory.jsonl.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ HEADS, HEAD_DIM, DTYPE = 2, 64, torch.bfloat16
 TOKENS, RANKS = (4096, 8192, 16384, 32768, 65536), (1, 2, 4)
 WAYS = {"fused_tp, messages": "0", "fused_tp, shared memory": "1"}  # FUSED_TP_SHM
 TORCH = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, math": SDPBackend.MATH}
-MOST_MATH_TOKENS = 8192  # whose scores take 2 GiB
+MOST_MATH_TOKENS = 8192  # their scores take 2 GiB
 SECONDS = 3600.0
 
-_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM = -3, 1 << 16  # of glibc's mallopt
+_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM = -3, 1 << 16  # option of glibc's mallopt, and its value in bytes
 
 
 @dataclass(frozen=True)
 class Peak:
-    """MiB of the rank that needs most, of `tokens` in all on `ranks` ranks."""
+    """MiB of the rank that needs most, for `tokens` tokens in total on `ranks` ranks."""
 
     way: str
     tokens: int
@@ -52,25 +52,25 @@ class Peak:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all figures of a run have in common."""
+    """Sizes that all figures of a run share."""
 
     heads: int = HEADS
     head_dim: int = HEAD_DIM
 
     def chunk_mib(self, tokens: int) -> float:
-        """K and V of so many tokens."""
+        """MiB of K and V of `tokens` tokens."""
         return 2 * tokens * self.heads * self.head_dim * DTYPE.itemsize / 2**20
 
 
 def measure(context: RankContext, way: str, tokens: int, setting: Setting) -> float:
-    """MiB of this rank, in a process that has measured nothing yet; `tokens` in all."""
+    """MiB of this rank, in a process that has measured nothing yet, for `tokens` tokens in total."""
     if way in WAYS:
         os.environ["FUSED_TP_SHM"] = WAYS[way]
     return peak_mib(way, tokens, context.world_size, setting)
 
 
 def peak_mib(way: str, tokens: int, world_size: int, setting: Setting) -> float:
-    """The same; the world has `world_size` ranks, and FUSED_TP_SHM is set."""
+    """MiB of this rank, as `measure`, with `world_size` ranks and FUSED_TP_SHM already set."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM)
 
@@ -78,14 +78,14 @@ def peak_mib(way: str, tokens: int, world_size: int, setting: Setting) -> float:
         gc.collect()
         libc.malloc_trim(0)
 
-    _run(way, 64 * world_size, world_size, setting)  # whatever is made once
+    _run(way, 64 * world_size, world_size, setting)  # allocates everything that is allocated only once
     trim()
     before = _kib("RssAnon") + _kib("RssFile")
     if way in WAYS:
         _touch_peers(tokens // world_size, world_size, setting)
     trim()
-    shared = _kib("RssShmem")  # grows, if at all: so no part of a peak is missed
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    shared = _kib("RssShmem")  # can only grow, so the figure never misses a part of a peak
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     _run(way, tokens, world_size, setting)
     return (_kib("VmHWM") - shared - before + _own_shared_kib()) / 1024
 
@@ -98,19 +98,19 @@ def _kib(name: str) -> int:
 
 
 def _own_shared_kib() -> int:
-    """Pages of the shared memory that this process has made; of peers' it holds no descriptors."""
+    """KiB of the shared memory that this process has created; it holds no descriptors of its peers'."""
     blocks = 0
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             if "memfd:fused_tp" in os.readlink(descriptor):
                 blocks += descriptor.stat().st_blocks
-        except OSError:  # that of the directory itself, which is closed by now
+        except OSError:  # the descriptor of the directory itself, which is closed by now
             continue
     return blocks // 2
 
 
 def _inputs(tokens: int, setting: Setting) -> list[Tensor]:
-    """q, k, v, as leaves, and the gradient of the output."""
+    """Create q, k, v as leaves, and the gradient of the output."""
     shape = 1, tokens, setting.heads, setting.head_dim
     return [torch.full(shape, 0.01 * i, dtype=DTYPE, requires_grad=i < 3) for i in range(4)]
 
@@ -130,7 +130,7 @@ def _run(way: str, tokens: int, world_size: int, setting: Setting) -> None:
 
 
 def _touch_peers(tokens: int, world_size: int, setting: Setting) -> None:
-    """Few queries that look at all ranks' keys: every page that a ring reads of its peers is then mapped here."""
+    """Attend from a few queries to all ranks' keys, which maps every page of peers that a ring reads."""
     from fused_tp import ring_attention
 
     (q, *_), (_, k, v, _) = _inputs(64, setting), _inputs(tokens, setting)
@@ -139,7 +139,7 @@ def _touch_peers(tokens: int, world_size: int, setting: Setting) -> None:
 
 
 def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: Setting) -> Iterator[Peak]:
-    """`tokens` on each rank: W ranks have a sequence W times as long. torch's are on one rank alone."""
+    """Measure with `tokens` tokens per rank: W ranks hold a sequence W times as long. torch runs on one rank only."""
     for length, world_size, way in itertools.product(tokens, sorted(ranks), ways):
         if way in TORCH and (world_size > 1 or (way == "torch, math" and length > MOST_MATH_TOKENS)):
             continue
@@ -149,7 +149,7 @@ def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], sett
 
 
 def limit(found: Sequence[Peak], peak: Peak, setting: Setting) -> float | None:
-    """What one rank needs for as many tokens as each of `peak` has, and two chunks, which are under way in a ring."""
+    """MiB of one rank with the tokens of a rank of `peak`, plus two chunks of K/V, which are in flight in a ring."""
     length = peak.tokens // peak.ranks
     alone = [p.mib for p in found if (p.way, p.tokens, p.ranks) == (peak.way, length, 1)]
     return alone[0] + 2 * setting.chunk_mib(length) if alone and peak.ranks > 1 else None

@@ -1,4 +1,4 @@
-"""What a case is: contestants that do the same work, how fused_tp is compared with each, how answers are checked."""
+"""Benchmark cases: contestants that do the same work, their comparison with fused_tp, and checks of their results."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor
 OURS = "fused_tp"
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Of the largest number in the expected answer. A sum of terms rounded apart differs by about one step of the dtype from
-# one rounded once; the bound is what tells a wrong answer from another rounding, not a test of accuracy.
+# Relative to the largest number in the expected result. A sum of separately rounded terms differs by about one step of
+# the dtype from a sum rounded once; the bound separates wrong results from other roundings, and does not test accuracy.
 TOLERANCES = {torch.bfloat16: 0.03, torch.float32: 1e-4}
 
 
 class Unavailable(Exception):
-    """A contestant cannot run here; the message says why in a sentence."""
+    """Raised if a contestant cannot run here; the message is a sentence with the reason."""
 
 
 @dataclass
 class Contestant:
-    """One way of doing the work of a case.
+    """One implementation of the work of a case.
 
     Attributes:
-        run: does it once. What it returns is dropped within the timed span, as freeing is part of the cost.
-        check: raises AssertionError if what run() computes is wrong; None for a floor that computes only a part.
-        note: goes into the record.
-        repeats: how often run() does what one time is to be of.
-        on_host: on a GPU, time how long the host is busy; run() must leave room in the queues of the streams.
+        run: does the work once. Its result is dropped within the timed span, as freeing is part of the cost.
+        check: raises AssertionError if run() computes a wrong result; None for a floor that does only part of the work.
+        note: note for the record.
+        repeats: number of times that run() repeats the work that one time refers to.
+        on_host: on a GPU, time how long the host is busy; run() must not fill the queues of the streams.
     """
 
     run: Callable[[], Any]
@@ -42,30 +42,30 @@ class Contestant:
     on_host: bool = False
 
 
-# Makes a contestant, on all ranks. Raises Unavailable, or ImportError where a package is missing.
+# Creates a contestant, on all ranks. Raises Unavailable, or ImportError if a package is missing.
 Maker = Callable[[], Contestant]
 Makers = dict[str, Maker]
 
 
 class Context(Protocol):
-    """Where a case runs: a rank of CPU processes (`ranks.RankContext`), or a GPU (`gpu_timing.GpuContext`)."""
+    """Environment of a running case: a rank on the CPU (`ranks.RankContext`), or a GPU (`gpu_timing.GpuContext`)."""
 
-    checks_again: bool  # answers, also after the last round
+    checks_again: bool  # check results again after the last round
 
     def exchange(self, mine: Any) -> list[Any]:
-        """`mine` of every rank."""
+        """Return `mine` of every rank."""
 
     def synchronize(self) -> None:
-        """Return once what was launched has ended; raises what it raised."""
+        """Return once all launched work has ended, and raise its errors."""
 
     def start(self, case: Case) -> None:
-        """The contestants that are made and timed next are those of `case`."""
+        """Prepare for `case`, whose contestants are created and timed next."""
 
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:
-        """(seconds of one call, calls to time at once), the same numbers on every rank."""
+        """Return (seconds of one call, calls to time together), equal on every rank."""
 
     def seconds(self, contestant: Contestant, calls: int) -> float:
-        """Seconds of one of so many calls, timed together, on this rank."""
+        """Return seconds per call of `calls` calls that are timed together, on this rank."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +96,15 @@ class Quartiles:
 
 
 def slowest(seconds_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """The time of the slowest rank in each round. Takes [rank][round], all ranks with the same rounds."""
+    """Time of the slowest rank in each round. Takes [rank][round], with equally many rounds on all ranks."""
     return [max(times) for times in zip(*seconds_by_rank, strict=True)]
 
 
 def paired(numerator: Sequence[float], denominator: Sequence[float]) -> Quartiles:
     """Quartiles of the round-by-round ratio.
 
-    A machine that slows down for a second slows down all contestants of a round, so ratios within a round stay
-    true where a ratio of two separate medians does not. The median forgives a round that another program disturbed.
+    A machine that slows down for a second slows down all contestants of a round. Ratios within a round therefore stay
+    valid, while a ratio of two separate medians does not. The median ignores rounds that another program disturbed.
 
     Example:
         >>> paired([2.0, 4.0, 9.0], [1.0, 2.0, 3.0]).median
@@ -115,7 +115,7 @@ def paired(numerator: Sequence[float], denominator: Sequence[float]) -> Quartile
 
 @dataclass(frozen=True)
 class Measure:
-    """How two contestants are compared: `of(ours, rival, world_size)`, and whether less is better."""
+    """Comparison of two contestants: `of(ours, rival, world_size)`, and `lower_is_better`."""
 
     name: str
     lower_is_better: bool
@@ -124,22 +124,22 @@ class Measure:
     def meets(self, value: float, bar: float) -> bool:
         return value <= bar if self.lower_is_better else value >= bar
 
-    def __reduce__(self) -> str:  # cases travel to ranks, functions without a name do not
+    def __reduce__(self) -> str:  # cases are pickled to be sent to ranks, and lambdas cannot be pickled
         return self.name.upper().replace(" ", "_")
 
 
 TIME_RATIO = Measure("time ratio", True, lambda ours, rival, size: paired(ours, rival))
 SPEEDUP = Measure("speedup", False, lambda ours, rival, size: paired(rival, ours))
-# The rival does on one rank what ours spreads over W: 1.0 is W ranks being W times as fast.
+# The rival does on one rank the work that ours shards over W: at 1.0, W ranks are W times as fast.
 EFFICIENCY = Measure("efficiency", False, lambda ours, rival, size: paired(rival, [size * s for s in ours]))
-# Of ours alone: what is judged by the clock. Its rival says what the machine can do.
+# Absolute time of ours. The rival only shows the time that the machine can reach.
 MICROSECONDS = Measure("microseconds", True, lambda ours, rival, size: Quartiles.of([1e6 * s for s in ours]))
 MEASURES = {measure.name: measure for measure in (TIME_RATIO, SPEEDUP, EFFICIENCY, MICROSECONDS)}
 
 
 @dataclass(frozen=True)
 class Rival:
-    """Who fused_tp is compared with, and how; `bar` and `aim` are values of `measure`."""
+    """Comparison of fused_tp with one contestant; `bar` and `aim` are values of `measure`."""
 
     measure: Measure
     bar: float | None = None
@@ -152,10 +152,10 @@ class Case:
 
     Attributes:
         name: family/dtype/size, unique.
-        make: called on each rank as make(context, **parameters); must be of the top level of a module.
-        rivals: by contestant's name; contestants that are not here are shown with their times only.
-        seconds: about how long all rounds together should take.
-        flops, nbytes: of all ranks together, for the rate in a record's note; 0 where there is none to tell.
+        make: called on each rank as make(context, **parameters); must be defined at the top level of a module.
+        rivals: comparisons by contestant's name; contestants without one are shown with their times only.
+        seconds: approximate time of all rounds together.
+        flops, nbytes: totals over all ranks, for the rate in a record's note; 0 if it has no rate.
     """
 
     name: str
@@ -172,17 +172,17 @@ class Case:
         return self.name.split("/")[0]
 
     def rate(self, ms: float) -> str:
-        """What a call of so many milliseconds multiplies or moves in a second, else its microseconds."""
+        """Rate of a call of `ms` milliseconds in TFLOP/s or GB/s, or its time in microseconds if it has no rate."""
         if self.flops:
             return f"{self.flops / ms / 1e9:.0f} TFLOP/s"
         return f"{self.nbytes / ms / 1e6:.0f} GB/s" if self.nbytes else f"{1e3 * ms:.2f} us"
 
 
 def select(cases: Iterable[Case], pattern: str, option: str) -> list[Case]:
-    """Those whose name contains a match of `pattern`, which came with `option`.
+    """Select the cases whose name contains a match of `pattern`, the value of `option`.
 
     Raises:
-        ValueError: it is not a regular expression or matches none; a sentence.
+        ValueError: `pattern` is not a regular expression, or matches no case.
     """
     try:
         chosen = [case for case in cases if re.search(pattern, case.name)]
@@ -194,7 +194,7 @@ def select(cases: Iterable[Case], pattern: str, option: str) -> list[Case]:
 
 
 def checked(run: Callable[[], Tensor], expected: Tensor, note: str = "") -> Contestant:
-    """A contestant whose answer must be `expected`, to within the rounding of its dtype."""
+    """Contestant whose result must be `expected`, up to rounding in its dtype."""
 
     def check() -> None:
         assert_close(run(), expected)
@@ -203,7 +203,7 @@ def checked(run: Callable[[], Tensor], expected: Tensor, note: str = "") -> Cont
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """Raises AssertionError where `actual` is further from `expected` than rounding in its dtype explains."""
+    """Raise AssertionError if `actual` differs from `expected` by more than rounding in its dtype explains."""
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     error = (actual.double() - expected.double()).abs().max().item()
     bound = TOLERANCES[actual.dtype] * expected.double().abs().max().item()

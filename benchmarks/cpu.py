@@ -25,13 +25,13 @@ from .results import Record, merge, read, records_of, this_machine, versions
 from .runner import run_case
 from .table import markdown
 
-RANKS = (2, 4, 8, 16)  # what the sizes of all cases divide by
-# For a case to start in: DeepSpeed's extension is compiled in the first that needs it.
+RANKS = (2, 4, 8, 16)  # numbers of ranks that divide the sizes of all cases
+# Time for a case to start: the first case that needs DeepSpeed's extension compiles it.
 STARTING_SECONDS = 300.0
 
 
 def cpu_cases() -> list[Case]:
-    """The CPU suite in the order of its table."""
+    """Cases of the CPU suite, in the order of its table."""
     return [*cpu_matmul.cases(), *cpu_attention.cases(), *cpu_block.cases(), *cpu_experts.cases()]
 
 
@@ -43,19 +43,19 @@ def run(
     scale: float = 1.0,
     say: Callable[[str], None] = print,
 ) -> Iterator[tuple[Case, list[Record]]]:
-    """Run cases one after the other; yields each with its records, none where it failed.
+    """Run cases one after the other; yield each with its records, empty if it failed.
 
     Args:
-        rounds: of every case; None for as many as fit the case's time.
+        rounds: rounds of every case; None for as many as fit the case's time.
         scale: multiplies the time of every case.
-        say: is given a sentence for what is skipped or has failed, and why.
+        say: called with a sentence on each skipped contestant and failed case.
     """
     for _, family in itertools.groupby(cases, key=lambda case: case.family):
         ranks: Ranks | None = None
         try:
             for case in family:
                 try:
-                    # New ranks for each family, and after a failure, which takes the ranks with it.
+                    # New ranks for each family, and after a failure, which ends the ranks.
                     ranks = ranks or Ranks(world_size)
                     deadline = STARTING_SECONDS + 4 * scale * case.seconds
                     times = ranks.call(run_case, case, rounds, scale, seconds=deadline)
@@ -73,7 +73,7 @@ def run(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the suite, and those of tuning."""
+    """Add the options of the suite and of tuning."""
     parser.add_argument("--case", default="", metavar="REGEX", help="only cases whose name contains a match")
     parser.add_argument("--rounds", type=at_least(1), metavar="N", help="rounds of each case (as many as fit its time)")
     parser.add_argument("--scale", type=positive, default=1.0, metavar="X", help="multiply the time for each case (1)")
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run, print and store, or tune; 0 if all went well, 1 if a case failed, 2 if the arguments do not fit."""
+    """Run, print and store, or tune; exit code 0: done, 1: a case failed, 2: invalid arguments."""
     if options.tune:
         return _tune(options)
     if options.table is not None:
@@ -114,7 +114,7 @@ def main(options: argparse.Namespace) -> int:
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0
-    importlib.import_module("matplotlib")  # a missing one shows now, not after minutes of measuring
+    importlib.import_module("matplotlib")  # if missing, it fails now, not after minutes of measuring
     path = options.out / "cpu.jsonl"
     fresh: list[Record] = []
     failed = 0
@@ -124,7 +124,7 @@ def main(options: argparse.Namespace) -> int:
         failed += not records
         fresh += records
         if records:
-            merge(path, records)  # at once: an interrupted run keeps what it has
+            merge(path, records)  # after each case, so that an interrupted run keeps its records
     if not fresh:
         return 1
     print(markdown(fresh))
@@ -160,7 +160,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def from_command_line(arguments: Sequence[str] | None = None) -> int:
-    """`python -m benchmarks.cpu`."""
+    """Entry point of `python -m benchmarks.cpu`."""
     parser = argparse.ArgumentParser(prog="benchmarks.cpu", description=__doc__)
     add_arguments(parser)
     return main(parser.parse_args(arguments))

@@ -1,4 +1,4 @@
-"""Ring attention: how much of W times the speed W ranks give, on a long sequence, on documents, in a window."""
+"""Scaling efficiency of ring attention over W ranks: a long sequence, packed documents, and a window."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ HEADS, HEAD_DIM = 8, 64
 SEQ, DOCUMENTS_SEQ, WINDOW_SEQ = 8192, 16384, 16384
 DOCUMENTS, WINDOW = 32, 1024
 TORCH = "torch on one rank"
-# The cores of a machine share caches, memory and clock. With all at work on a whole sequence each, a core gets no more
-# of them than under the ring.
+# The cores of a machine share caches, memory and clock. If every core computes a whole sequence, each gets no more of
+# them than under the ring.
 TORCH_ON_ALL = "torch on every rank"
 ALONE = "fused_tp on one rank"
 ALONE_ON_ALL = "fused_tp on every rank"
@@ -29,7 +29,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def cases() -> list[Case]:
-    """All of this file."""
+    """All cases of this file."""
     causal = {
         TORCH: Rival(EFFICIENCY, bar=0.95, aim=0.98),
         TORCH_ON_ALL: Rival(EFFICIENCY),
@@ -59,7 +59,7 @@ def cases() -> list[Case]:
 
 
 def zipf_lengths(documents: int, total: int) -> list[int]:
-    """Lengths in proportion to 1 / rank that add up to `total`, in an order that has no pattern."""
+    """Lengths in proportion to 1 / rank that add up to `total`, in random order."""
     shares = [1 / rank for rank in range(1, documents + 1)]
     lengths = [max(1, int(total * share / sum(shares))) for share in shares]
     lengths[0] += total - sum(lengths)
@@ -76,7 +76,7 @@ def ring_attention(
     window: int = 0,
     shared_memory: bool = True,
 ) -> Makers:
-    """Causal, [1, seq, heads, head_dim] before sharding; one sequence zigzag, packed documents balanced."""
+    """Causal attention, [1, seq, heads, head_dim] before sharding; layout zigzag, for packed documents balanced."""
     random = torch.Generator().manual_seed(0)
     q, k, v, d_out = (torch.randn(1, seq, HEADS, HEAD_DIM, generator=random).to(DTYPES[dtype]) for _ in range(4))
     lengths = zipf_lengths(documents, seq) if documents else [seq]
@@ -125,14 +125,14 @@ def ring_attention(
         ALONE: lambda: on_one(whole()),
         ALONE_ON_ALL: lambda: Contestant(whole()),
     }
-    if not window:  # torch has no window but by a mask of seq x seq
+    if not window:  # torch supports a window only by a mask of seq x seq
         by_torch = _runner(_torch(bounds), q, k, v, d_out, backward)
         makers |= {TORCH: lambda: on_one(by_torch), TORCH_ON_ALL: lambda: Contestant(by_torch)}
     return makers
 
 
 def _torch(bounds: list[int]) -> Attention:
-    """Document by document, the best that torch has on CPUs."""
+    """Attention of torch, document by document, which is its fastest way on CPUs."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = []
@@ -155,7 +155,7 @@ def _without_shared_memory(run: Callable[[], Any]) -> Callable[[], Any]:
 def _runner(
     attention: Attention, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, backward: bool
 ) -> Callable[[], list[Tensor]]:
-    """A function that gives [out], or [out, dq, dk, dv] with `backward`."""
+    """Return a function that computes [out], or [out, dq, dk, dv] with `backward`."""
 
     def forward() -> list[Tensor]:
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Forward and backward of a Llama block under tensor and sequence parallelism, all gradients complete at the end.
+"""Forward and backward of a Llama block under tensor and sequence parallelism, including the reduction of gradients.
 
-Contestants share the block, norms, rotary attention and gated MLP, and differ in its linear layers only. There is no
-optimizer step: it is the same for all.
+Contestants share the block, norms, rotary attention and gated MLP, and differ in its linear layers only. The optimizer
+step is left out, as it is the same for all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROTARY_BASE = 10000.0
 
 @dataclass(frozen=True)
 class BlockSize:
-    """Sizes of the whole block, before sharding."""
+    """Sizes of the block before sharding."""
 
     hidden: int
     intermediate: int
@@ -48,7 +48,7 @@ SIZES = {
 
 
 def cases() -> list[Case]:
-    """All of this file."""
+    """All cases of this file."""
     rivals = {MEGATRON: Rival(SPEEDUP, bar=1.3, aim=1.6), PLAIN: Rival(SPEEDUP)}
     return [
         Case(f"llama_block/{dtype}/{name}", llama_block, {"dtype": dtype, "size": size}, rivals, seconds=20.0)
@@ -58,7 +58,7 @@ def cases() -> list[Case]:
 
 
 def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
-    """Tokens first, [seq/W, 1, hidden] on a rank, which is Megatron's layout and no worse for others."""
+    """Makers of the contestants; x is [seq/W, 1, hidden] on a rank: Megatron's layout, and no worse for others."""
     kind = DTYPES[dtype]
     weights = full_weights(size, kind)
     random = torch.Generator().manual_seed(1)
@@ -96,7 +96,7 @@ def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
 
 
 def full_weights(size: BlockSize, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All weights of the block, whole and the same on every rank; [out, in] as in nn.Linear."""
+    """Full weights of the block, equal on every rank; [out, in] as in nn.Linear."""
     random = torch.Generator().manual_seed(0)
 
     def weight(out_features: int, in_features: int) -> Tensor:
@@ -110,9 +110,9 @@ def full_weights(size: BlockSize, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class Layers:
-    """The parts of the block that know about parallelism; these are whole, on one rank: what others must agree with.
+    """Parts of the block that depend on parallelism. This class runs on one rank, as the reference for its subclasses.
 
-    x is [seq_local, 1, hidden], inside attention and the MLP it is [seq, 1, local].
+    x is [seq_local, 1, hidden]; inside attention and the MLP it is [seq, 1, local].
     """
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
@@ -121,12 +121,12 @@ class Layers:
         self.parameters: list[nn.Parameter] = [*self.norms, *linears]
 
     def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
-        """Make the linear layers and return their parameters."""
+        """Create the linear layers and return their parameters."""
         self._weights = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
         return list(self._weights.values())
 
     def project(self, x: Tensor, *names: str) -> tuple[Tensor, ...]:
-        """q, k, v or gate, up or o or down of the same x."""
+        """Apply the linear layers `names` to x: q, k, v or gate, up or o or down."""
         return tuple(F.linear(x, self._weights[name]) for name in names)
 
     def norm_weight(self, index: int) -> Tensor:
@@ -134,11 +134,11 @@ class Layers:
         return self.norms[index]
 
     def finish_grads(self) -> None:
-        """What is left to do for the gradients after backward()."""
+        """Complete the gradients after backward(); nothing to do on one rank."""
 
 
 class FusedLayers(Layers):
-    """Column- and row-parallel layers of fused_tp.nn; q, k, v share a gather, and so do gate and up."""
+    """Column- and row-parallel layers of fused_tp.nn; q, k, v share a gather, as do gate and up."""
 
     def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
         from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
@@ -165,7 +165,7 @@ class FusedLayers(Layers):
 
 
 class Block:
-    """One pre-norm transformer block as in Llama, without dropout and biases."""
+    """Pre-norm transformer block as in Llama, without dropout and biases."""
 
     def __init__(self, size: BlockSize, layers: Layers) -> None:
         self.size = size
@@ -176,7 +176,7 @@ class Block:
         self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def step(self, x: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Forward and backward; gives the output, dx and the complete gradient of the first norm's weight."""
+        """Run forward and backward; return the output, dx and the complete gradient of the first norm's weight."""
         for parameter in self.layers.parameters:
             parameter.grad = None
         x = x.detach().requires_grad_()

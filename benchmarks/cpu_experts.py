@@ -1,5 +1,5 @@
-"""A block of experts (Mixtral's, of transformers) under tensor parallelism: router, experts, and the sum over ranks;
-and under sequence parallelism, where each rank has a part of the tokens."""
+"""A block of experts (Mixtral's, from transformers) under tensor parallelism: router, experts, and the reduction over
+ranks; and under sequence parallelism, where each rank holds a shard of the tokens."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .case import DTYPES, EFFICIENCY, OURS, TIME_RATIO, Case, Contestant, Makers
 from .ranks import RankContext
 
 TOKENS, EXPERTS, TOP_K = 1024, 8, 2
-# Hidden and intermediate sizes. The second are those of Mixtral 8x7B (arXiv 2401.04088) on two ranks of four.
+# Hidden and intermediate sizes. MIXTRAL: those of Mixtral 8x7B (arXiv 2401.04088) on two ranks of four.
 SMALL, MIXTRAL = (2048, 2048), (4096, 14336 // 2)
 ALONE = "its matmuls alone"
 PLAN = {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
-# transformers multiplies by torch's grouped_mm, fused_tp in fp32 by another library (see fused_tp.schedules.gemm). What
-# it gains by that it does not gain, nor lose, around its matmuls.
+# transformers calls torch's grouped_mm, fused_tp in fp32 another library (see fused_tp.schedules.gemm). Comparing with
+# fused_tp's own matmuls separates that gain from the overhead around them.
 OUR_ALONE = "fused_tp's matmuls alone"
 GLOO = "transformers' + gloo"
 WHOLE = "transformers' on one rank"
-SEQUENCE = "on the whole sequence"  # all tokens gathered before the block, and the sum of its outputs on all ranks
+SEQUENCE = "on the whole sequence"  # gathers all tokens before the block, and all-reduces its outputs
 
 
 def cases() -> list[Case]:
-    """All of this file."""
+    """All cases of this file."""
     rivals = {
         ALONE: Rival(TIME_RATIO, bar=1.05),
         OUR_ALONE: Rival(TIME_RATIO, bar=1.05),
@@ -65,7 +65,7 @@ def cases() -> list[Case]:
 
 
 def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple[int, int]) -> Makers:
-    """x [1, tokens, hidden], the same on all ranks; gradients of x and of all weights, the router's included."""
+    """x [1, tokens, hidden], equal on all ranks; gradients of x and of all weights, including the router's."""
     whole = mixtral_block(dtype, *sizes)
     x, d = activations(dtype, sizes[0])
     mesh = init_device_mesh("cpu", (context.world_size,), mesh_dim_names=("tp",))
@@ -132,7 +132,7 @@ def experts_block(context: RankContext, dtype: str, backward: bool, sizes: tuple
 
 
 class OneLayer(nn.Module):
-    """A model of the block, whose tokens sequence parallel ranks cut, and of an output layer, which gathers them."""
+    """Model of the block, which sequence parallelism shards by tokens, and an output layer that gathers them."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class OneLayer(nn.Module):
 
 
 def experts_of_parts(context: RankContext, dtype: str) -> Makers:
-    """Forward and backward; each rank has a part of the tokens before the block and after it."""
+    """Forward and backward; each rank holds a shard of the tokens before and after the block."""
     torch.manual_seed(0)
     whole = OneLayer(mixtral_block(dtype, *SMALL))
     x, d = activations(dtype, SMALL[0])
@@ -160,7 +160,7 @@ def experts_of_parts(context: RankContext, dtype: str) -> Makers:
 
     def contestant(*, hooked: bool) -> Contestant:
         model = copy.deepcopy(whole)
-        if hooked:  # which may look at all tokens
+        if hooked:  # fused_tp then gathers all tokens, as the hook may read them
             model.get_submodule("layers.0.mlp").register_forward_hook(lambda module, args, output: None)
         model = parallelize(model, mesh, plan=plan, sequence_parallel=True)
 
@@ -174,7 +174,7 @@ def experts_of_parts(context: RankContext, dtype: str) -> Makers:
 
 
 def trained(model: nn.Module, x: Tensor, d: Tensor, router: str) -> list[Tensor]:
-    """The output for x, and, of a backward pass from its gradient d, the gradients of x and of the router's weight."""
+    """Run forward on x and backward from d; return the output and the gradients of x and of the router's weight."""
     model.zero_grad()
     leaf = x.detach().requires_grad_()
     y = model(leaf)
@@ -185,7 +185,7 @@ def trained(model: nn.Module, x: Tensor, d: Tensor, router: str) -> list[Tensor]
 
 
 def mixtral_block(dtype: str, hidden: int, inner: int) -> Any:
-    """With random weights, the same on all ranks."""
+    """Mixtral's block with random weights, equal on all ranks."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -202,13 +202,13 @@ def mixtral_block(dtype: str, hidden: int, inner: int) -> Any:
 
 
 def activations(dtype: str, hidden: int) -> list[Tensor]:
-    """What goes into the block, and the gradient of what comes out."""
+    """Input of the block, and the gradient of its output."""
     random = torch.Generator().manual_seed(1)
     return [torch.randn(1, TOKENS, hidden, generator=random).to(DTYPES[dtype]) for _ in range(2)]
 
 
 def cut(experts: Any, context: RankContext) -> None:
-    """Leave this rank's part of every expert: of the gates, of the ups and of what multiplies these."""
+    """Keep only this rank's shard of every expert: of its gate, up and down projections."""
     size, rank = context.world_size, context.rank
     gate_up = experts.gate_up_proj.detach().unflatten(1, (2, size, -1))[:, :, rank].flatten(1, 2)
     experts.gate_up_proj = nn.Parameter(gate_up.clone())

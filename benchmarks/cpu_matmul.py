@@ -1,4 +1,4 @@
-"""Matmuls with their collective, weights [4096, 4096] before sharding, x of M rows; and the all-reduce by itself."""
+"""Matmuls with their collective, weights [4096, 4096] before sharding, x with M rows; and the all-reduce alone."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:  # it needs the native core
 FEATURES = 4096
 ALL_REDUCE_BYTES = tuple(1024 * 4**i for i in range(9))  # 1 KiB to 64 MiB
 
-FEW_ROWS = 16  # up to which a weight is read in far more time than it is multiplied
-BEST = (("bf16", 1), ("fp32", 16))  # where reading it once gains most
-LAYERS = 4  # whose weights are then multiplied in turn: more than caches hold
+FEW_ROWS = 16  # up to here, reading a weight takes far longer than multiplying by it
+BEST = (("bf16", 1), ("fp32", 16))  # cases that gain most by reading a weight once
+LAYERS = 4  # number of weights used in turn with few rows: more than caches hold
 ALONE = "matmul alone"
-# In fp32 and with few rows fused_tp multiplies by another library than torch picks (see fused_tp.schedules.gemm). These
-# contestants do too, so that what it gains by that is not taken for what it gains by overlapping.
+# In fp32 and with few rows fused_tp calls another matmul library than torch (see fused_tp.schedules.gemm). Contestants
+# with OUR_ALONE use it, too, which separates that gain from the gain by overlapping.
 OUR_ALONE = "fused_tp's matmul alone"
 GLOO = "matmul + gloo"
 DEEPSPEED = "matmul + DeepSpeed"
@@ -36,7 +36,7 @@ OUR_DEEPSPEED = "fused_tp's matmul + DeepSpeed"
 
 
 def cases() -> list[Case]:
-    """All of this file, in the order of the table."""
+    """All cases of this file, in the order of the table."""
     found = []
     for dtype in ("bf16", "fp32"):
         for rows in (1, 16, 128, 512, 1024):
@@ -88,7 +88,7 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
 
         k, n = (features, None) if op == "all_gather_matmul" else (None, features)
         key = DispatchKey(op, x.dtype, x.device, rows, k, n)
-        chosen = decide(key, resolve_group(None))  # a figure means little without it
+        chosen = decide(key, resolve_group(None))  # recorded, as figures depend on the schedule
         call = getattr(fused_tp, op)
         note = f"{chosen.schedule} over {chosen.transport}"
         return checked(lambda: call(x, next(weights), group=None), expected, note)
@@ -133,7 +133,7 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
 
 
 def operands(context: RankContext, op: str, dtype: str, rows: int, features: int) -> tuple[Tensor, Tensor]:
-    """x and weight of this rank, for `rows` rows and [features, features] before sharding."""
+    """Create x and weight of this rank, for `rows` rows and [features, features] before sharding."""
     size = context.world_size
     shapes = [(rows, features // size), (features, features // size)]
     if op == "all_gather_matmul":
@@ -144,9 +144,9 @@ def operands(context: RankContext, op: str, dtype: str, rows: int, features: int
 
 
 def all_reduce(context: RankContext, nbytes: int) -> Makers:
-    """Sums a bf16 tensor of `nbytes` over the ranks into itself, by shared memory."""
+    """Sum a bf16 tensor of `nbytes` over the ranks in place, by shared memory."""
     ones = torch.ones(nbytes // 2, dtype=torch.bfloat16)
-    zeros = torch.zeros_like(ones).add_(0)  # what is timed sums zeros, which do not grow
+    zeros = torch.zeros_like(ones).add_(0)  # the timed calls sum zeros, which do not grow
 
     def contestant(all_reduce_: Callable[[Tensor], Tensor]) -> Contestant:
         check = checked(lambda: all_reduce_(ones.clone()), ones * context.world_size).check
@@ -168,7 +168,7 @@ def all_reduce(context: RankContext, nbytes: int) -> Makers:
 
 
 def shared_memory() -> ShmTransport:
-    """The shared-memory transport of all ranks; Unavailable where there is none."""
+    """Shared-memory transport of all ranks; raises Unavailable if there is none."""
     from fused_tp.runtime.group import resolve_group
     from fused_tp.transport.shm import shm_availability, shm_transport
 

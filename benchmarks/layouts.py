@@ -1,7 +1,7 @@
-"""Whether a training run is the same run in every layout, and in another one from its middle on.
+"""Compare a training run across layouts, and across a change of layout in the middle of the run.
 
-Each layout trains `--steps` steps, which are compared with those of one process. The next layout then goes on from its
-checkpoint in the middle, which is compared with the run that was not interrupted.
+Each layout trains `--steps` steps, whose losses are compared with those of one process. The next layout then resumes
+from the checkpoint in the middle, and its losses are compared with those of the uninterrupted run.
 
     python -m benchmarks.layouts --steps 200 --out out/layouts
 """
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def train(folder: Path, parallel: dict[str, Any], steps: int) -> dict[int, float]:
-    """The loss of each step, by its number."""
+    """Train, and return the loss of each step by its number."""
     folder.mkdir(parents=True, exist_ok=True)
     given = {**SETTINGS, "steps": steps, "parallel": parallel, "out": str(folder)}
     given["checkpoints"] = {"folder": str(folder / "checkpoints"), "every": steps // 2}
@@ -59,7 +59,7 @@ def train(folder: Path, parallel: dict[str, Any], steps: int) -> dict[int, float
 
 
 def apart(found: dict[int, float], wanted: dict[int, float]) -> float:
-    """The largest difference of a loss."""
+    """Largest absolute difference of losses of the same step."""
     return max(abs(loss - wanted[number]) for number, loss in found.items())
 
 

@@ -1,15 +1,15 @@
-"""Several ranks as threads of one process on one device, with the interface of `fused_tp.transport.symm_mem`.
+"""Run several ranks as threads of one process on one device, with the interface of `fused_tp.transport.symm_mem`.
 
     def fn(rank: LocalRank, ...): ...
     results = run_local(4, fn, ..., device="cuda")
 
-This is how kernels that talk to each other run at the same time, are timed and go through a sanitizer on a single GPU:
-each rank has a stream of its own, and its peers' buffers are plain tensors of the same device.
+It lets kernels that communicate run concurrently, be timed and pass through a sanitizer on a single GPU: each rank has
+its own stream, and its peers' buffers are plain tensors of the same device.
 
-What a rank's kernels wait for must be able to run beside them, so together they may fill the device but not more: give
-each its share of the SMs. Two things that the host does can wait for a kernel that runs, and so for its deadline if
-that one waits in turn: loading a kernel for the first time, and taking memory from the device. `LocalRank.in_turn` is
-for doing both beforehand, one rank after the other.
+Kernels that wait for each other must all be resident at once: give each rank its share of the SMs. Two operations of
+the host can block until a running kernel ends, and that kernel may be waiting, in the worst case until its deadline,
+for work not yet launched: loading a kernel for the first time, and allocating device memory. Use `LocalRank.in_turn` to
+do both beforehand, one rank after the other.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from fused_tp.transport.symm_mem import KernelMemory, byte_range
 
 T = TypeVar("T")
 
-_RETURNED = object()  # the last value of a rank
+_RETURNED = object()  # value that a rank exchanges when its function has returned
 
-# Interpreted programs run one after the other; several, so that all paths of a kernel do run.
+# Interpreted programs run one after the other; several of them execute all paths of a kernel.
 CPU_PROGRAMS = 4
-# The longest turn of a rank where ranks take turns: it compiles what it launches, whatever its deadline for peers is.
+# Longest turn of a rank in `in_turn`, whatever its deadline for peers: it may compile the kernels that it launches.
 TURN_SECONDS = 300.0
 
 
 class LocalGroup:
-    """What the ranks of one process share: where they meet, with a value each, and why some have failed."""
+    """State that the ranks of one process share: a barrier, the exchanged values, and the failures."""
 
     def __init__(self, world_size: int, device: torch.device | str = "cpu") -> None:
         if world_size < 1:
@@ -50,16 +50,16 @@ class LocalGroup:
         self.device = _device(device)
         self.meeting = threading.Barrier(world_size)
         self.values: list[Any] = [None] * world_size
-        self.meetings = [0] * world_size  # that each rank has come to
-        self.failures: dict[int, BaseException] = {}  # in the order in which they happened
+        self.meetings = [0] * world_size  # number of meetings that each rank has arrived at
+        self.failures: dict[int, BaseException] = {}  # in order of occurrence
 
     def rank(self, rank: int) -> LocalRank:
-        """The view of one rank; its thread is the only one to use it."""
+        """Return the view of one rank, for use by its thread only."""
         return LocalRank(self, _checked_rank(rank, self.world_size))
 
     def meet(self, rank: int, value: Any, what: str, seconds: float | None) -> list[Any]:
-        """The ranks' values, once all have arrived; None as `seconds`: no deadline but the end of the run. A rank that
-        has waited in vain ends all meetings."""
+        """Wait for all ranks and return their values; `seconds` None: wait until the end of the run. A rank whose wait
+        times out ends all meetings."""
         begun = time.monotonic()
         self.meetings[rank] += 1
         self.values[rank] = value
@@ -67,7 +67,7 @@ class LocalGroup:
         try:
             self.meeting.wait(seconds)
             values = list(self.values)
-            self.meeting.wait(seconds)  # no rank puts its next value before all have read
+            self.meeting.wait(seconds)  # no rank writes its next value before all have read these
         except threading.BrokenBarrierError:
             absent = [r for r, count in enumerate(self.meetings) if count < self.meetings[rank]]
             if self.failures:
@@ -86,13 +86,13 @@ class LocalGroup:
 
 
 class LocalRank(KernelMemory):
-    """One rank of a `LocalGroup`, as its thread sees it. Its methods are collective calls.
+    """One rank of a `LocalGroup`, for use by its thread. Its methods are collective calls.
 
     Attributes:
-        arch: compute capability of the GPU as in sm_90; 0 on CPU.
-        sms: this rank's share of its multiprocessors; on CPU how many programs of a kernel to interpret.
-        pids: none; peers are threads of this process, which cannot die alone.
-        serialized_by: itself; ranks of one device must not wait for each other's turn.
+        arch: compute capability of the GPU, such as 90 for sm_90; 0 on CPU.
+        sms: this rank's share of the multiprocessors; on CPU the number of programs of a kernel to interpret.
+        pids: empty; peers are threads of this process, which cannot die alone.
+        serialized_by: the rank itself; ranks of one device must not wait for each other's turn.
     """
 
     shares_gpu = True
@@ -113,10 +113,10 @@ class LocalRank(KernelMemory):
             self.sms = max(1, properties.multi_processor_count // self.world_size)
 
     def allocate(self, nbytes: int) -> tuple[Tensor, LocalSymmetricMemory]:
-        """A uint8 tensor [nbytes] that every rank can reach, and the handle to reach the others'.
+        """Allocate a uint8 tensor [nbytes] that every rank can access; return it and a handle to those of all ranks.
 
         Raises:
-            RankMismatchError: the ranks ask for different sizes.
+            RankMismatchError: the ranks request different sizes.
         """
         own = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         buffers = self.exchange(own, "allocate")
@@ -129,22 +129,22 @@ class LocalRank(KernelMemory):
         return own, LocalSymmetricMemory(self, buffers)
 
     def exchange(self, value: T, what: str = "exchange", seconds: float = 0.0) -> list[T]:
-        """The values of all ranks, in their order. Waits for `seconds`; 0: for FUSED_TP_TIMEOUT."""
+        """Return the values of all ranks, by rank. Waits for `seconds`; 0: for FUSED_TP_TIMEOUT."""
         return self._group.meet(self.rank, value, what, seconds or timeout_seconds())
 
     def synchronize(self) -> None:
-        """Returns once what is in this rank's stream has run."""
+        """Return once all work in this rank's stream has run."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def barrier(self, seconds: float = 0.0) -> None:
-        """Returns once all ranks have arrived and what was in their streams has run."""
+        """Return once all ranks have arrived and the work in their streams has run."""
         self.synchronize()
         self.exchange(None, "barrier", seconds)
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """A block that the ranks run one after the other, each after the device has finished those before.
+        """Run the block on one rank after the other, each after the device has finished the previous one.
 
         Example: the first launch of a kernel, which loads it, and the first allocation of its results.
             with rank.in_turn():
@@ -158,7 +158,7 @@ class LocalRank(KernelMemory):
 
 
 class LocalSymmetricMemory:
-    """Memory of equal size of every rank of this process."""
+    """Memory of equal size on every rank of this process."""
 
     multicast_ptr = 0  # one device has no multicast
 
@@ -172,13 +172,13 @@ class LocalSymmetricMemory:
         self.buffer_ptrs = [buffer.data_ptr() for buffer in buffers]
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
-        """A view of `rank`'s buffer, `storage_offset` elements in."""
+        """Return a view of `rank`'s buffer, starting at `storage_offset` elements."""
         memory = self._buffers[_checked_rank(rank, self.world_size)]
         begin, end = byte_range(sizes, dtype, storage_offset, memory.nbytes)
         return memory[begin:end].view(dtype).view(tuple(sizes))
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Returns once all ranks have arrived and what was in their streams has run; there is one channel."""
+        """Return once all ranks have arrived and the work in their streams has run; `channel` is ignored."""
         self._owner.barrier(timeout_ms / 1000)
 
 
@@ -189,17 +189,17 @@ def run_local(
     device: torch.device | str = "cpu",
     timeout: float | None = None,
 ) -> list[T]:
-    """What `fn(rank, *args)` returns on each of `world_size` ranks, which are threads; `rank` is a `LocalRank`.
+    """Call `fn(rank, *args)` on `world_size` ranks, which are threads, and return the results; `rank` is a `LocalRank`.
 
-    On CUDA every thread has a stream of its own, which goes on from the caller's, and which has run when this returns.
-    A rank that fails releases the others.
+    On CUDA every thread has its own stream, which waits for the caller's, and whose work has run when this returns. A
+    rank that fails releases the others.
 
     Args:
-        timeout: seconds for all of it; None for `FUSED_TP_TIMEOUT`, which bounds each single wait anyway.
+        timeout: seconds for the whole call; None for `FUSED_TP_TIMEOUT`, which bounds each single wait anyway.
 
     Raises:
-        CollectiveTimeoutError: some ranks have not finished in time; names them. Their threads may still run.
-        Exception: what the first rank that failed has raised; its cause shows the traceback of every rank that failed.
+        CollectiveTimeoutError: the ranks it names have not finished in time. Their threads may still run.
+        Exception: the exception of the first rank that failed; its cause shows the tracebacks of all failed ranks.
     """
     group = LocalGroup(world_size, device)
     results: dict[int, T] = {}
@@ -214,14 +214,14 @@ def run_local(
                     result = fn(group.rank(rank), *args)
                     stream.synchronize()
                     results[rank] = result
-            with contextlib.suppress(PeerLostError):  # of a run that has failed or is over: this rank has its result
+            with contextlib.suppress(PeerLostError):  # the run has failed or is over, and this rank has its result
                 group.meet(rank, _RETURNED, "the end", None)
         except BaseException as error:
             group.failures[rank] = error
             group.meeting.abort()
 
-    streams = _streams(group, run)  # until its last thread has ended
-    # Daemons: a thread that never returns must not keep the process from ending.
+    streams = _streams(group, run)  # reserved while `run` lives, that is, until its last thread has ended
+    # Daemons, so that a thread that never returns does not keep the process from exiting.
     threads = [
         threading.Thread(target=run, args=(rank, streams[rank]), name=f"rank {rank}", daemon=True)
         for rank in range(world_size)
@@ -256,8 +256,8 @@ def _device(device: torch.device | str) -> torch.device:
     if device.type != "cuda":
         raise ValueError(f"device is {device}; local ranks run on cpu or cuda.")
     if not torch.cuda.is_initialized():
-        # Streams that share a hardware queue run one after the other, and then a rank waits for one behind it in the
-        # queue. There are 8 queues unless more are asked for before CUDA starts.
+        # Streams that share a hardware queue run one after the other, so a rank could wait for a rank behind it in the
+        # queue. There are 8 queues unless more are requested before CUDA starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if not torch.cuda.is_available():
         raise ValueError("device is cuda, and this machine has no NVIDIA GPU that torch can use.")
@@ -265,20 +265,20 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def assumed_gpu() -> Any:
-    """The GPU that tensors of the CPU count as those of, while kernels are compiled without one; else None."""
+    """GPU that CPU tensors emulate while kernels are compiled without a GPU; else None."""
     device = sys.modules.get("fused_tp.triton_kernels.device")
     return None if device is None else device.assumed_gpu()
 
 
 def _streams(group: LocalGroup, owner: object) -> list[torch.cuda.Stream | None]:
-    """A stream for each rank, which has no other user while `owner` lives."""
+    """Create a stream for each rank, which has no other user while `owner` lives."""
     if group.device.type == "cpu":
         return [None] * group.world_size
     from fused_tp.triton_kernels.comm.streams import own_streams
 
-    # Not of torch's pools, which give a stream out again, to another rank, its workspace or the caller. And by the same
-    # hand as the side streams of workspaces: the driver deals streams to the queues of the GPU as they are made, and
-    # what waits in one queue behind a kernel of another rank never comes to run.
+    # Rejected: torch's pools, which return a stream repeatedly, to another rank, its workspace or the caller. The side
+    # streams of workspaces are created by the same function: the driver assigns streams to the GPU's queues in order of
+    # creation, and work behind another rank's waiting kernel in one queue never runs.
     streams: list[torch.cuda.Stream | None] = [*own_streams(owner, group.device, group.world_size)]
     for stream in streams:
         assert stream is not None

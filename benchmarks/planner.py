@@ -1,7 +1,7 @@
-"""Steps of training on CPU ranks of this machine, predicted and measured: `python -m benchmarks.planner [--out DIR]`.
+"""Predicted and measured training steps on CPU ranks of this machine: `python -m benchmarks.planner [--out DIR]`.
 
-The machine is measured by microbenchmarks, two models are trained in ways that spread them over ranks, and each step
-time is put beside its prediction. Nothing else should run meanwhile. Results: planner.json and planner.svg.
+The benchmark measures the machine by microbenchmarks, trains two models in several parallel configurations, and
+compares each step time with its prediction. Nothing else should run meanwhile. Results: planner.json and planner.svg.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds of a step of a model that is spread in one way."""
+    """Step time of a model in one parallel configuration, in seconds."""
 
     model: str
     way: str
@@ -57,25 +57,25 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 
 def settings_of(model: dict[str, int], steps: int) -> dict[str, Any]:
-    """Of `fused-tp train`."""
+    """Settings of `fused-tp train`."""
     config = {**model, "num_key_value_heads": 4}
     return {"model": {"type": "llama", "config": config}, "data": {"seq": SEQ}, "global_batch": BATCH, "steps": steps}
 
 
 def shape_of(model: dict[str, int]) -> ModelShape:
-    """As the planner sees the model."""
+    """ModelShape of the model, as the planner counts it."""
     from transformers import LlamaConfig
 
     return ModelShape.from_config(LlamaConfig(**model, num_key_value_heads=4, vocab_size=256))
 
 
 def predict(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> CostModel:
-    """The cost model of a way."""
+    """Cost model of a parallel configuration."""
     return CostModel(
         shape=shape_of(model),
         config=ParallelConfig(**way),
@@ -87,10 +87,10 @@ def predict(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> Cos
 
 
 def measured_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> float:
-    """Of a step, the median behind the first.
+    """Median step time after the warmup.
 
     Raises:
-        ValueError, ChildProcessError: a rank has refused the way, or failed.
+        ValueError, ChildProcessError: a rank has rejected the configuration, or failed.
     """
     variant = Variant("", {**settings_of(model, steps), "parallel": way})
     how = start_method("cpu")
@@ -101,7 +101,7 @@ def measured_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> 
 
 
 def rows_of(machine: Machine, steps: int) -> Iterator[Row]:
-    """Trains in all ways."""
+    """Train all models in all configurations, and yield a row for each."""
     for name, model in MODELS.items():
         for way, parallel in WAYS.items():
             seconds = measured_seconds(model, parallel, steps)
@@ -109,7 +109,7 @@ def rows_of(machine: Machine, steps: int) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each row, and the mean."""
+    """Table with a line per row, and the mean and largest error."""
     lines = [f"{'model':10} {'spread':26} {'measured':>9} {'predicted':>9} {'error':>7}"]
     lines += [f"{r.model:10} {r.way:26} {r.measured:7.3f} s {r.predicted:7.3f} s {r.error:+7.1%}" for r in rows]
     mean = sum(abs(row.error) for row in rows) / len(rows)
@@ -117,7 +117,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def fastest(machine: Machine, rows: Sequence[Row], name: str) -> tuple[str, str]:
-    """The way of two ranks that was fastest, and the one that `recommend` puts first."""
+    """Fastest measured configuration of two ranks, and the first one of `recommend`."""
     two = {
         row.way: row.measured for row in rows if row.model == name and ParallelConfig(**WAYS[row.way]).world_size == 2
     }
@@ -127,10 +127,10 @@ def fastest(machine: Machine, rows: Sequence[Row], name: str) -> tuple[str, str]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Predicted over measured seconds."""
+    """Draw measured and predicted step times as bars."""
     import matplotlib
 
-    matplotlib.rcParams |= {"svg.hashsalt": "fused_tp", "svg.fonttype": "none"}  # the same small file from each run
+    matplotlib.rcParams |= {"svg.hashsalt": "fused_tp", "svg.fonttype": "none"}  # small and reproducible
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -1,6 +1,6 @@
-"""Stored results as a picture: `python -m benchmarks.plot FILE [-o PNG]`.
+"""Plot stored results: `python -m benchmarks.plot FILE [-o PNG]`.
 
-A panel for each op and dtype, a group of bars for each size, a bar for each rival: how fused_tp compares with it.
+The picture has a panel per op and dtype, a group of bars per size, and a bar per rival that compares fused_tp with it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 3
-WIDTH, HEIGHT, ROW_HEIGHT, HEAD = 13.3, 11.6, 2.75, 0.6  # inches: of all, at most, of a row of panels, of the title
+WIDTH, HEIGHT, ROW_HEIGHT, HEAD = 13.3, 11.6, 2.75, 0.6  # inches: total, maximum total, row of panels, title
 DPI = 120
-GAP = 1.0  # between two sizes, in widths of a bar
-ROOM = 1.5  # above the highest bar, for the key
+GAP = 1.0  # between two sizes, in bar widths
+ROOM = 1.5  # factor above the highest bar, which leaves room for the legend
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -43,7 +43,7 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
 
 def drawn(records: Sequence[Record]) -> Figure:
-    """The figure; raises as `plot`."""
+    """Draw the figure; raises as `plot`."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -72,12 +72,12 @@ def drawn(records: Sequence[Record]) -> Figure:
 
 
 def _rival(record: Record) -> str:
-    """Who has a colour: a library has the same with and without a matmul before its collective."""
+    """Key for the colour of a record: equal for a library with and without a matmul before its collective."""
     return record.contestant.removeprefix("matmul + ")
 
 
 def _panels(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records with a comparison by the title of their panel, sizes ascending."""
+    """Group records with a comparison by the title of their panel, sizes ascending."""
     several = len({record.machine for record in records}) > 1
     panels: dict[str, list[Record]] = {}
     for record in records:
@@ -89,13 +89,13 @@ def _panels(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _parts(record: Record) -> tuple[str, str, str]:
-    """Op, dtype and size of a case, each "" where its name has none."""
+    """Op, dtype and size in the name of a case, each "" if missing."""
     op, dtype, size = (*record.case.split("/", 2), "", "")[:3]
     return op, dtype, size
 
 
 def _size(text: str) -> float:
-    """Of "M=16", 16; of "4 KiB", 4096. What is no size sorts as 0, that is, stays where it is."""
+    """Parse "M=16" as 16 and "4 KiB" as 4096. A text without a size is 0, so that sorting keeps its place."""
     found = re.search(r"(\d+)\s*([KMG]iB)?", text)
     return int(found[1]) * _UNITS[found[2] or ""] if found else 0.0
 
@@ -117,7 +117,7 @@ def _draw(axis: Axes, title: str, panel: Sequence[Record], colours: dict[str, An
         if compared.bar is not None:
             axis.plot([position - 0.5, position + 0.5], [compared.bar] * 2, color="black", linewidth=1.8)
             missed = not MEASURES[compared.measure].meets(value.median, compared.bar)
-        axis.annotate(  # at the foot, where no line crosses it
+        axis.annotate(  # at the foot of the bar, where no line crosses the text
             f"{value.median:.2f}" if value.median >= 0.1 else f"{value.median:.1g}",
             (position, 0.0),
             xytext=(0, 4),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A timeline, or the counters of kernels, of one case on several ranks of this host:
+# Record a timeline, or the counters of kernels, of one case on several ranks of this host:
 #
 #   bash benchmarks/profile.sh [nsys|ncu|torch] CASE [--world N] [--out DIR] [--kernel REGEX] [-- OPTIONS]
 #
@@ -7,8 +7,8 @@
 # profile_case.py; OPTIONS, such as --tokens 8192, go to it). FUSED_TP_SCHEDULE chooses the schedule, as everywhere.
 #   nsys   a report for each rank: CUDA, NVTX (ops by shapes and schedule, chunks), libraries, nodes of CUDA graphs
 #   ncu    all counters of up to 8 kernels of rank 0 whose name matches --kernel
-#   torch  a Chrome trace for each rank and one of all, for chrome://tracing or ui.perfetto.dev; needs no tool and no GPU
-# Without a mode: nsys where it is installed and there is a GPU, else torch.
+#   torch  a Chrome trace per rank and one of all, for chrome://tracing or ui.perfetto.dev; needs no tool and no GPU
+# Without a mode: nsys if it is installed and there is a GPU, else torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON="${PYTHON:-$(command -v python || command -v python3)}"
@@ -30,17 +30,17 @@ has_gpu() {
   has nvidia-smi && nvidia-smi --list-gpus > /dev/null 2>&1
 }
 
-# Sampling a GPU's units takes a privilege that drivers give to root only, unless told otherwise.
+# Sampling a GPU's units needs a privilege that drivers grant to root only, unless configured otherwise.
 may_sample_gpu() {
   [ "$(id -u)" = 0 ] || grep -qs 'RmProfilingAdminOnly: 0' /proc/driver/nvidia/params
 }
 
-# One rank under nsys; torchrun runs this script again for each.
+# One rank under nsys: torchrun runs this script again for each rank.
 if [ "${1:-}" = --nsys-rank ]; then
   out=$2
   shift 2
   metrics=()
-  # One sampler for a GPU: where ranks share one, the first of them has it.
+  # One sampler per GPU: if ranks share one, only the first of them samples it.
   gpus=$(nvidia-smi --list-gpus | wc -l)
   if may_sample_gpu && [ "$LOCAL_RANK" -lt "$gpus" ]; then
     case "$(nsys profile --help 2>&1)" in
@@ -100,7 +100,7 @@ if [ "$mode" != torch ]; then
 fi
 
 mkdir -p "$out"
-# Ranks may share a GPU: torch wants to be told that it is meant.
+# Ranks may share a GPU, which torch must be told to allow.
 export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 ranks=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$world")
 case "$mode" in
@@ -109,8 +109,8 @@ case "$mode" in
     ls "$out/$name".rank*
     ;;
   ncu)
-    # A kernel that waits for other ranks cannot be run twice alone, as ncu replays kernels: it would wait for what has
-    # been. So all ranks run again for each set of counters, and rank 0 is looked at, in the NVTX range that it opens.
+    # ncu cannot replay a single kernel that waits for other ranks: its signals have already been consumed. So all ranks
+    # run again for each set of counters, and ncu profiles rank 0, in the NVTX range that it opens.
     replay=application
     [ "$world" = 1 ] && replay=kernel
     ncu --set full --target-processes all --replay-mode "$replay" --clock-control none \

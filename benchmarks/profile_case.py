@@ -1,10 +1,10 @@
-"""One case under a profiler, on the ranks that torchrun starts: what `benchmarks/profile.sh` runs.
+"""Run one case under a profiler, on the ranks that torchrun starts; `benchmarks/profile.sh` calls it.
 
     torchrun --nproc-per-node 2 -m benchmarks.profile_case CASE [--trace DIR] [--steps 5] [--warmup 3] ...
     python -m benchmarks.profile_case --merge OUT FILE [FILE ...]      # one Chrome trace of those of several ranks
 
-With --trace every rank writes a Chrome trace of its steps. Without, the steps lie between cudaProfilerStart and -Stop,
-which `nsys --capture-range=cudaProfilerApi` looks for, and those of rank 0 in the NVTX range "profiled", for `ncu`.
+With --trace every rank writes a Chrome trace of its steps. Otherwise cudaProfilerStart and -Stop enclose the steps, for
+`nsys --capture-range=cudaProfilerApi`, and on rank 0 also the NVTX range "profiled", for `ncu`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import fused_tp
 from .case import DTYPES
 
 Step = Callable[[], object]
-Leaf = Callable[..., Tensor]  # leaf(*shape): random numbers that require grad, the rank's own
+Leaf = Callable[..., Tensor]  # leaf(*shape): random numbers that require grad, different on each rank
 
 
 def matmul(name: str, leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
-    """Forward and backward of one op, between a model's features and an MLP's."""
+    """Forward and backward of one op, between the features of a model and those of its MLP."""
     inner = 4 * hidden // size
     shapes = ((tokens, inner), (hidden, inner))
     if name == "all_gather_matmul":
@@ -50,7 +50,7 @@ def ring_attention(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
 
 
 def mlp(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
-    """A gated MLP of a block, forward and backward, under sequence parallelism."""
+    """Forward and backward of a gated MLP under sequence parallelism."""
     inner = 4 * hidden // size
     x_shard, gate, up = leaf(tokens // size, hidden), leaf(inner, hidden), leaf(inner, hidden)
     down = leaf(hidden, inner)
@@ -63,7 +63,7 @@ def mlp(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
 
 
 def decode(leaf: Leaf, tokens: int, hidden: int, size: int) -> Step:
-    """The row-parallel half of one token of 16 sequences, with the norm behind it."""
+    """Row-parallel matmul and norm for one token of each of 16 sequences."""
     x, w = leaf(16, 4 * hidden // size), leaf(hidden, 4 * hidden // size)
     residual, norm_weight = leaf(16, hidden), leaf(hidden)
 
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = _device(int(os.environ.get("LOCAL_RANK", 0)))
     if world_size > 1:
-        # Ranks that share a GPU meet over gloo: NCCL refuses them.
+        # Ranks that share a GPU use gloo, since NCCL rejects them.
         shared = device.type == "cuda" and world_size > torch.cuda.device_count()
         backend = "nccl" if device.type == "cuda" and not shared else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=options.seconds))
@@ -126,7 +126,7 @@ def _together() -> None:
 
 @contextlib.contextmanager
 def _watched(folder: Path | None, case: str, rank: int) -> Iterator[None]:
-    """The steps that the profiler is to see."""
+    """Profile the steps in the block."""
     on_gpu = torch.cuda.is_available()
     if folder is not None:
         kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
@@ -143,14 +143,14 @@ def _watched(folder: Path | None, case: str, rank: int) -> Iterator[None]:
 
 
 def merge(out: Path, files: Sequence[Path]) -> None:
-    """One Chrome trace of those of several ranks of one host: on one clock, each rank's processes named after it."""
+    """Merge the Chrome traces of ranks of one host into one, on one clock, with processes named after their rank."""
     events: list[dict[str, Any]] = []
     first: dict[str, Any] = {}
-    processes: dict[tuple[int, object], int] = {}  # new numbers: GPUs are numbered alike by all ranks
+    processes: dict[tuple[int, object], int] = {}  # new process numbers, as all ranks number GPUs alike
     for rank, file in enumerate(files):
         trace = json.loads(file.read_text())
         first = first or trace
-        # Times are microseconds since a base that each trace tells in nanoseconds.
+        # Times are in microseconds since a base that each trace states in nanoseconds.
         shift = (trace.get("baseTimeNanoseconds", 0) - first.get("baseTimeNanoseconds", 0)) / 1e3
         for event in trace["traceEvents"]:
             if "pid" in event:

@@ -1,7 +1,7 @@
-"""The ranks that CPU cases run on: processes of one thread, each on a core of its own, that run what they are sent.
+"""Ranks for CPU cases: processes of one thread, each pinned to its own core, that run functions sent to them.
 
-Nothing here waits without a deadline. A rank that is stuck, even in native code that spins for a dead peer, is ended by
-its own watchdog with a traceback; should that fail too, the parent ends it.
+Every wait has a deadline. If a rank hangs, even in native code that spins for a dead peer, its own watchdog prints a
+traceback and ends it; should that fail too, the parent ends it.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a rank takes its core before torch, and the threads of its libraries, come
+if TYPE_CHECKING:  # a rank pins itself to its core before it imports torch, whose libraries start threads
     from .case import Case, Contestant
 
-START_SECONDS = 120.0  # importing torch on a busy machine
-_GRACE_SECONDS = 5.0  # for the watchdog's traceback
-_CAUSE_SECONDS = 0.3  # for the end of a process to be seen, of which its peers hear at once
-MIN_TIMED_SECONDS = 2e-3  # of what is timed at once: far above what leaving the barrier and reading the clock take
-_WARM_UP_CALLS = 3  # the first builds and allocates, the second still faults pages in
-_WARM_UP_SECONDS = 0.5  # enough of it, where calls are long
+START_SECONDS = 120.0  # time to import torch on a busy machine
+_GRACE_SECONDS = 5.0  # time for the watchdog's traceback
+_CAUSE_SECONDS = 0.3  # time to notice the end of a process, which its peers notice at once
+MIN_TIMED_SECONDS = 2e-3  # least span timed together, far above the cost of leaving the barrier and reading the clock
+_WARM_UP_CALLS = 3  # the first call builds and allocates, the second still faults pages in
+_WARM_UP_SECONDS = 0.5  # enough warmup if calls are long
 
-# One thread for each library; gloo has no business on a network that the ranks of one host do not need.
+# One thread per library.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def cores() -> list[int]:
-    """The cores that this process may use."""
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 class RankFailure(RuntimeError):
-    """A rank raised, died or took too long; the others were ended with it."""
+    """Raised if a rank raised, died or took too long; all ranks have then been ended."""
 
 
 class RankContext:
-    """What a function that runs on a rank is given; a `case.Context`."""
+    """Context that a rank passes to the functions it runs; a `case.Context`."""
 
     checks_again = False
 
     def __init__(self, rank: int, world_size: int, run_id: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.run_id = run_id  # the same on all ranks, and unlike that of any other run on this host
+        self.run_id = run_id  # equal on all ranks, and unique among runs on this host
 
     def exchange(self, mine: Any) -> list[Any]:
         import torch.distributed as dist
@@ -64,10 +64,11 @@ class RankContext:
         return answers
 
     def meet(self) -> None:
-        """Return once all ranks are here.
+        """Return once all ranks have arrived.
 
-        They gather asleep over gloo, as a rank that spins for seconds heats up its core's neighbours, and then meet in
-        shared memory, where there is some: a rank leaves within a microsecond there, and within a hundred of gloo's.
+        Ranks first wait asleep in gloo's barrier, as a rank that spins for seconds heats up its core's neighbours. If
+        shared memory is available, they then pass a barrier there: ranks leave it within a microsecond of each other,
+        and gloo's within a hundred.
         """
         import torch.distributed as dist
 
@@ -101,7 +102,7 @@ class RankContext:
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """`world_size` ranks with a gloo group as their world; a context manager.
+    """Context manager for `world_size` ranks with a gloo group as their world.
 
     Example:
         with Ranks(2) as ranks:
@@ -115,10 +116,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._processes: list[Any] = []
         from fused_tp.runtime.settings import environment
 
-        context = mp.get_context("spawn")  # fork would carry over the parent's threads and settings
+        context = mp.get_context("spawn")  # fork would inherit the parent's thread pools and settings
         values = dict(_ENVIRONMENT)
         if sys.platform == "linux":
-            values["GLOO_SOCKET_IFNAME"] = "lo"
+            values["GLOO_SOCKET_IFNAME"] = "lo"  # ranks of one host need no network
         with environment(values):  # before the child imports torch, which reads it once
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
@@ -126,7 +127,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                     target=_rank_main, args=(rank, world_size, self._folder.name, theirs), daemon=True
                 )
                 process.start()
-                theirs.close()  # so that the end of the child is the end of the pipe
+                theirs.close()  # so that the pipe reports EOF when the child ends
                 self._connections.append(ours)
                 self._processes.append(process)
         try:
@@ -136,10 +137,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             raise
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float) -> list[Any]:
-        """What `function(context, *arguments)`, of the top level of a module, returns on each rank.
+        """Call `function(context, *arguments)`, defined at the top level of a module, on each rank; return the results.
 
         Raises:
-            RankFailure: a rank raised, died, or had no result within `seconds`. The ranks have ended then.
+            RankFailure: a rank raised, died, or had no result within `seconds`. All ranks have then ended.
         """
         for connection in self._connections:
             connection.send((function, arguments, seconds))
@@ -169,7 +170,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return results
 
     def _failure(self, rank: int, raised: str, seconds: float) -> RankFailure:
-        """A rank that has ended, within so many seconds, is the cause of what another raised."""
+        """Find the cause of a failure: a rank that ends within `seconds`, or else the exception that `rank` raised."""
         ended = wait([process.sentinel for process in self._processes], seconds)
         for other, process in enumerate(self._processes):
             if process.sentinel in ended:
@@ -178,7 +179,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return RankFailure(f"Rank {rank} raised:\n{raised}")
 
     def close(self) -> None:
-        """End the ranks; harmless when they have ended."""
+        """End the ranks; does nothing if they have ended."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -197,7 +198,7 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
     faulthandler.dump_traceback_later(START_SECONDS, exit=True)
     usable = cores()
     if hasattr(os, "sched_setaffinity"):
-        # Before any thread starts: gloo's inherit the core.
+        # Before any thread starts, so that gloo's threads inherit the core.
         os.sched_setaffinity(0, {usable[rank % len(usable)]})
     import torch
     import torch.distributed as dist
@@ -214,7 +215,7 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
             function, arguments, seconds = connection.recv()
         except (EOFError, OSError):  # the parent has closed the pipe, or has died
             break
-        # A timer in a thread of C: it fires even where native code holds the interpreter.
+        # The timer runs in a C thread, so that it fires even while native code holds the interpreter lock.
         faulthandler.dump_traceback_later(seconds, exit=True)
         os.environ["FUSED_TP_TIMEOUT"] = str(seconds)
         try:
@@ -223,6 +224,6 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
             answer = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
-    # Not through the interpreter's shutdown: a peer that exited first would keep gloo waiting.
+    # Skips the interpreter's shutdown, where gloo would wait for a peer that exited first.
     sys.stdout.flush()
     os._exit(0)

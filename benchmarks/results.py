@@ -1,4 +1,4 @@
-"""The results format: JSON lines, one for each contestant of each case, complete enough to stand alone."""
+"""Results format: JSON lines, one per contestant of each case, each complete in itself."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _PACKAGES = ("fused-tp", "torch", "deepspeed", "megatron-core")
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a figure was measured."""
+    """Hardware that a figure was measured on."""
 
     cpu: str
     isa: str
     cores: int
-    gpu: str = ""  # empty where none took part
+    gpu: str = ""  # empty if no GPU was used
 
 
 def this_machine() -> Machine:
-    """The processor, torch's vector ISA, usable cores."""
+    """Processor, torch's vector ISA and usable cores of this machine."""
     return Machine(cpu=cpu_name(), isa=torch.backends.cpu.get_cpu_capability(), cores=len(cores()))
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that take part, as far as installed."""
+    """Versions of Python and of the benchmarked packages that are installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -50,13 +50,13 @@ def versions() -> dict[str, str]:
 
 
 def now() -> str:
-    """ISO 8601, UTC."""
+    """Current time in ISO 8601, UTC."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How fused_tp compares with this contestant. `bar` is what it must reach, `aim` what it wants to."""
+    """Comparison of fused_tp with a contestant. `bar` is the required value, `aim` the desired one."""
 
     measure: str  # a key of case.MEASURES
     value: Quartiles
@@ -66,13 +66,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Record:
-    """One contestant of one case. `ms` is the time of one call in milliseconds, of the slowest rank."""
+    """Result of one contestant of one case. `ms` is the time of one call on the slowest rank, in milliseconds."""
 
     case: str
     contestant: str
     ms: Quartiles
     rounds: int
-    calls: int  # of one round, timed together where one is too short for the clock
+    calls: int  # per round; several are timed together if one is too short for the clock
     comparison: Comparison | None  # None for fused_tp itself
     world_size: int
     note: str
@@ -81,15 +81,15 @@ class Record:
     date: str
 
     def to_json(self) -> str:
-        """One line."""
+        """Record as one line of JSON."""
         return json.dumps({"schema": SCHEMA, **_rounded(asdict(self))})
 
     @classmethod
     def from_json(cls, line: str) -> Record:
-        """The record of a line.
+        """Parse the record of a line.
 
         Raises:
-            ValueError: it is not one, or of another schema; says what is wrong.
+            ValueError: the line is not a record, or has another schema.
         """
         try:
             fields = json.loads(line)
@@ -105,7 +105,7 @@ class Record:
 
 
 def _rounded(value: Any) -> Any:
-    """Six significant digits: no clock gives more, and files are read by people."""
+    """Round floats to six significant digits, which exceeds any clock and keeps files readable."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -116,7 +116,7 @@ def _rounded(value: Any) -> Any:
 def records_of(
     case: Case, times: Sequence[Times], world_size: int, machine: Machine, found: Mapping[str, str]
 ) -> list[Record]:
-    """The records of a case, from what each rank measured; each is compared with fused_tp if that has run."""
+    """Records of a case from the times of all ranks, compared with fused_tp if it has run."""
     seconds = {name: slowest([t.seconds[name] for t in times]) for name in times[0].seconds}
 
     def record(name: str, taken: Sequence[float]) -> Record:
@@ -146,10 +146,10 @@ def records_of(
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file, in order.
+    """Read the records of a file, in order.
 
     Raises:
-        ValueError: a line is not a record; names file and line.
+        ValueError: a line is not a record; the message names file and line.
     """
     records = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -162,7 +162,7 @@ def read(path: Path) -> list[Record]:
 
 
 def merge(path: Path, new: Sequence[Record]) -> list[Record]:
-    """All records of the file, with `new` in place of older ones of the same cases on the same machine."""
+    """Write `new` into the file, replacing older records of the same cases on the same machine; return all records."""
     measured = {(record.case, record.machine) for record in new}
     old = read(path) if path.exists() else []
     records = [record for record in old if (record.case, record.machine) not in measured] + list(new)
@@ -171,9 +171,9 @@ def merge(path: Path, new: Sequence[Record]) -> list[Record]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all, so that an interrupted run leaves the old one."""
+    """Write a file atomically, so that an interrupted run leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A folder of this writer's own; a file that tempfile makes could be read by its owner only.
+    # A temporary folder, because a temporary file of tempfile would be readable by its owner only.
     with tempfile.TemporaryDirectory(dir=path.parent) as own:
         part = Path(own, path.name)
         part.write_text(text)

@@ -1,6 +1,6 @@
 """Rival: DeepSpeed's shared-memory all-reduce for CPU ranks of one host (pip package deepspeed).
 
-It is a C++ extension that DeepSpeed compiles on first use. That takes a minute, ninja and a compiler, but no oneCCL.
+DeepSpeed compiles this C++ extension on first use, which takes a minute and needs ninja and a compiler, but no oneCCL.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ _state: dict[str, bool] = {}
 
 
 def load(context: RankContext) -> None:
-    """Make torch.ops.deepspeed.inference_all_reduce_ work among all ranks. Every rank calls it.
+    """Set up torch.ops.deepspeed.inference_all_reduce_ on all ranks; a collective call.
 
     Raises:
         Unavailable: the package is missing, its extension does not compile, or the processor lacks AVX-512.
     """
     if _state.get("loaded"):
         return
-    os.environ["DS_ACCELERATOR"] = "cpu"  # else it looks for one, and warns that there is none
+    os.environ["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed searches for an accelerator, and warns
     try:
         from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
     except ImportError as error:
         raise Unavailable(f"DeepSpeed is not installed ({error}); pip install deepspeed.") from error
     try:
         extension = ShareMemCommBuilder().load(verbose=False)
-    except Exception as error:  # whatever a compiler and a build tool can fail with
+    except Exception as error:  # any failure of the compiler or the build tool
         raise Unavailable(f"DeepSpeed's shared-memory extension does not build here: {error}.") from error
     if extension.vector_kernel_level() < 2:
         raise Unavailable("DeepSpeed's shared-memory all-reduce of bf16 needs a processor with AVX-512.")
-    # It names its segments in /dev/shm after these, takes part only if all ranks are local by LOCAL_SIZE, and never
-    # removes the segments: the name must be new, and the files go as soon as every rank has mapped them.
+    # The extension names its segments in /dev/shm after these variables, is active only if LOCAL_SIZE says that all
+    # ranks are local, and never removes the segments. So the name must be new, and the files are unlinked here as soon
+    # as every rank has mapped them.
     ours = {"LOCAL_SIZE": str(context.world_size), "MASTER_ADDR": "bench", "MASTER_PORT": context.run_id}
     os.environ.update(ours)
     extension.initialize(context.world_size, context.rank)

@@ -1,13 +1,13 @@
 """Rival: Megatron-Core's parallel linear layers with sequence parallelism, on gloo (pip package megatron-core).
 
-Megatron-Core is made for GPUs. On CPU ranks its layers need three things, none of which slows them down:
+Megatron-Core targets GPUs. On CPU ranks its layers need three changes, none of which slows them down:
 
-1. `use_cpu_initialization=True` and `perform_initialization=False`: weights live on the CPU, and are copied in here.
+1. `use_cpu_initialization=True` and `perform_initialization=False`: weights are on the CPU, and are copied in here.
 2. `gradient_accumulation_fusion=False`: the fused weight gradient is a CUDA extension of APEX.
-3. Buffers for gathered and scattered tensors are made on `torch.cuda.current_device()`, which fails without a GPU.
-   Ranks that run Megatron stay inside of `fused_tp.integrations.megatron.on_cpu()`, where it answers "cpu".
+3. It allocates buffers for gathered and scattered tensors on `torch.cuda.current_device()`, which fails without a GPU.
+   Ranks that run Megatron stay inside `fused_tp.integrations.megatron.on_cpu()`, where that returns "cpu".
 
-CUDA_DEVICE_MAX_CONNECTIONS, which it warns about, orders CUDA streams and has no meaning here.
+Megatron's warning about CUDA_DEVICE_MAX_CONNECTIONS concerns CUDA streams and does not apply here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .ranks import RankContext
 
 
 def prepare(context: RankContext) -> None:
-    """Make all ranks one tensor-parallel group of Megatron's. Every rank calls it.
+    """Form one tensor-parallel group of Megatron from all ranks; a collective call.
 
     Raises:
         Unavailable: the package is missing.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about Transformer Engine and APEX, which are for GPUs
+            warnings.simplefilter("ignore")  # warnings about Transformer Engine and APEX, which are for GPUs
             from megatron.core import parallel_state
 
             from fused_tp.integrations.megatron import on_cpu
@@ -41,16 +41,16 @@ def prepare(context: RankContext) -> None:
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=context.world_size)
         _for_good.enter_context(on_cpu())
-        # It calls collectives by names that torch deprecates, and recommends settings of CUDA.
+        # Megatron calls collectives by names that torch deprecates, and recommends settings of CUDA.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         warnings.filterwarnings("ignore", module="megatron")
 
 
-_for_good = ExitStack()  # the rank ends with us
+_for_good = ExitStack()  # never closed: the rank's process ends with the benchmark
 
 
 class MegatronLayers(Layers):
-    """The block's layers as Megatron's own transformer has them: q, k, v in one projection, gate and up in one."""
+    """Layers of the block as in Megatron's own transformer: q, k, v in one projection, gate and up in another."""
 
     def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
         from megatron.core import ModelParallelConfig
@@ -85,7 +85,7 @@ class MegatronLayers(Layers):
         return out.chunk(len(names), dim=-1)
 
     def finish_grads(self) -> None:
-        """Sum the norms' gradients in one piece, as Megatron's finalize_model_grads does."""
+        """All-reduce the norms' gradients as one tensor, like Megatron's finalize_model_grads."""
         grads = [norm.grad for norm in self.norms if norm.grad is not None]
         together = torch.cat(grads)
         dist.all_reduce(together)
@@ -94,4 +94,4 @@ class MegatronLayers(Layers):
 
 
 def _leave(weight: Tensor) -> None:
-    """An init_method that leaves the weight as it is."""
+    """Keep the weight unchanged, as an init_method."""

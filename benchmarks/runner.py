@@ -1,4 +1,4 @@
-"""One case measured: contestants are made, checked and warmed up, then take turns, round after round."""
+"""Measure one case: create, check and warm up its contestants, then time them in turns, round after round."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 101
 
 @dataclass
 class Times:
-    """What one rank measured of a case: seconds of one call, by contestant and round."""
+    """Measurements of a case on one rank: seconds of one call, by contestant and round."""
 
     seconds: dict[str, list[float]]
     calls: dict[str, int]
     notes: dict[str, str]
-    skipped: dict[str, str]  # by name, why a contestant did not run: the end of a sentence
+    skipped: dict[str, str]  # by name, the reason why a contestant did not run, as the end of a sentence
 
 
 def run_case(
@@ -33,14 +33,14 @@ def run_case(
     scale: float = 1.0,
     goes_on: Callable[[int], bool] = lambda done: True,
 ) -> Times:
-    """The times of the contestants of `case`. Runs on every rank.
+    """Measure the contestants of `case`; runs on every rank.
 
     Args:
-        rounds: how many; None for as many as fit `case.seconds`, times `scale`.
-        goes_on: asked before each round with the number of those done.
+        rounds: number of rounds; None for as many as fit `case.seconds`, times `scale`.
+        goes_on: called before each round with the number of finished rounds; False ends the measurement.
 
     Raises:
-        AssertionError: fused_tp computes something else; whatever else it raises, too. Rivals that fail are left out.
+        AssertionError: fused_tp computes a wrong result. Its other exceptions propagate; failed rivals are skipped.
     """
     contestants, skipped = check_case(context, case)
     estimates, calls = {}, {}
@@ -63,7 +63,7 @@ def run_case(
 
 
 def check_case(context: Context, case: Case) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Those contestants of `case` whose answers are right; why others are not among them. Raises as `run_case`."""
+    """Return the contestants of `case` with right results, and reasons for leaving out others; raises as `run_case`."""
     context.start(case)
     contestants: dict[str, Contestant] = {}
     skipped: dict[str, str] = {}
@@ -79,7 +79,7 @@ def check_case(context: Context, case: Case) -> tuple[dict[str, Contestant], dic
 def take_turns(
     timed: dict[str, Callable[[], float]], rounds: int, goes_on: Callable[[int], bool] = lambda done: True
 ) -> dict[str, list[float]]:
-    """Times by contestant and round."""
+    """Time the contestants in turns; return seconds by contestant and round."""
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     names = list(timed)
     gc.collect()
@@ -88,7 +88,7 @@ def take_turns(
         for number in range(rounds):
             if not goes_on(number):
                 break
-            # Who starts changes from round to round: no contestant always finds the caches as the same other left them.
+            # The first contestant rotates, so that none always runs with caches that the same other contestant left.
             first = number % max(len(names), 1)
             for name in names[first:] + names[:first]:
                 seconds[name].append(timed[name]())
@@ -98,7 +98,7 @@ def take_turns(
 
 
 def _check(context: Context, case: Case, contestants: dict[str, Contestant]) -> dict[str, str]:
-    """Takes out those whose answers are wrong, and says why."""
+    """Remove contestants with wrong results, and return the reasons."""
     wrong = {}
     for name, contestant in list(contestants.items()):
         if contestant.check is not None:
@@ -110,8 +110,8 @@ def _check(context: Context, case: Case, contestants: dict[str, Contestant]) -> 
 
 
 def _attempt(context: Context, name: str, step: Callable[[], T], wrong: str = "") -> tuple[T | None, str]:
-    """(what `step` gives, ""), or (None, why it fails) where it does on any rank: all ranks go on together or none, as
-    one alone would wait for its peers."""
+    """Run `step` and return (its result, ""), or (None, reason) if it fails on any rank: no rank may continue alone, as
+    it would wait for its peers."""
     result, reason = None, ""
     raised: Exception | None = None
     try:

@@ -1,4 +1,4 @@
-"""Stored results as a table in markdown: `python -m benchmarks.table FILE [FILE ...]`."""
+"""Print stored results as a Markdown table: `python -m benchmarks.table FILE [FILE ...]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from .case import MEASURES
 from .results import Record, read
 
-CLOCKS = ("SM clock", "memory clock")  # of a GPU, read after each case
+CLOCKS = ("SM clock", "memory clock")  # clocks of a GPU, read after each case
 HEADER = ("case", "contestant", "ms", "fused_tp against it", "needs", "met", "rounds", "note")
 ABOUT = """\
 `time ratio`: time of fused_tp over that of the other; `speedup`: the other's over fused_tp's; `efficiency`: the
@@ -20,7 +20,7 @@ write at least."""
 
 
 def markdown(records: Sequence[Record], skipped: Sequence[str] = (), minutes: float | None = None) -> str:
-    """The table, what it was measured on, and what was not measured."""
+    """Markdown with machine, versions and dates, the table of records, and the skipped measurements."""
     lines = []
     for machine in dict.fromkeys(record.machine for record in records):
         cpu = f"{machine.cpu}, {machine.isa}, {machine.cores} cores."

@@ -1,9 +1,9 @@
-"""Measure the schedules of the matmul ops and the kernels of attention, and write the dispatch table that follows:
+"""Measure the schedules of the matmul ops and the kernels of attention, and write a dispatch table from the results:
 `fused-tp bench --tune`.
 
-The table in force is the incumbent. A schedule or a kernel takes its place at a size only if it is faster by a clear
-margin in three quarters of the rounds, so a noisy run changes nothing, and tuning twice gives what tuning once gave.
-Other ops keep the choices they had.
+The choices of the active table are the incumbents. Another schedule or kernel replaces an incumbent at a size only if
+it is faster by a clear margin in three quarters of the rounds, so that a noisy run changes nothing, and tuning twice
+has the same result as tuning once. Other ops keep their choices.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .ranks import RankContext, Ranks
 from .results import write_whole
 from .runner import run_case
 
-MARGIN = 0.95  # of the incumbent's time, to be undercut by the third quartile of the paired ratios
+MARGIN = 0.95  # limit for the third quartile of a challenger's paired time ratios to the incumbent
 FEATURES = 2048
 ROWS = (2, 16, 64, 256, 1024)
 ROUNDS = 15
 MIN_ROUNDS = 9
-SECONDS = 300.0  # the longest that one size may take
+SECONDS = 300.0  # time limit for one size
 TUNED_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp32")}
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-SCHEDULES = {"shm": ("one_sided", "pipelined", "plain"), "gloo": ("pipelined", "plain")}  # of each transport
+SCHEDULES = {"shm": ("one_sided", "pipelined", "plain"), "gloo": ("pipelined", "plain")}  # by transport
 KERNELS = ("native-cpu", "torch-cpu")
 HEAD_DIMS = (64, 128)
 TOKENS, HEADS = 2048, 2
@@ -55,7 +55,7 @@ Directions = dict[tuple[str, bool], dict[int, Mapping[str, Sequence[float]]]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds by schedule and round, of one op at one size."""
+    """Seconds of one op at one size, by schedule and round."""
 
     op: str
     dtype: torch.dtype
@@ -64,22 +64,22 @@ class Measured:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor that is the same on all ranks, which is what the table's max_bytes counts."""
+        """Bytes of the gathered or reduced tensor, to which the table's max_bytes refers."""
         return self.rows * FEATURES * self.dtype.itemsize
 
 
 def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str], None] = print) -> None:
-    """Measure and write the table to `path`, then say what changed and how to use it.
+    """Measure, write the table to `path`, and report the changes and how to use the table.
 
     Raises:
-        RankFailure: the ranks did not get through; `path` is as it was.
-        ValueError: the table in force is not one, or `rounds` are too few.
+        RankFailure: a rank failed; `path` is unchanged.
+        ValueError: the active table is invalid, or `rounds` is too small.
     """
     if rounds < MIN_ROUNDS:
         raise ValueError(f"rounds is {rounds}; a choice by three quarters of the rounds needs {MIN_ROUNDS} at least.")
     named = settings.table_path()
     if named is not None and Path(named) == path and not path.exists():
-        del os.environ["FUSED_TP_TABLE"]  # it is about to be written: until then the shipped table is in force
+        del os.environ["FUSED_TP_TABLE"]  # the shipped table is active until this run has written the named one
     table = dispatch.load_table(settings.table_path())
     rules = dispatch.attention_rules(settings.table_path())
     tuned, changes = _rewritten(table, _measure(world_size, rounds, say), world_size)
@@ -88,7 +88,7 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
     for change in changes:
         say(change)
     about = f"Written by fused-tp bench --tune for {world_size} ranks. The format is that of the shipped dispatch.json."
-    # JSON with a rule to a line: people read and edit tables.
+    # One rule per line of JSON, as people read and edit tables.
     text = json.dumps({"about": about, "arch": tuned, "attention": rules}, indent=1)
     write_whole(path, re.sub(r"\{[^{}]*\}", lambda rule: json.dumps(json.loads(rule[0])), text) + "\n")
     choices = "1 choice" if len(changes) == 1 else f"{len(changes) or 'no'} choices"
@@ -100,7 +100,7 @@ def tune(path: Path, world_size: int, rounds: int = ROUNDS, say: Callable[[str],
 
 def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[Measured]:
     measured: list[Measured] = []
-    sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather has equally much of each rank
+    sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather takes equal shards of all ranks
     with Ranks(world_size) as ranks:
         for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
             case = Case(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
@@ -127,7 +127,7 @@ def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -
 
 
 def _rewritten_kernels(rules: list[Rule], measured: Directions) -> tuple[list[Rule], list[str]]:
-    """As `_rewritten`, of the kernels of attention."""
+    """Attention rules after the measurement, and a sentence for each choice that changed."""
     changes: list[str] = []
     for (dtype, backward), by_head_dim in measured.items():
         winners, before = [], len(changes)
@@ -156,12 +156,12 @@ def _medians(seconds: Mapping[str, Sequence[float]]) -> str:
 def _rewritten(
     table: dict[str, Any], measured: Sequence[Measured], world_size: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """The table that follows from what was measured, and a sentence for each choice that differs from `table`'s."""
+    """Table after the measurement, and a sentence for each choice that differs from `table`."""
     changes: list[str] = []
     for transport, op, (name, dtype) in itertools.product(SCHEDULES, OPS, TUNED_DTYPES.items()):
         mine = [m for m in measured if m.op == op and m.dtype == dtype]
         if not all(schedule in m.seconds for m in mine for schedule in SCHEDULES[transport]):
-            continue  # no shared memory here
+            continue  # this machine has no shared memory
         winners = [(m.nbytes, _winner(m, transport, world_size)) for m in mine]
         changed = [
             f"{op}/{name}/M={m.rows} over {transport}: {_change(m.seconds, _incumbent(m, transport, world_size), new)}"
@@ -182,7 +182,7 @@ def _change(seconds: Mapping[str, Sequence[float]], old: str, new: str) -> str:
 
 
 def challenge(incumbent: str, seconds: Mapping[str, Sequence[float]]) -> str:
-    """The schedule to use: `incumbent` unless another undercuts it clearly. Takes seconds by schedule and round.
+    """Choose a schedule from seconds by schedule and round: `incumbent` unless another is clearly faster.
 
     Example:
         >>> challenge("plain", {"plain": [1.0, 1.0, 1.0], "pipelined": [0.97, 0.97, 0.5]})
@@ -203,9 +203,9 @@ def retuned(
     world_size: int,
     winners: Sequence[tuple[int, str]],
 ) -> dict[str, Any]:
-    """`table` with rules for one op and dtype on CPU: `winners` are (bytes moved, schedule), sizes ascending.
+    """Copy `table` with new rules for one op and dtype on CPU: `winners` are (bytes moved, schedule), sizes ascending.
 
-    Rules of other dtypes and group sizes stay, and follow the new ones.
+    Rules for other dtypes and group sizes are kept, after the new ones.
     """
     tuned = copy.deepcopy(dict(table))
     transports = tuned.setdefault("cpu", copy.deepcopy(tuned.get("default", {})))
@@ -217,13 +217,13 @@ def retuned(
 
 
 def _by_size(what: str, limit: str, winners: Sequence[tuple[int, str]], scope: Rule) -> list[Rule]:
-    """Rules for (size, winner), sizes ascending."""
+    """Rules for pairs (size, winner), sizes ascending."""
     new: list[Rule] = []
     for (size, winner), following in zip(winners, [*winners[1:], None], strict=True):
         if following is None:
             new.append({what: winner, **scope})
         elif following[1] != winner:
-            # Between two sizes that want different ones the change is put at their geometric mean.
+            # Two sizes with different winners switch at their geometric mean.
             new.append({what: winner, limit: math.isqrt(size * following[0]), **scope})
     return new
 
@@ -233,7 +233,7 @@ def _others(rules: Sequence[Rule], scope: Rule) -> list[Rule]:
 
 
 def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers:
-    """One op on every schedule."""
+    """Makers for one op on every schedule."""
     import fused_tp
 
     call = getattr(fused_tp, op)
@@ -253,7 +253,7 @@ def schedules_of(context: RankContext, op: str, dtype: str, rows: int) -> Makers
 
 
 def kernels_of(context: RankContext, dtype: str, backward: bool, head_dim: int) -> Makers:
-    """One direction of causal attention on one rank, by each of KERNELS."""
+    """Makers for one direction of causal attention on one rank, by each of KERNELS."""
     from fused_tp.ops.ring_attention import attention_over
 
     tensors = (torch.randn(1, TOKENS, HEADS, head_dim).to(DTYPES[dtype]) for _ in range(4))

@@ -1,4 +1,4 @@
-"""How Sphinx builds this documentation: `make docs`. Tables about the code come from the code: tables.py."""
+"""Sphinx configuration of this documentation: `make docs`. tables.py generates tables about the code from the code."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ myst_heading_anchors = 3
 myst_substitutions = tables.all_tables()
 
 default_role = "code"
-autodoc_typehints = "none"  # docstrings say shapes and dtypes, which types do not
+autodoc_typehints = "none"  # docstrings state shapes and dtypes, which types do not
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["megatron"]  # whose classes ours are made from; the documentation is built without it
+autodoc_mock_imports = ["megatron"]  # fused_tp subclasses its classes; the documentation is built without it
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|transformers|typing|pathlib)\..*|.*(Module|Exception|Error|ParallelStyle|object)")
 ]
 
 
 def example_as_code(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """`Example:` begins a block of code. With prompts or `::` it is one already."""
+    """Turn `Example:` into the start of a code block, unless prompts or `::` follow, which make it one already."""
     for number, line in enumerate(lines):
         follows = lines[number + 1].strip() if number + 1 < len(lines) else ""
         if line.strip() == "Example:" and follows and not follows.startswith(">>>"):

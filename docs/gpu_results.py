@@ -1,4 +1,4 @@
-"""Pages made of the results of GPUs: the table of docs/benchmarks.md and the status column of README.
+"""Generate the GPU results in pages: the table of docs/benchmarks.md and the status column of README.
 
     python docs/gpu_results.py          # writes README's column anew
 
@@ -15,7 +15,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu"
-# Of each row of README's table, by a name in it: the steps of the selftest that prove it on a GPU.
+# Name in a row of README's table -> steps of the selftest that prove the row on a GPU.
 PROVED_BY = {
     "`all_gather_matmul`": ("sums, 2 ranks", "gathers, 2 ranks"),
     "`ring_attention`": ("rings, 2 ranks",),
@@ -25,7 +25,7 @@ NEVER = "never run on a GPU"
 
 
 def results(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """Reports with a GPU in them, the oldest first.
+    """Reports of runs on a GPU, the oldest first.
 
     Raises:
         ValueError: a file is no report of the selftest; names it.
@@ -44,7 +44,7 @@ def results(folder: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a row for each step of each report, and one for each figure that the newest of each card has."""
+    """Markdown tables with a row per step of each report, and a row per figure of the newest report of each card."""
     if not found:
         return "No result of a GPU is here yet: `fused-tp selftest` makes one."
     steps = [
@@ -90,7 +90,7 @@ def in_cell(text: str) -> str:
 
 
 def status(row: str, found: Sequence[Mapping[str, Any]]) -> str | None:
-    """Status of a row of README's table by the newest report that ran what proves it; None: nothing did."""
+    """Status of a row of README's table by the newest report that ran its steps; None if no report did."""
     names = next((steps for name, steps in PROVED_BY.items() if name in row), ())
     for one in reversed(found):
         states = {step["name"]: step["state"] for step in one["steps"]}
@@ -102,7 +102,7 @@ def status(row: str, found: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def readme(text: str, found: Sequence[Mapping[str, Any]]) -> str:
-    """README with the last column of its first table as the reports have it."""
+    """Text of README with the status column of its table updated from the reports."""
 
     def replaced(match: re.Match[str]) -> str:
         cells = match[0].rstrip("|").rsplit("|", 1)

@@ -1,4 +1,4 @@
-"""The picture of scaling in the guide on planning: `python -m docs.scaling` writes docs/images/scaling.svg."""
+"""Draw the scaling plot in the guide on planning: `python -m docs.scaling` writes docs/images/scaling.svg."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fused_tp.planning import published
 
-# Sizes that share out 1152 rows over pp 6 and tp 8.
+# Numbers of GPUs over which 1152 rows divide evenly with pp 6 and tp 8.
 GPUS = (96, 144, 288, 576, 1152, 2304, 4608)
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    # The same small file from each run.
+    # Makes the file small and reproducible.
     matplotlib.rcParams |= {"svg.hashsalt": "fused_tp", "svg.fonttype": "none"}
     from matplotlib import pyplot as plt
 

@@ -1,6 +1,6 @@
-"""The tables of the documentation that the code decides: settings, schedules, what runs where, styles and models.
+"""Generate the tables of the documentation from the code: settings, schedules, support, styles and models.
 
-Pages name them as substitutions: a line `{{ settings }}` becomes the table that `settings()` returns.
+Pages refer to them as substitutions: a line `{{ settings }}` becomes the table that `settings()` returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fused_tp.runtime.settings import SETTINGS
 from fused_tp.schedules.registry import SCHEDULES
 from tests.integrations.models import FAMILIES, OWN_SIZES
 
-# Public names, and what the registry calls them.
+# Public names of ops, and their names in the registry.
 OPS = {
     "all_gather_matmul": "all_gather_matmul",
     "matmul_reduce_scatter": "matmul_reduce_scatter",
@@ -41,7 +41,7 @@ OPS = {
     "ulysses_attention": "all_to_all",
 }
 RANKS, HIDDEN = 2, 4096
-# How each schedule moves bytes while it computes, and what it is for.
+# Communication and purpose of each schedule.
 ABOUT = {
     "plain": ("the matmul, then one collective of torch.distributed", "any group; small shapes"),
     "pipelined": ("chunks travel over torch.distributed while others are multiplied", "any group"),
@@ -74,7 +74,7 @@ ABOUT = {
         "groups of several hosts",
     ),
 }
-# What each style of a `tp_plan` does to its module.
+# Effect of each style of a `tp_plan` on its module.
 STYLES = {
     "colwise": "cut along the outputs",
     "colwise_gather_output": "cut along the outputs, which are gathered",
@@ -111,7 +111,7 @@ FEATURES = {
 }
 
 
-# What `parallelize` refuses a type of model for, by a part of its sentence.
+# Reasons why `parallelize` rejects a model type, by a part of its error message.
 REASONS = {
     "has no tp_plan of its own": "no plan",
     "does not let its attention be replaced": "attention cannot be replaced",
@@ -130,12 +130,12 @@ REASONS = {
     "by other means than self.loss_function": "a loss of its own",
 }
 
-# What the sweep calls the columns of the table.
+# Columns of the table, and their names in the sweep.
 MODES = {"tp": "tp", "tp with sequence_parallel": "tp+sp", "cp": "cp"}
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Format a Markdown table."""
     head = list(head)
     lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -161,7 +161,7 @@ def schedules() -> str:
 
 
 def support() -> str:
-    """Which schedules have no implementation of their own of an op, in bfloat16."""
+    """Schedules that implement each op in bfloat16, or those that do not."""
     rows = []
     for op, key in OPS.items():
         missing = [f"`{name}`" for name, spec in SCHEDULES.items() if not spec.supports(key, torch.bfloat16)]
@@ -170,7 +170,7 @@ def support() -> str:
 
 
 def defaults() -> str:
-    """What the shipped dispatch table chooses: one row for a few tokens, and for many."""
+    """Schedules that the shipped dispatch table chooses, for few tokens and for many."""
     places = (
         *(("CPU, shared memory", "shm", "cpu"), ("CPU, gloo", "gloo", "cpu")),
         *(("CUDA, NCCL", "nccl", "sm_90"), ("CUDA, NVLink, until measured", "nvlink", "sm_90")),
@@ -207,7 +207,7 @@ def models() -> str:
 
 
 def model_types() -> str:
-    """What `model_types_of` has found of transformers' causal language models, types of one result together."""
+    """Results of `model_types_of` for transformers' causal language models, grouped by result."""
     found = json.loads((Path(__file__).parent / "model_types.json").read_text())
     groups: dict[tuple[str, ...], list[str]] = {}
     for kind, results in found["types"].items():
@@ -224,7 +224,7 @@ def model_types() -> str:
 
 
 def model_types_of(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """By type of model "yes", or in short why not, for each of MODES; from what tests.integrations.sweep has found."""
+    """Map each model type to "yes" or a reason for each of MODES, from the outcomes of tests.integrations.sweep."""
     return {kind: [_result(modes, mode) for mode in MODES.values()] for kind, modes in sorted(outcomes.items())}
 
 
@@ -240,14 +240,14 @@ def _result(modes: Mapping[str, Sequence[str]], mode: str) -> str:
 
 
 def model_types_file(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
-    """docs/model_types.json: a line for each type."""
+    """Content of docs/model_types.json, with a line for each type."""
     versions = {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
     types = ",\n".join(f"  {json.dumps(kind)}: {json.dumps(one)}" for kind, one in model_types_of(outcomes).items())
     return f'{{\n "versions": {json.dumps(versions)},\n "types": {{\n{types}\n }}\n}}'
 
 
 def predictions() -> str:
-    """What the cost model predicts of published measurements: a table for each set."""
+    """Predictions of the cost model for published measurements, in a table for each set."""
     tables = []
     for title, (unit, make) in published.SETS.items():
         rows = make()
@@ -258,7 +258,7 @@ def predictions() -> str:
 
 
 def planner() -> str:
-    """What `python -m benchmarks.planner` has found on CPU ranks."""
+    """Results of `python -m benchmarks.planner` on CPU ranks."""
     found = json.loads((Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "planner.json").read_text())
     machine, rows = found["machine"], found["rows"]
     cells, errors = [], []
@@ -276,7 +276,7 @@ def planner() -> str:
 
 
 def machines() -> str:
-    """What the cost model knows of machines."""
+    """Machines of the cost model, with their numbers."""
     rows = (
         (
             f"`{one.name}`",
@@ -294,7 +294,7 @@ def machines() -> str:
 
 
 def tests() -> str:
-    """Every test file by the first line of its docstring, with the seconds that `seconds_by_file` has found."""
+    """Every test file with the first line of its docstring, and its seconds from `seconds_by_file`."""
     root = Path(__file__).resolve().parents[1]
     seconds = json.loads((root / "docs" / "test_seconds.json").read_text())
     rows = []
@@ -309,10 +309,10 @@ def tests() -> str:
 
 
 def seconds_by_file(junit: str) -> dict[str, int]:
-    """Seconds of every test file in a report of `pytest -m "" --junitxml=FILE`; of no skipped test."""
+    """Sum the seconds per test file in a report of `pytest -m "" --junitxml=FILE`; files under 0.5 s are omitted."""
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(junit).iter("testcase"):
-        module = re.sub(r"\.[A-Z]\w*$", "", case.attrib["classname"])  # of a class of tests
+        module = re.sub(r"\.[A-Z]\w*$", "", case.attrib["classname"])  # removes the name of a test class
         seconds[module.removeprefix("tests.").replace(".", "/") + ".py"] += float(case.attrib["time"])
     return {name: round(spent) for name, spent in sorted(seconds.items()) if spent >= 0.5}
 

@@ -1,1 +1,1 @@
-"""A model that knows nothing of parallelism, and programs to try fused_tp with. Installed as `fused_tp.examples`."""
+"""A plain single-device model, and example programs for fused_tp. Installed as `fused_tp.examples`."""

@@ -1,10 +1,10 @@
-"""DeepSpeed's ZeRO 3 over a tensor parallel Llama: tensor parallel ranks have a part of each parameter, and ZeRO shards
-that part over the data parallel ones.
+"""DeepSpeed's ZeRO 3 over a tensor parallel Llama: each tensor parallel rank holds a shard of each parameter, and ZeRO
+shards it again over the data parallel ranks.
 
     torchrun --nproc-per-node 4 -m examples.deepspeed_zero
 
-It trains a small model on random tokens, so it runs without GPUs too. To train yours, put its from_pretrained in the
-place of `make_model`, and batches in that of `tokens`.
+It trains a small model on random tokens, so it also runs without GPUs. To train yours, replace `make_model` by its
+from_pretrained, and `tokens` by your batches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIG = {
 
 
 def make_model() -> PreTrainedModel:
-    torch.manual_seed(0)  # all ranks make the same model, of which each keeps a part
+    torch.manual_seed(0)  # all ranks create the same model, and each keeps its shard
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=96, **sizes))
 
@@ -46,7 +46,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config=CONFIG)
 
-    # Data parallel ranks have batches of their own, and the tensor parallel ranks of each the same.
+    # Each data parallel rank has its own batch, which its tensor parallel ranks share.
     generator = torch.Generator().manual_seed(mpu.get_data_parallel_rank())
     tokens = torch.randint(96, (2, 32), generator=generator).to(engine.device)
     for step in range(10):
@@ -57,7 +57,7 @@ def main() -> None:
             print(f"step {step}: loss {loss.item():.4f}, gradient norm {float(engine.get_global_grad_norm()):.4f}")
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        state = gather_state_dict(model, rank0_only=True, device="cpu")  # of the whole model
+        state = gather_state_dict(model, rank0_only=True, device="cpu")  # full tensors of all parameters
     if dist.get_rank() == 0:
         print(f"{len(state)} tensors, {sum(t.numel() for t in state.values())} numbers")
     dist.destroy_process_group()

@@ -1,10 +1,10 @@
-"""A gated MLP, sharded over all ranks, on fused kernels: what runs, and whether it is right.
+"""A gated MLP, sharded over all ranks, on fused kernels: prints the schedule and the errors of the result.
 
     torchrun --nproc-per-node 2 -m examples.fused_kernel                  # GPUs: one for each rank
     TRITON_INTERPRET=1 torchrun --nproc-per-node 2 -m examples.fused_kernel   # CPU: the same kernels, interpreted
 
-Installed, the module is `fused_tp.examples.fused_kernel`. Every rank computes the whole MLP too, in float64, and prints
-how far its shard of the result and of the input's gradient are from that.
+In an installation, the module is `fused_tp.examples.fused_kernel`. Every rank also computes the whole MLP in float64,
+and prints the errors of its shards of the result and of the input's gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def sharded_mlp(x_shard: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Of this rank's tokens, with this rank's rows of gate and up and columns of down."""
+    """Apply the MLP to this rank's tokens, given its rows of gate and up and its columns of down."""
     gated, wide = fused_tp.all_gather_matmul(x_shard, [gate, up], group=None)
     return fused_tp.matmul_reduce_scatter(F.silu(gated) * wide, down, group=None)
 

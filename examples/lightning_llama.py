@@ -1,9 +1,9 @@
-"""A small Llama trained by Lightning on data, context and tensor parallel ranks.
+"""Train a small Llama with Lightning on data, context and tensor parallel ranks.
 
     torchrun --nproc-per-node 4 -m examples.lightning_llama --dp 1 --cp 2 --tp 2
     torchrun --nproc-per-node 4 -m examples.lightning_llama --dp 2 --cp 1 --tp 2
 
-Runs on CPU and on GPUs. The losses are those of one process, `python -m examples.lightning_llama`.
+Runs on CPUs and GPUs. The losses equal those of one process, `python -m examples.lightning_llama`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH = 4
 class LitLlama(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)  # all ranks make one model
+        torch.manual_seed(0)  # all ranks create the same model
         self.model = Llama(CONFIG)
         self.texts = torch.randint(CONFIG.vocab_size, (16, 32), generator=torch.Generator().manual_seed(0))
         self.losses: list[float] = []
@@ -38,7 +38,7 @@ class LitLlama(lightning.LightningModule):
     def configure_model(self) -> None:
         if self.device_mesh is None or fused_tp.is_parallelized(self.model):  # called again by validate and test
             return
-        # FSDP2 takes the mean of gradients over context parallel ranks as well.
+        # FSDP2 averages gradients over context parallel ranks, too.
         fsdp = self.device_mesh["dp_shard"].size() > 1
         fused_tp.parallelize(self.model, self.device_mesh, grad_sync=not fsdp, sequence_parallel=True)
         if fsdp:
@@ -47,7 +47,7 @@ class LitLlama(lightning.LightningModule):
 
     def training_step(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens, labels=tokens).loss
-        # Ranks along cp and tp have the same loss; the mean over all ranks is that over the data parallel ones.
+        # Ranks along cp and tp compute the same loss, so the mean over all ranks is that over data parallel ranks.
         self.losses.append(float(self.trainer.strategy.reduce(loss.detach(), reduce_op="mean")))
         return loss
 
@@ -55,8 +55,8 @@ class LitLlama(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        # Lightning's own sampler (use_distributed_sampler=True) would shuffle; here one process has the same batches.
-        texts: Any = self.texts  # rows of a tensor, which loaders take for a dataset
+        # Lightning's own sampler (use_distributed_sampler=True) would shuffle; this one keeps one process's batches.
+        texts: Any = self.texts  # a tensor, whose rows are the samples
         sampler: Any = None
         if self.device_mesh is not None:
             where = self.trainer.strategy.distributed_sampler_kwargs
@@ -66,7 +66,7 @@ class LitLlama(lightning.LightningModule):
 
 
 def main(arguments: list[str] | None = None, **options: Any) -> list[float]:
-    """The losses of each step. `options` are further keywords of Trainer."""
+    """Train and return the loss of each step. `options` are further keywords of Trainer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp", type=int, default=1, help="data parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context parallel ranks")

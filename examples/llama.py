@@ -1,9 +1,9 @@
 """A plain single-device Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU, a KV cache.
 
-It knows nothing of parallelism, as a user's own model would not: `fused_tp.parallelize(model, mesh)` does the rest,
-reading `Llama.tp_plan`. Two habits make that possible in any model. Head counts are never written down in `forward` but
-follow from the width of what a projection returned, and positions are an argument, so a rank may hold any part of the
-heads and of the sequence. Module names are those of transformers' Llama, so its checkpoints load as they are.
+Like a user's own model, it contains no code for parallelism: `fused_tp.parallelize(model, mesh)` shards it by
+`Llama.tp_plan`. Two habits make that possible in any model: `forward` derives head counts from the width of a
+projection's output, and takes positions as an argument. A rank may then hold any shard of the heads and of the
+sequence. Module names are those of transformers' Llama, so its checkpoints load without conversion.
 
 Sources: Touvron et al. 2023 (arXiv:2302.13971); RoPE, Su et al. 2021 (arXiv:2104.09864); grouped-query attention,
 Ainslie et al. 2023 (arXiv:2305.13245).
@@ -51,7 +51,7 @@ class LlamaConfig:
 
 
 class LlamaOutput(NamedTuple):
-    """`logits` [batch, seq, vocab]; `loss`, a scalar, where labels were given."""
+    """`logits` [batch, seq, vocab]; `loss`, a scalar, if labels were given, else None."""
 
     logits: Tensor
     loss: Tensor | None
@@ -65,7 +65,7 @@ class KVCache:
 
     @property
     def seen(self) -> int:
-        """Tokens held, to be asked between two forward passes, when all layers hold equally many."""
+        """Number of cached tokens; read it between two forward passes, when all layers hold equally many."""
         return next((k.shape[2] for k, _ in self._layers.values()), 0)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class Attention(nn.Module):
         new, seen = q.shape[2], k.shape[2]
         mask = None
         if 1 < new < seen:
-            # SDPA's is_causal aligns queries with the first keys; after a cached prefix they belong to the last ones.
+            # SDPA's is_causal aligns queries with the first keys; after a cached prefix they must align with the last.
             mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=new == seen, enable_gqa=q.shape[1] != k.shape[1]
@@ -195,8 +195,8 @@ def causal_lm_loss(
 ) -> Tensor:
     """Mean cross entropy of token i's logits against label i + 1, in fp32.
 
-    `labels` are as long as `logits` [batch, seq, vocab] and not yet shifted; `shift_labels`, where given, are used in
-    their place as they are (a caller that holds a part of the sequence shifts before it cuts). Same keywords as the
+    `labels` are as long as `logits` [batch, seq, vocab] and not yet shifted. `shift_labels`, if given, replace them and
+    are already shifted (a caller with a shard of the sequence shifts before sharding). The keywords are those of the
     `loss_function` of a transformers model.
     """
     if shift_labels is None:
@@ -219,7 +219,7 @@ class Llama(nn.Module):
         torch.Size([2, 24])
     """
 
-    # Which linear layers may be cut, and how, in the words of transformers' tp_plan.
+    # Sharding of the linear layers, in the format of transformers' tp_plan.
     tp_plan: ClassVar[dict[str, str]] = {
         "model.embed_tokens": "embedding_rowwise",
         "model.layers.*.self_attn.q_proj": "colwise",
@@ -256,10 +256,10 @@ class Llama(nn.Module):
         *,
         shift_labels: Tensor | None = None,
     ) -> LlamaOutput:
-        """Logits and, with `labels` [batch, seq] (usually the tokens themselves; -100 is left out), the mean loss.
+        """Compute logits and, with `labels` [batch, seq] (usually the tokens; -100 is ignored), the mean loss.
 
-        `positions` [seq] or [batch, seq] are the tokens' places in the text (default: counted on from what `cache`
-        holds). `shift_labels` replaces `labels` where the caller has shifted them already: see `causal_lm_loss`.
+        `positions` [seq] or [batch, seq] are the tokens' positions in the text (default: after the tokens in `cache`).
+        `shift_labels` replaces `labels` if the caller has already shifted them: see `causal_lm_loss`.
         """
         logits = self.lm_head(self.model(tokens, positions, cache))
         if labels is None and shift_labels is None:

@@ -1,9 +1,9 @@
-"""A GPT of Megatron-Core with fused layers, trained over tensor and context parallel ranks, on the CPU.
+"""Train a GPT of Megatron-Core with fused layers over tensor and context parallel ranks, on the CPU.
 
     torchrun --standalone --nproc-per-node 4 -m examples.megatron_gpt
 
-Four ranks are tp=2 x cp=2, two are tp=2, and one runs the same model alone: all print the same losses. On GPUs leave
-`on_cpu()` out and train as always: Megatron's optimizers and pipeline schedules take the model as it is.
+Four ranks form tp=2 x cp=2, two form tp=2, and one runs the same model alone: all print the same losses. On GPUs, omit
+`on_cpu()` and train as usual: Megatron's optimizers and pipeline schedules accept the model unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Megatron says that it has found no Transformer Engine and no APEX
+    warnings.simplefilter("ignore")  # Megatron warns that Transformer Engine and APEX are missing
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -64,7 +64,7 @@ def main() -> None:
         masked_softmax_fusion=False,
     )
     with on_cpu():
-        with fused_layers():  # the embedding, the output layer and the last norm; layer_spec is the rest
+        with fused_layers():  # for the embedding, the output layer and the last norm; layer_spec covers the rest
             model = GPTModel(config, layer_spec(config), VOCAB, SEQ, position_embedding_type="rope")
         model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -77,10 +77,10 @@ def main() -> None:
 
 
 def train_step(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
-    """The mean loss of all tokens, before a step that it trains."""
+    """Train one step, and return the mean loss of all tokens before it."""
     group = parallel_state.get_context_parallel_group()
     positions = torch.arange(SEQ).expand(BATCH, SEQ)
-    # As Megatron's get_batch_on_this_cp_rank cuts a batch.
+    # The sharding of Megatron's get_batch_on_this_cp_rank.
     own, own_labels, own_positions = (
         fused_tp.shard_sequence(t, 1, group=group) for t in (tokens, tokens.roll(-1, 1), positions)
     )

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 -m examples.sft_packed --cp 2 --tp 2
     accelerate launch --multi_gpu --num_processes 2 -m examples.sft_packed --cp 2
 
-Rows are packed of documents, which the context parallel ranks cut as if they were one sequence; no token sees another
-document. The model is small and its texts are random, so it runs without GPUs too. To train yours, load model,
+Rows hold packed documents. The context parallel ranks shard a row as one sequence; no token attends to another
+document. The model is small and its texts are random, so it also runs without GPUs. To train yours, load model,
 tokenizer and dataset in `make_model` and `make_texts`.
 """
 
@@ -29,7 +29,7 @@ WORDS = 96
 
 
 def make_model() -> PreTrainedModel:
-    torch.manual_seed(0)  # all ranks make the same model
+    torch.manual_seed(0)  # all ranks create the same model
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=WORDS, eos_token_id=1, **sizes))
 

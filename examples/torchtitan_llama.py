@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 -m examples.torchtitan_llama --tp 2 --dp 2
     torchrun --nproc-per-node 4 -m examples.torchtitan_llama --tp 2 --dp 2 --stock
 
-Runs on GPUs and on CPU ranks. `--stock` leaves the overrides out: losses and gradient norms are the same.
+Runs on GPUs and on CPU ranks. `--stock` disables the overrides: losses and gradient norms are the same.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
-if not hasattr(dist, "set_timeout"):  # which torchtitan 0.3 calls, and torch 2.13 has by another name
+if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it, and torch 2.13 has it under another name
     cast(Any, dist).set_timeout = dist.distributed_c10d._set_pg_timeout
 OVERRIDES = ["fused_tp.integrations.torchtitan.attention", "fused_tp.integrations.torchtitan.feed_forward"]
 VOCAB = 256  # bytes
 
 
 class Bytes(BaseTokenizer):
-    """A token is a byte."""
+    """Tokenizer with a token per byte."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -58,7 +58,7 @@ class Bytes(BaseTokenizer):
 
 
 class Counting(IterableDataset[Any]):
-    """Rows in which each byte is the one before plus the row's step."""
+    """Rows in which each byte is the previous one plus the row's increment."""
 
     def __init__(self, seq: int, first: int, every: int) -> None:
         self.seq, self.first, self.every = seq, first, every
@@ -72,7 +72,7 @@ class Counting(IterableDataset[Any]):
 
 
 class CountingLoader(ParallelAwareDataloader):
-    """Gives data parallel rank r of R the rows r, r + R, ..."""
+    """Loads rows r, r + R, ... on data parallel rank r of R."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ParallelAwareDataloader.Config):
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     config.parallelism = ParallelismConfig(
         data_parallel_shard_degree=given.dp,
         tensor_parallel_degree=given.tp,
-        # Its default, spmd_types, needs an FSDP2 that torch 2.13 does not have.
+        # The default, spmd_types, needs a newer FSDP2 than that of torch 2.13.
         spmd_backend="partial_dtensor",
     )
     config.validator.enable = False

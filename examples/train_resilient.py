@@ -1,10 +1,10 @@
-"""Trains a small Llama over data and tensor parallel ranks, and goes on by itself when ranks die.
+"""Train a small Llama over data and tensor parallel ranks, and resume automatically when ranks die.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 -m examples.train_resilient --folder checkpoints
 
-Kill a process, or interrupt all and start again, also with another --nproc-per-node or --tp: training goes on from the
-newest complete checkpoint, with the samples that follow.
+Kill a process, or interrupt all and start again, also with another --nproc-per-node or --tp: training resumes from the
+newest complete checkpoint, with the samples that follow it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .llama import Llama, LlamaConfig
 
 
 class Sentences(Dataset[Tensor]):
-    """Sequences of bytes that repeat a few: made by their index, in place of a file of tokens."""
+    """Byte sequences that repeat a short pattern, generated from their index instead of read from a file."""
 
     def __len__(self) -> int:
         return 512

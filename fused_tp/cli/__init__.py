@@ -1,4 +1,4 @@
-"""The `fused-tp` command: one module per subcommand, imported when it is asked for."""
+"""The `fused-tp` command: one module per subcommand, imported only when it runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from types import ModuleType
 
 
 def shipped_module(folder: str, name: str) -> ModuleType:
-    """Module `name` of a folder next to this package, such as benchmarks.
+    """Import module `name` of a folder next to this package, such as benchmarks.
 
-    Installed, the folder is `fused_tp.benchmarks`, as a top-level package of that name would be anybody's; in a
-    checkout it is found where it lies.
+    An installation contains the folder as `fused_tp.benchmarks`, since a top-level package `benchmarks` could clash
+    with others. In a checkout the folder is imported from its place.
 
     Raises:
-        FileNotFoundError: it is neither installed nor in a checkout around this package.
+        FileNotFoundError: the module is neither installed nor in a checkout around this package.
     """
     if find_spec(f"fused_tp.{folder}") is not None:
         return importlib.import_module(f"fused_tp.{folder}.{name}")
@@ -28,12 +28,12 @@ def shipped_module(folder: str, name: str) -> ModuleType:
     if not (checkout / folder / f"{name}.py").exists():
         raise FileNotFoundError(f"the {folder} are not part of this installation; run this from a checkout of fused_tp")
     if str(checkout) not in sys.path:
-        sys.path.insert(0, str(checkout))  # before anybody else's `benchmarks` or `examples`
+        sys.path.insert(0, str(checkout))  # precedes other packages named `benchmarks` or `examples`
     return importlib.import_module(f"{folder}.{name}")
 
 
 def cpu_name() -> str:
-    """The processor as /proc/cpuinfo names it (Linux); elsewhere the platform's word."""
+    """Name of the processor from /proc/cpuinfo (Linux), elsewhere from the `platform` module."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -41,10 +41,10 @@ def cpu_name() -> str:
 
 
 def make_folder(option: str, path: Path) -> None:
-    """Makes `path`, to which a command will write its results: asked before minutes of work, not behind them.
+    """Create folder `path` for the results of a command: an unwritable one fails before minutes of work, not after.
 
     Raises:
-        ValueError: nothing can be written there.
+        ValueError: `path` cannot be created or written to.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -56,10 +56,10 @@ def make_folder(option: str, path: Path) -> None:
 
 
 def make_place(option: str, path: Path) -> None:
-    """Makes the folder of `path`, a file that a command will write.
+    """Create the parent folder of `path`, a file that a command will write.
 
     Raises:
-        ValueError: nothing can be written there, or it is a folder.
+        ValueError: the folder cannot be created or written to, or `path` is a folder.
     """
     if path.is_dir():
         raise ValueError(f"{option}: {path} is a folder; name a file in it.")
@@ -67,7 +67,7 @@ def make_place(option: str, path: Path) -> None:
 
 
 def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """An argparse type: a number that is not below `lowest`."""
+    """Argparse type: a number of at least `lowest`."""
 
     def number(text: str) -> float:
         value = kind(text)
@@ -79,7 +79,7 @@ def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str
 
 
 def positive(text: str) -> float:
-    """An argparse type: a finite number above 0."""
+    """Argparse type: a finite number above 0."""
     if not 0 < (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"is {value}; it must be positive and finite")
     return value

@@ -1,4 +1,4 @@
-"""`fused-tp check`: whether a model computes over ranks what it computes on one process, and where it does not.
+"""`fused-tp check`: compare a parallel model with the same model on one process, and locate differences.
 
 Example:
     $ fused-tp check llama --tp 2 --cp 2
@@ -43,7 +43,7 @@ _SIZES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fused-tp check`."""
+    """Add the arguments of `fused-tp check`."""
     parser.epilog = "Exit status: 0 where all is right, 1 where something differs, 2 where the arguments do not fit."
     parser.add_argument(
         "model",
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the report: 0 when nothing differs, 1 when something does, 2 when the arguments do not fit."""
+    """Print the report; exit code 0: equal, 1: something differs or a rank failed, 2: invalid arguments."""
     try:
         config = parallel_config(arguments)
         if arguments.json is not None:
@@ -102,10 +102,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
-    """That of --config, with the other options in place of what it says.
+    """ParallelConfig of --config, overridden by the other options.
 
     Raises:
-        ValueError: they do not go together.
+        ValueError: the fields contradict each other.
     """
     from fused_tp.planning.config import ParallelConfig, field_names
 
@@ -115,7 +115,7 @@ def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
 
 
 def check(arguments: argparse.Namespace) -> Report:
-    """The report, as every rank makes it."""
+    """Run the check on every rank and return its report."""
     import torch
 
     from fused_tp.planning.build import build
@@ -136,7 +136,7 @@ def check(arguments: argparse.Namespace) -> Report:
 
 
 def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> Callable[[], nn.Module]:
-    """What makes the model of the command line.
+    """Return a function that creates the model of the command line.
 
     Raises:
         ValueError: there is no such model.
@@ -187,7 +187,7 @@ def _from_config(config: Any) -> nn.Module:
 
 
 def named(name: str) -> Any:
-    """What `module:function` names; modules are found in the working directory, too.
+    """Import the function `module:function`; modules in the working directory are found, too.
 
     Raises:
         ValueError: there is no such function.
@@ -203,7 +203,7 @@ def named(name: str) -> Any:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """`hidden_size=64` -> ("hidden_size", 64)."""
+    """Parse `hidden_size=64` into ("hidden_size", 64)."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--set {text}: write NAME=VALUE, the value as in JSON.")

@@ -1,12 +1,12 @@
-"""`fused-tp compare`: trains the same model in several ways for a few steps, and prints what each costs, side by side.
+"""`fused-tp compare`: train the same model in several ways for a few steps, and print their costs side by side.
 
-| way         | ranks | in turn, step for step, on the same ranks            |
+| way         | ranks | variants that alternate step by step on these ranks  |
 |-------------|-------|------------------------------------------------------|
-| one process | 1     | one thread; as many as the largest way has ranks     |
-| tp, cp, ... | n     | fused_tp; plain collectives, where tp or cp have any |
+| one process | 1     | one thread; a thread per rank of the largest way     |
+| tp, cp, ... | n     | fused_tp; plain collectives, if it uses tp or cp     |
 
-Whatever else the machine does meets both of a turn equally, so that the ratio of their times can be trusted where the
-times themselves cannot.
+Other load on the machine affects both variants equally, so that the ratio of their times is reliable even where the
+times are not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchru
 from fused_tp.runtime.settings import environment
 
 PLAIN = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}  # matmul, then a collective of torch.distributed
-WARMUP = 2  # steps left out of times: they allocate, connect and choose
+WARMUP = 2  # untimed first steps: they allocate memory, connect ranks and choose schedules
 SMALL: dict[str, Any] = {
     "model": {
         "type": "llama",
@@ -46,13 +46,13 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the runs of a way.
+    """One of the alternating runs of a way.
 
     Attributes:
-        name: of its line in the table.
-        settings: of `fused_tp.training.settings.TrainSettings`.
-        plain: a matmul and then a collective of torch.distributed, in place of fused_tp's schedules and transports.
-        threads: of each rank.
+        name: label of its line in the table.
+        settings: keys of `fused_tp.training.settings.TrainSettings`.
+        plain: run a matmul, then a collective of torch.distributed, instead of fused_tp's schedules and transports.
+        threads: CPU threads per rank.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Variant:
 
 @dataclass
 class Result:
-    """What a variant gave; lists have a value for each step.
+    """Measurements of a variant; lists hold one value per step.
 
     Attributes:
-        seconds: of the slowest rank.
-        waited: seconds of a rank, in the mean, that it waited for its peers.
-        memory: bytes, the most that a rank has had; None where another variant was in the same process before.
+        seconds: time of the slowest rank.
+        waited: seconds that a rank waited for its peers, averaged over ranks.
+        memory: peak bytes of any rank; None if another variant ran in the same process before.
     """
 
     name: str
@@ -98,8 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0: all ways train alike; 1: one failed, or trains otherwise; 2: settings that do not fit."""
-    # Here, not above: `fused-tp --help` and a wrong argument need not wait for them.
+    """Run all ways; exit code 0: all train alike, 1: one failed or trains differently, 2: invalid settings."""
+    # Imported here, not above, so that `fused-tp --help` and a wrong argument need not wait for them.
     import torch
 
     from fused_tp.cli.compare_report import Comparison
@@ -110,7 +110,7 @@ def main(arguments: argparse.Namespace) -> int:
         if under_torchrun():
             raise ValueError("it starts the ranks of each way by itself, on this machine; leave torchrun out.")
         given = changed(read_mapping(arguments.config) if arguments.config else SMALL, arguments.set)
-        # No way goes on from what another has saved, and a process has one profiler.
+        # A way must not resume from another's checkpoint, and a process supports one profiler only.
         given |= {"steps": arguments.steps, "checkpoints": None, "profile": None}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         jobs = make_jobs(given, ways_of(arguments), device)
@@ -146,7 +146,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def ways_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """`parallel` of each way that is asked for, by name."""
+    """Value of setting `parallel` for each requested way, by name."""
     ways: dict[str, dict[str, Any]] = {}
     for size in arguments.tp:
         ways[f"tp{size}"] = {"tp": size}
@@ -170,16 +170,16 @@ def ways_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def make_jobs(given: dict[str, Any], ways: dict[str, dict[str, Any]], device: str) -> list[Job[list[Variant]]]:
-    """One for each way, one process first.
+    """Create a job for each way, one process first.
 
     Raises:
-        ValueError: a way has sizes that are none.
+        ValueError: a way has invalid sizes.
     """
     from fused_tp.planning.config import ParallelConfig
 
     sizes = {name: ParallelConfig.from_dict(way).world_size for name, way in ways.items()}
     variants = [Variant("one process", {**given, "parallel": {}})]
-    # More threads than there are cores only slow each other down.
+    # More threads than cores only slow each other down.
     threads = min(max(sizes.values(), default=1), os.cpu_count() or 1)
     if device == "cpu" and threads > 1:
         variants.append(Variant(f"one process, {threads} threads", variants[0].settings, threads=threads))
@@ -193,7 +193,7 @@ def make_jobs(given: dict[str, Any], ways: dict[str, dict[str, Any]], device: st
 
 
 def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
-    """On every rank of a way: what its variants gave, and the sample that the first of them writes."""
+    """Train the variants of a way in turn, on every rank; return their results and a sample of the first variant."""
     import torch
     import torch.distributed as dist
 
@@ -205,7 +205,7 @@ def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
 
     def step(index: int) -> None:
         variant, _, steps = runs[index]
-        dist.barrier()  # a step starts on all ranks at once, so that none waits for what happened before
+        dist.barrier()  # all ranks start a step together, so that earlier delays do not count as waiting
         torch.set_num_threads(variant.threads)
         with environment(PLAIN if variant.plain else {}):
             done = next(steps)

@@ -1,4 +1,4 @@
-"""What `fused-tp compare` found: its table, compare.json and compare.png."""
+"""Report of `fused-tp compare`: its table, compare.json and compare.png."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fused_tp.cli.compare import WARMUP, Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of the loss, in nats: what rounding alone may add up to in so many steps; in time any two runs grow apart.
+# Largest difference of losses, in nats, that rounding explains within ALIKE_STEPS steps; later any two runs diverge.
 ALIKE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 5e-2}
 ALIKE_STEPS = 50
 
@@ -39,11 +39,11 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was measured.
+    """All measurements of a comparison.
 
     Attributes:
-        ways: results of each way, whose steps were taken in turn; the first is one process.
-        precision: of "fp32", "bf16", "fp16".
+        ways: results of the variants of each way, which alternated step by step; the first way is one process.
+        precision: "fp32", "bf16" or "fp16".
     """
 
     ways: list[list[Result]]
@@ -55,21 +55,21 @@ class Comparison:
 
     @property
     def apart(self) -> float:
-        """The largest difference of a loss to one process's."""
+        """Largest difference between a loss and that of one process."""
         return max(max(self.differences(result)[:ALIKE_STEPS]) for result in self.results)
 
     @property
     def alike(self) -> bool:
-        """Whether all ways train the same model, up to rounding."""
+        """True if all ways train the same model, up to rounding."""
         return self.apart <= ALIKE[self.precision]
 
     def differences(self, result: Result) -> list[float]:
-        """|loss - loss of one process| of each step; infinity where one of them is no number."""
+        """Values |loss - loss of one process| of all steps; infinity where a loss is not finite."""
         pairs = zip(result.losses, self.results[0].losses, strict=True)
         return [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
 
     def __str__(self) -> str:
-        """A line for each result, and what follows from them."""
+        """Table with a line per result, and sentences on speedups and differences of losses."""
         lines = [
             f"{'':28} {'ranks':>5} {'s/step':>8} {'speed':>6} {'tokens/s':>9} {'waiting':>8} {'GiB/rank':>9} "
             f"{'loss':>8} {'off by':>8}"
@@ -97,7 +97,7 @@ class Comparison:
         return "\n".join(lines)
 
     def write(self, folder: Path, settings: dict[str, Any]) -> None:
-        """Writes compare.json and compare.png."""
+        """Write compare.json and compare.png."""
         machine = {
             "cpu": cpu_name(),
             "cpus": os.cpu_count(),
@@ -117,7 +117,7 @@ class Comparison:
         self.draw(folder / "compare.png")
 
     def draw(self, path: Path) -> None:
-        """Losses and their differences on the left, time of a step on the right."""
+        """Plot losses and their differences on the left, and step times on the right."""
         import matplotlib
         from matplotlib.figure import Figure
 
@@ -131,7 +131,7 @@ class Comparison:
             figure.savefig(path)
 
     def _draw_losses(self, losses: Axes, differences: Axes) -> None:
-        """Below the losses the largest difference so far: one step's is as often 0 as not, since losses are fp32."""
+        """Plot losses, and below them the largest difference so far: that of a single fp32 loss is often 0."""
         from matplotlib.ticker import MaxNLocator
 
         steps = range(1, len(self.results[0].losses) + 1)
@@ -139,7 +139,7 @@ class Comparison:
             result = way[0]
             losses.plot(steps, result.losses, color=f"C{index}", linewidth=7 / (1 + index), label=result.name)
             if index:
-                # 0 has no place on a log axis; it is drawn at the floor, below one rounding of fp32.
+                # A log axis cannot show 0; it is drawn at 1e-8, below one rounding of fp32.
                 so_far = accumulate(self.differences(result), max, initial=1e-8)
                 differences.plot(steps, list(so_far)[1:], color=f"C{index}")
         losses.set(title="Loss", ylabel="nats per token")
@@ -152,7 +152,7 @@ class Comparison:
             differences.margins(y=0.2)
 
     def _draw_times(self, axes: Axes) -> None:
-        """A bar each: time a step computes and moves data, and, lighter at its end, time it waits for peers."""
+        """Draw a bar per result: time of compute and data transfer, then, lighter, time of waiting for peers."""
         colors = [f"C{index}" for index, way in enumerate(self.ways) for _ in way]
         longest = max(map(step_seconds, self.results))
         for place, (result, color) in enumerate(zip(self.results, colors, strict=True)):
@@ -168,16 +168,16 @@ class Comparison:
 
 
 def step_seconds(result: Result) -> float:
-    """Median over the steps behind the first."""
+    """Median step time after the warmup."""
     return statistics.median(result.seconds[WARMUP:])
 
 
 def waited_share(result: Result) -> float:
-    """How much of the time of these steps a rank waited for its peers."""
+    """Share of the step time after the warmup that a rank waited for its peers."""
     return sum(result.waited[WARMUP:]) / sum(result.seconds[WARMUP:])
 
 
 def speedup(way: list[Result]) -> float:
-    """Time of a step of the second over the first's: the median over steps that were taken one after the other."""
+    """Step time of the second variant over that of the first: median over pairs of consecutive steps."""
     pairs = zip(way[1].seconds[WARMUP:], way[0].seconds[WARMUP:], strict=True)
     return statistics.median(second / first for second, first in pairs)

@@ -1,4 +1,4 @@
-"""`fused-tp doctor`: what this installation has, what it lacks, how to get that, and what the ops would run on.
+"""`fused-tp doctor`: report the parts of this installation, how to add missing ones, and the schedules of the ops.
 
 Example:
     $ fused-tp doctor          # sentences; exit code 0, or 1 when something should be fixed
@@ -52,13 +52,13 @@ _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
 
 _MODULE_VERSION = Path("/proc/driver/nvidia/version")
 
-# What a version of NCCL has that we use: attributes of `_core.NcclLibrary`.
+# NCCL features that fused_tp uses and that depend on its version, as attributes of `_core.NcclLibrary`.
 _NCCL_FEATURES = {"has_revoke": "communicators that can be stopped", "has_shared_devices": "several ranks on one GPU"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `advice` says what to do about a problem."""
+    """One line of the report; `advice` describes how to fix a problem."""
 
     name: str
     value: str
@@ -69,10 +69,10 @@ class Finding:
 
 _MARKS = {OK: "ok ", NOTE: " - ", PROBLEM: "!! "}
 
-# Sizes whose dispatch is shown: rows per rank, in a layer of an 8B model, on two ranks.
+# Sizes for which the report shows the dispatch: rows per rank in a layer of an 8B model, on two ranks.
 _TOKENS = {"1 token": 1, "2048 tokens": 2048}
 _HIDDEN, _RANKS = 4096, 2
-# How many tensors each op's shapes are those of: x [tokens, hidden], and weight [hidden, hidden] where there are two.
+# Number of tensor shapes that each op takes: x [tokens, hidden], and with two also weight [hidden, hidden].
 _OPS = {
     "all_gather_matmul": 2,
     "matmul_reduce_scatter": 2,
@@ -84,12 +84,12 @@ _OPS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `fused-tp doctor`."""
+    """Add the options of `fused-tp doctor`."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the report; 0 when nothing needs fixing, else 1."""
+    """Print the report; exit code 0 if nothing needs fixing, else 1."""
     findings = examine()
     healthy = all(finding.status != PROBLEM for finding in findings)
     if arguments.json:
@@ -139,7 +139,7 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _software() -> Iterator[Finding]:
-    yield Finding("python", platform.python_version())  # an older one could not read this file
+    yield Finding("python", platform.python_version())  # always new enough: an older one cannot parse this file
     yield Finding("fused-tp", _installed("fused-tp") or f"not installed, run from {Path(__file__).parents[2]}")
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     too_old = release < MINIMUM_TORCH
@@ -153,7 +153,7 @@ def _software() -> Iterator[Finding]:
 
 
 def _cuda_compiler() -> Finding:
-    """Where setup.py looks, too: nowhere else where a variable names its place."""
+    """Find nvcc in the places that setup.py searches: only in CUDA_HOME or CUDA_PATH if one of them is set."""
     named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
     places = [f"{os.environ[named]}/bin/nvcc"] if named else ["nvcc", TOOLKIT_NVCC]
     lines: list[str] = next(filter(None, (output_of(place, "--version") for place in places)), [])
@@ -199,7 +199,7 @@ def _shared_memory(core: ModuleType | None, why_no_core: str) -> Iterator[Findin
 
 
 def shared_memory_allowed() -> bool:
-    """Also where FUSED_TP_SHM holds nonsense, which is reported under Settings."""
+    """True if FUSED_TP_SHM allows shared memory, or is invalid, which the Settings section reports."""
     try:
         return settings.shared_memory_allowed()
     except ValueError:
@@ -207,7 +207,7 @@ def shared_memory_allowed() -> bool:
 
 
 def native_core() -> tuple[ModuleType | None, str]:
-    """The native core, or why there is none."""
+    """Import the native core; if that fails, return None and the reason."""
     try:
         return importlib.import_module("fused_tp._core"), ""
     except ImportError as error:
@@ -224,7 +224,7 @@ def _how_to_build() -> str:
     return "To build it, " + ", then ".join(steps) + "."
 
 
-# The other rank of _try_shared_memory. It loads the core by its path, so that it needs not wait for torch.
+# Program of the other rank in _try_shared_memory. It loads the core by its path to avoid importing torch.
 _PEER = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
@@ -240,7 +240,7 @@ group.close()
 
 
 def _try_shared_memory(core: ModuleType) -> Availability:
-    """Whether two processes can map each other's memory and meet in a barrier."""
+    """Test whether two processes can map each other's memory and pass a barrier."""
     command = [sys.executable, "-c", _PEER, str(core.__file__)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -281,7 +281,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
-    """All lines of the section. `core`: the native core, None where it is missing."""
+    """Findings of the GPU section. `core`: the native core, None if it is missing."""
     on_gpu = torch.cuda.is_available()
     yield from _driver(on_gpu)
     devices = range(torch.cuda.device_count()) if on_gpu else range(0)
@@ -289,7 +289,7 @@ def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
     for device in devices:
         try:
             properties = torch.cuda.get_device_properties(device)
-        except RuntimeError as error:  # a GPU that has fallen off the bus, or whose driver has
+        except RuntimeError as error:  # the GPU has fallen off the bus, or its driver has failed
             advice = "nvidia-smi may say more; CUDA_VISIBLE_DEVICES can leave it out."
             yield Finding(f"cuda:{device}", f"unusable: {str(error).splitlines()[0]}", PROBLEM, advice)
             continue
@@ -336,7 +336,7 @@ def _driver_release() -> str:
 
 
 def _peers(devices: range) -> Iterator[Finding]:
-    """Which GPUs can write into each other's memory, as kernels that signal each other do."""
+    """Report the GPUs that can access each other's memory, which kernels need to signal peers."""
     reached = {
         one: [other for other in devices if other != one and torch.cuda.can_device_access_peer(one, other)]
         for one in devices
@@ -352,7 +352,7 @@ def _peers(devices: range) -> Iterator[Finding]:
 def _nccl(core: ModuleType | None) -> Finding:
     if not dist.is_nccl_available():
         return Finding("NCCL", "missing", PROBLEM, "Install a torch with NCCL.")
-    version = dotted(torch.cuda.nccl.version())  # which also loads it, before the core looks for it
+    version = dotted(torch.cuda.nccl.version())  # also loads NCCL, which the core then finds
     if core is None:
         return Finding("NCCL", f"{version}; schedule nccl_pipeline needs the native core", NOTE)
     try:
@@ -410,14 +410,14 @@ def _settings() -> Iterator[Finding]:
 
 
 def _forced_provider() -> str | None:
-    # It loads NumPy and the native core, which the rest of doctor does without.
+    # Imported here, as it loads NumPy and the native core, which the rest of doctor does not need.
     from fused_tp.attention.kernels.select import forced_kernel
 
     return forced_kernel()
 
 
 def _measured_schedules() -> Iterator[Finding]:
-    """What earlier runs have found out, where this one would look for it."""
+    """Results of earlier runs in the files that this installation would read."""
     for path, kept in kept_files():
         device, ranks = kept["machine"].get("device"), kept["machine"].get("ranks of each host")
         yield Finding(str(device), f"{len(kept['choices'])} choices for ranks {ranks} in {path}")
@@ -430,7 +430,7 @@ def _measured_schedules() -> Iterator[Finding]:
 
 
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:
-    """What two ranks of this machine would run on; `fused-tp explain` has more."""
+    """Schedules that two ranks of this machine would use; `fused-tp explain` shows more."""
     shared = core is not None and shared_memory_allowed()
     ways = [("cpu", "shm" if shared else "gloo", "cpu")]
     if torch.cuda.is_available():
@@ -454,7 +454,7 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
 
 
 def output_of(command: str, *arguments: str) -> list[str]:
-    """The lines that a program prints; none where it is not there or fails."""
+    """Lines that a program prints; empty if it is missing or fails."""
     path = shutil.which(command)
     if path is None:
         return []
@@ -466,5 +466,5 @@ def output_of(command: str, *arguments: str) -> list[str]:
 
 
 def dotted(numbers: Sequence[int]) -> str:
-    """A version as it is written."""
+    """Version in dotted notation, such as "12.4"."""
     return ".".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""`fused-tp explain`: which schedule an op would run on, and why.
+"""`fused-tp explain`: print the schedule that an op would use, and the reason.
 
 Example:
     $ fused-tp explain matmul_all_reduce 1x2048 4096x2048 --dtype bfloat16 --ranks 4
@@ -31,7 +31,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fused-tp explain`."""
+    """Add the arguments of `fused-tp explain`."""
     takes = "\n".join(f"  {op:28} {', '.join(names)}" for op, names in tensor_arguments().items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = (
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the explanation; 2 where the question makes no sense."""
+    """Print the explanation; exit code 2 for invalid arguments."""
     try:
         if arguments.ranks < 1:
             raise ValueError(f"--ranks is {arguments.ranks}; a group has at least one rank.")

@@ -1,15 +1,15 @@
-"""`fused-tp launch`: runs a script on the ranks of this machine, of hosts that ssh reaches, or of a SLURM allocation.
+"""`fused-tp launch`: run a script on the ranks of this machine, of hosts that ssh reaches, or of a SLURM allocation.
 
 Example:
     $ fused-tp launch --per-node 4 train.py --lr 1e-4
     $ fused-tp launch --hostfile hosts --nodes 2 -m package.train
     $ fused-tp launch --nodes 2 --per-node 8 --sbatch job.sh train.py && sbatch job.sh
 
-Each host runs fused_tp.cli.launch_node, which is torchrun. What is here makes its arguments, starts it everywhere, and
-ends it everywhere when one host fails.
+Each host runs fused_tp.cli.launch_node, which is torchrun. This module builds its arguments, starts it on every host,
+and ends it on every host when one fails.
 
-Rejected: --rdzv-backend static, which numbers hosts as the file lists them. Its ranks do not restart together, nor on
-other numbers of hosts; c10d's do, and are numbered by the names of the hosts.
+Rejected: --rdzv-backend static, which numbers hosts in the order of the file. Its ranks do not restart together, nor
+on other numbers of hosts; c10d's do, and are numbered by the names of the hosts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ CORES = "cores"
 PORT = 29400  # torchrun's own
 CONNECT_SECONDS = 30.0
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout={timeout}"
-# Variables that ssh leaves behind; FUSED_TP_HOST is another on each host.
+# Variables to export, since ssh does not pass them on. FUSED_TP_HOST differs between hosts.
 EXPORTED = ("FUSED_TP_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "PYTHONPATH")
 NOT_EXPORTED = "FUSED_TP_HOST"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fused-tp launch`."""
+    """Add the arguments of `fused-tp launch`."""
     where = parser.add_argument_group("where (default: on this machine, or in the SLURM allocation around it)")
     where.add_argument("--hostfile", type=Path, metavar="FILE", help="lines such as `node1 slots=8`; ssh reaches them")
     where.add_argument("--nodes", type=_nodes, metavar="N", help="how many hosts, or MIN:MAX (default: all)")
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the script until it is done everywhere; 2 where that is impossible as asked, else see launch_node and run."""
+    """Run the script on all hosts; exit code 2: invalid arguments, others: see `launch_node.main` and `run`."""
     variables = dict(arguments.env)
     try:
         _check(arguments)
@@ -105,7 +105,7 @@ def main(arguments: argparse.Namespace) -> int:
         return run(names, commands, minimum, arguments.connect_timeout or CONNECT_SECONDS, arguments.grace)
     os.environ.update(variables)
     if commands[0][0] == "srun":
-        os.execvp("srun", commands[0])  # which then gets this process's signals
+        os.execvp("srun", commands[0])  # srun then receives this process's signals
     return launch_node.main(commands[0][len(LAUNCH_NODE) :])
 
 
@@ -134,10 +134,10 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuses options that do not go together, and a script that is not there.
+    """Reject contradicting options and a missing script.
 
     Raises:
-        ValueError: what is wrong, as a sentence.
+        ValueError: the problem as a sentence.
     """
     script = arguments.script
     if arguments.module:
@@ -162,7 +162,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def node_arguments(arguments: argparse.Namespace, ranks: int | str, meeting: Sequence[str]) -> list[str]:
-    """Arguments of launch_node: `ranks` on one host, which meets the others by the options `meeting`."""
+    """Arguments of launch_node for `ranks` ranks on one host; the options `meeting` describe the rendezvous."""
     options = [*meeting, "--nproc-per-node", str(ranks), "--max-restarts", str(arguments.max_restarts), "--tee", "3"]
     if arguments.bind is not None:
         options += ["--bind-cores"] if arguments.bind == CORES else ["--numa-binding", arguments.bind]
@@ -176,10 +176,10 @@ def node_arguments(arguments: argparse.Namespace, ranks: int | str, meeting: Seq
 
 
 def local_command(arguments: argparse.Namespace) -> list[str]:
-    """For ranks on this machine.
+    """Command that starts ranks on this machine.
 
     Raises:
-        ValueError: other hosts are asked for, or nobody says how many ranks.
+        ValueError: the options request other hosts, or the number of ranks is unknown.
     """
     if arguments.nodes not in (None, (1, 1)):
         raise ValueError("--nodes: this is one machine; name the others in a --hostfile, or start this under SLURM.")
@@ -196,10 +196,10 @@ def local_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def choose_hosts(arguments: argparse.Namespace) -> tuple[list[Host], int]:
-    """The first --nodes hosts of the file, with as many slots as they get ranks, and how many of them must be there.
+    """First --nodes hosts of the file, with one slot per rank, and the minimum number of hosts.
 
     Raises:
-        ValueError: the file has fewer hosts, or one of them fewer slots.
+        ValueError: the file lists fewer hosts, or one of them has fewer slots.
     """
     hosts = read_hostfile(arguments.hostfile)
     minimum, maximum = arguments.nodes or (len(hosts), len(hosts))
@@ -217,7 +217,7 @@ def choose_hosts(arguments: argparse.Namespace) -> tuple[list[Host], int]:
 def host_commands(
     arguments: argparse.Namespace, hosts: Sequence[Host], minimum: int, variables: Mapping[str, str]
 ) -> list[list[str]]:
-    """For each host the command that reaches it and starts its ranks, in this folder and with `variables`."""
+    """Commands, one per host, that reach the host and start its ranks in this folder and with `variables`."""
     count = str(len(hosts)) if minimum == len(hosts) else f"{minimum}:{len(hosts)}"
     first, job = hosts[0].name, uuid.uuid4().hex
     ssh = arguments.ssh or SSH.format(timeout=max(1, round(arguments.connect_timeout or CONNECT_SECONDS)))
@@ -226,7 +226,7 @@ def host_commands(
     together += ["--rdzv-endpoint", f"{first}:{arguments.port or PORT}"]
     exports = [f"{name}={value}" for name, value in variables.items()]
     for host in hosts:
-        # is_host: torchrun would compare the name with that of the machine, which may be another.
+        # is_host, because torchrun would compare this name with the machine's own, which may differ.
         is_host = f"is_host={int(host == hosts[0])}"
         meeting = [*together, "--rdzv-conf", is_host, "--local-addr", host.name]
         runs = ["env", *exports, *LAUNCH_NODE, *node_arguments(arguments, host.slots, meeting)]
@@ -243,7 +243,7 @@ def _exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
 
-# A task without --cpu-bind=none may be bound to one processor, which all ranks of the host would share.
+# Without --cpu-bind=none SLURM may bind a task to one processor, which all ranks of the host would share.
 SRUN = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
 
 
@@ -262,15 +262,15 @@ def _fixed(nodes: tuple[int, int]) -> int:
 
 
 def _in_allocation(environment: Mapping[str, str]) -> bool:
-    # In a step of the allocation, srun has started this process already, once for each host.
+    # In a job step, srun has already started this process, once per host.
     return "SLURM_JOB_NODELIST" in environment and "SLURM_STEP_ID" not in environment
 
 
 def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
-    """For ranks in the allocation that `environment` tells of.
+    """Command that starts ranks in the SLURM allocation that `environment` describes.
 
     Raises:
-        ValueError: it has fewer hosts than are asked for, or scontrol cannot name them.
+        ValueError: the allocation has fewer hosts than requested, or scontrol cannot name them.
     """
     there = int(environment["SLURM_JOB_NUM_NODES"])
     nodes = _fixed(arguments.nodes or (there, there))
@@ -289,10 +289,10 @@ def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) 
 
 
 def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> str:
-    """A file for sbatch, whose job runs the script on --nodes hosts.
+    """Content of an sbatch file whose job runs the script on --nodes hosts.
 
     Raises:
-        ValueError: the number of hosts is not given, or not one number.
+        ValueError: --nodes is missing, or is a range.
     """
     if arguments.nodes is None:
         raise ValueError("--sbatch needs --nodes N: how many hosts SLURM is to give.")
@@ -300,7 +300,7 @@ def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> 
     first, job = "${head}", "${SLURM_JOB_ID}"
     command = shlex.join(_slurm_arguments(arguments, nodes, first, job))
     for word in (f"{first}:{arguments.port or PORT}", job):
-        command = command.replace(shlex.quote(word), f'"{word}"')  # for the job's shell to fill in
+        command = command.replace(shlex.quote(word), f'"{word}"')  # the job's shell expands it
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     lines = [
         "#!/bin/bash",

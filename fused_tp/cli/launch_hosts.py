@@ -1,4 +1,4 @@
-"""The hosts of `fused-tp launch`: the file that lists them, and commands that run on all until one fails."""
+"""Hosts of `fused-tp launch`: read the hostfile, and run commands on all hosts until one fails."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pathlib import Path
 
 ANSWER = "fused-tp launch: this host answers"  # the line that a host prints before its ranks run
 SHUTDOWN_SECONDS = 30.0  # torchrun's own
-LATER = 10.0  # seconds after which a connection is cut, whose host has had its time to kill ranks
+LATER = 10.0  # seconds beyond the time that a host has to kill its ranks, after which its connection is closed
 
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile: its name, and how many ranks fit on it."""
+    """A line of a hostfile: name of a host, and the number of ranks that fit on it."""
 
     name: str
     slots: int
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a file with lines `name slots=N`; `#` begins a comment.
+    """Read the hosts of a file with lines `name slots=N`; `#` begins a comment.
 
     Raises:
-        ValueError: a line says something else, a host comes twice, or there is none.
+        ValueError: a line has another form, a host appears twice, or there is none.
     """
     try:
         lines = path.read_text().splitlines()
@@ -56,11 +56,11 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 class Node:
-    """One host's launch_node, at the other end of a connection; it ends when its stdin does."""
+    """Connection to the launch_node of one host; launch_node ends when its stdin is closed."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name, self.answers = name, False
-        # A session of its own: Ctrl-C would end ssh, and with it the way to tell the host.
+        # ssh runs in a separate session: Ctrl-C would otherwise end it, and this process could not signal the host.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True
         )
@@ -77,21 +77,21 @@ class Node:
                 self.answers = True
 
     def exit_code(self) -> int | None:
-        """None while it runs; once it does not, all it said has been printed."""
+        """Exit code of the connection once all its output has been printed; None while it runs."""
         code = self.process.poll()
         if code is not None:
-            self._reader.join(1)  # a process that the host has left behind may hold the pipe
+            self._reader.join(1)  # bounded, as a process left behind by the host may keep the pipe open
         return code
 
     def send(self, number: signal.Signals) -> None:
-        """Raise a signal there."""
-        with contextlib.suppress(OSError, ValueError):  # it has ended, or been told to
+        """Raise a signal in the host's launch_node."""
+        with contextlib.suppress(OSError, ValueError):  # the connection has ended, or `end` has closed stdin
             assert self.process.stdin is not None
             self.process.stdin.write(f"{number.name}\n")
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """Have it end its ranks."""
+        """Close stdin, so that the host's launch_node ends its ranks."""
         with contextlib.suppress(OSError):
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -106,31 +106,31 @@ def run(
 ) -> int:
     """Run a command for each named host until all are done, or end all once one has failed; return the exit code.
 
-    A host that does not answer, or whose connection or torchrun is ended from outside, is lost. Others go on where
-    `minimum` are left; not without the first, where they meet.
+    A host counts as lost if it does not answer, or if its connection or torchrun is ended from outside. The others
+    continue if at least `minimum` are left and the lost host is not the first, which serves the rendezvous.
 
     Args:
-        names: of the hosts.
-        commands: for each host the command that reaches it; what runs there prints ANSWER first, and ends with stdin.
-        minimum: how many hosts must be left.
-        connect_timeout: seconds until a host must have answered.
+        names: names of the hosts.
+        commands: commands that reach each host; the program there prints ANSWER first, and ends when stdin is closed.
+        minimum: number of hosts that must be left.
+        connect_timeout: seconds within which a host must answer.
         grace: seconds that ranks have to end after a signal.
 
     Returns:
-        0: done; 1: hosts are lost; 2: nothing could be started; 128 + n: signal n ended it; else the exit code of the
-        host that failed first.
+        0: done; 1: hosts are lost; 2: nothing could be started; 128 + n: signal n ended the run; else the exit code of
+        the host that failed first.
     """
     signals: list[signal.Signals] = []
     with _collected(signals):
         began, end_at, code = time.monotonic(), float("inf"), 0
         try:
             nodes = [Node(name, command) for name, command in zip(names, commands, strict=True)]
-        except OSError as error:  # those that have started end with this process, which holds their stdin
+        except OSError as error:  # nodes already started end when this process ends, as it holds their stdin
             print(f"fused-tp launch: {commands[0][0]} cannot be run ({error.strerror}); see --ssh.", file=sys.stderr)
             return 2
         running, left = list(nodes), len(nodes)
         while running:
-            time.sleep(0.05)  # nothing waits for ends of processes, signals and deadlines at once
+            time.sleep(0.05)  # polls, as no call waits for exits of processes, signals and deadlines together
             while signals:
                 number = signals.pop(0)
                 code = code or 128 + number
@@ -146,7 +146,7 @@ def run(
                 if found is None:
                     continue
                 running.remove(node)
-                if found == 0 or code != 0:  # done; or it ends because all do
+                if found == 0 or code != 0:  # the host is done, or ends because all end
                     continue
                 left -= 1
                 lost = not node.answers or found >= 128 or found < 0
@@ -172,7 +172,7 @@ def _deadline(grace: float | None) -> float:
 
 @contextlib.contextmanager
 def _collected(signals: list[signal.Signals]) -> Iterator[None]:
-    """Appends SIGINT and SIGTERM to `signals`."""
+    """Append each SIGINT and SIGTERM that arrives to `signals`, instead of handling it."""
     before = {
         number: signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))
         for number in (signal.SIGINT, signal.SIGTERM)

@@ -1,15 +1,15 @@
-"""torchrun on one host, with what `fused-tp launch` adds to it: `python -m fused_tp.cli.launch_node ARGUMENTS`.
+"""torchrun on one host, with the additions of `fused-tp launch`: `python -m fused_tp.cli.launch_node ARGUMENTS`.
 
 It takes torchrun's arguments, and
 
-- leaves signals alone that are ignored, as SIGHUP is under nohup;
-- gives the ranks of each restart a store of their own: in one that outlives them they find the addresses of the dead;
-- shares the host's processors out as OMP_NUM_THREADS, where torchrun gives each rank one thread;
+- does not handle signals that are ignored, such as SIGHUP under nohup;
+- creates a new store for the ranks of each restart: in a store that outlives them, ranks find addresses of dead ones;
+- sets OMP_NUM_THREADS to a rank's share of the host's processors, where torchrun sets it to 1;
 - prefixes each line of a log with [host:rank], and shows the last lines of the rank that failed first;
-- ends its ranks when it ends, even by SIGKILL (on Linux), and when stdin ends (--stop-with-stdin): a process that ssh
-  has started outlives ssh, and gets no signal.
+- ends its ranks when it ends, even by SIGKILL (on Linux), and when stdin is closed (--stop-with-stdin): a process that
+  ssh has started outlives ssh, and receives no signal.
 
-A variable that is set already stays as it is.
+Variables that are already set are kept.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from fused_tp.cli import launch_rank
 
-FAILED = 1  # ranks failed; from 128 on, the host was ended from outside, by signal number code - 128
+FAILED = 1  # exit code for failed ranks; a code of 128 + n means that signal n has ended the host's ranks
 LAST_LINES = 20
 
 
 class RanksFailed(ChildProcessError):
-    """Ranks have failed, and no restart was left.
+    """Raised if ranks have failed and no restart was left.
 
     Attributes:
-        code: exit code of the one that failed first; of one that signal n has ended, -n.
+        code: exit code of the rank that failed first; -n if signal n has ended that rank.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -66,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_ranks(argv: Sequence[str] | None = None) -> int:
-    """Run ranks on this host until they are done: 0, or 128 + n where signal n has ended them.
+    """Run ranks on this host until they are done; return 0, or 128 + n if signal n has ended them.
 
     Raises:
-        ValueError: the host is not made for these arguments, or the port where hosts meet is taken.
-        RanksFailed: see there.
+        ValueError: the host does not support these arguments, or the rendezvous port is taken.
+        RanksFailed: ranks have failed, and no restart was left.
     """
     arguments = _parser().parse_args(argv)
     if arguments.stop_with_stdin:
@@ -81,9 +81,9 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _own_process_as_before() -> Iterator[None]:
-    """Takes back what the ranks' environment, and torchrun's handlers of signals, have changed in this process."""
+    """Restore this process's environment, which ranks inherit, and its signal handlers, which torchrun replaces."""
     environment = dict(os.environ)
-    in_main = threading.current_thread() is threading.main_thread()  # which alone may have handlers
+    in_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if in_main else {}
     try:
         yield
@@ -100,9 +100,9 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
     _prepare(arguments, host)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)  # over ssh they are pipes
+            stream.reconfigure(line_buffering=True)  # over ssh these streams are pipes
     temporary = arguments.log_dir is None
-    # Of each host its own: hosts may share the folder, and local ranks have the same numbers on all.
+    # A subfolder per host: hosts may share the folder, and local ranks are numbered equally on all of them.
     logs = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if temporary else arguments.log_dir, host)
     arguments.log_dir = str(logs)
     keep = has_logs = (arguments.redirects, arguments.tee) != ("0", "0")
@@ -117,7 +117,7 @@ def _run_ranks(arguments: argparse.Namespace) -> int:
     except SignalException as error:
         return 128 + error.sigval
     except RendezvousConnectionError as error:
-        keep = False  # no rank has begun
+        keep = False  # no rank has started
         why = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         raise ValueError(f"hosts cannot meet at {arguments.rdzv_endpoint} ({why}); give another --port.") from None
     finally:
@@ -156,10 +156,10 @@ def _prepare(arguments: argparse.Namespace, host: str) -> None:
 
 
 def _stop_with_stdin() -> None:
-    """Raises in this process each signal that a line of stdin names, and SIGTERM when stdin ends."""
+    """Raise in this process each signal that a line of stdin names, and SIGTERM when stdin is closed."""
     control = os.fdopen(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # what ranks read
+    os.dup2(nothing, 0)  # stdin of the ranks
     os.close(nothing)
 
     def follow() -> None:
@@ -171,7 +171,7 @@ def _stop_with_stdin() -> None:
 
 
 def _last_lines(logs: Path, local_rank: int) -> str:
-    """What a rank wrote last, in its newest life: to stderr, or else to stdout."""
+    """Last lines that a rank wrote in its latest attempt: to stderr, or if empty to stdout."""
     for name in ("stderr.log", "stdout.log"):
         files = sorted(logs.glob(f"*/attempt_*/{local_rank}/{name}"), key=lambda file: file.stat().st_mtime)
         lines = files[-1].read_text(errors="replace").splitlines()[-LAST_LINES:] if files else []

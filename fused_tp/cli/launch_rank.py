@@ -1,8 +1,8 @@
-"""What a rank does before it becomes its program: `python launch_rank.py LAUNCHER cores|none PROGRAM ARGUMENTS`.
+"""Prepare a rank, then exec its program: `python launch_rank.py LAUNCHER cores|none PROGRAM ARGUMENTS`.
 
-It sees to it that the rank ends with process LAUNCHER, whatever ends that, and binds it to its share of the host's
-processors if asked to. `fused-tp launch` and `train` start ranks through this file, by its path: as a module of the
-package it would import torch twice. Linux only. torchrun's --numa-binding is not for this, as it places a rank by its
+The rank then ends with process LAUNCHER, even if that is killed; with `cores` it is bound to its share of the host's
+processors. `fused-tp launch` and `train` start ranks through this file, by its path: as a module of the package it
+would import torch a second time. Linux only. torchrun's --numa-binding cannot replace it, as it binds a rank by its
 GPU.
 """
 
@@ -20,9 +20,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(launcher: int) -> None:
-    """Has this process killed when its parent, process `launcher`, ends; ends it now if that has ended already."""
-    # Kept by exec. SIGKILL: a launcher that could still ask its ranks to end has done so. The kernel means the thread
-    # that has started this process; torchrun starts ranks from the one that waits for them.
+    """Have this process killed when its parent, process `launcher`, ends; exit now if that has ended already."""
+    # The setting survives exec. SIGKILL, because a launcher that could still ask its ranks to end has done so. It fires
+    # when the thread that started this process ends; torchrun starts ranks from the thread that waits for them.
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         print(f"This rank may outlive process {launcher}: prctl is refused here.", file=sys.stderr)
     if os.getppid() != launcher:
@@ -30,7 +30,7 @@ def end_with_parent(launcher: int) -> None:
 
 
 def share_of(rank: int, ranks: int, cpus: Sequence[int]) -> set[int]:
-    """The processors of a rank: neighbours in `cpus`, and as many as any other rank's, or one more or less.
+    """Processors of a rank: neighbours in `cpus`, equally many per rank up to one.
 
     Example:
         >>> share_of(1, 2, [0, 4, 1, 5])
@@ -40,12 +40,12 @@ def share_of(rank: int, ranks: int, cpus: Sequence[int]) -> set[int]:
 
 
 def in_order_of_cores(cpus: set[int]) -> list[int]:
-    """Processors by NUMA node, socket and core: threads of a core are neighbours, as are cores of a node."""
+    """Sort processors by NUMA node, socket and core: threads of a core become neighbours, as do cores of a node."""
     return sorted(cpus, key=lambda cpu: (*_place(CPUS / f"cpu{cpu}"), cpu))
 
 
 def _place(folder: Path) -> tuple[int, int, int]:
-    # A kernel without NUMA has no node, and some virtual machines have no topology.
+    # Kernels without NUMA expose no node, and some virtual machines expose no topology.
     node = next((int(path.name[4:]) for path in folder.glob("node[0-9]*")), 0)
     files = [folder / "topology" / name for name in ("physical_package_id", "core_id")]
     socket, core = (int(file.read_text()) if file.exists() else 0 for file in files)

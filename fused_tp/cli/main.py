@@ -1,7 +1,7 @@
-"""`fused-tp`: finds the subcommand and hands over to its module.
+"""`fused-tp`: find the subcommand and run its module.
 
 Each subcommand is a module `fused_tp.cli.<name>`, or benchmarks.cpu, with `add_arguments(parser)` and
-`main(arguments) -> int` (the exit code). Only the one asked for is imported: `fused-tp --help` answers at once and
+`main(arguments) -> int` (the exit code). Only the requested module is imported, so that `fused-tp --help` is fast and
 needs no optional dependency.
 """
 
@@ -30,7 +30,7 @@ COMMANDS = {
     "explain": "say which schedule an op would run on, and why",
 }
 
-# Which extra brings a module that a subcommand may need.
+# Extra that installs each module that a subcommand may need.
 _EXTRAS = {
     "rich": "train",
     "matplotlib": "train",
@@ -48,7 +48,7 @@ _EXTRAS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return its exit code.
 
-    0: done; 1: the command found a problem; 2: wrong arguments or a missing dependency; 130: interrupted.
+    0: done; 1: the command found a problem; 2: invalid arguments or a missing dependency; 130: interrupted.
 
     Example:
         >>> main(["doctor", "--json"])  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""`fused-tp plan`: the fastest ways to spread a model over GPUs, as the cost model predicts them.
+"""`fused-tp plan`: find the fastest configurations of a model over GPUs, as the cost model predicts them.
 
 Example:
     $ fused-tp plan --model llama-3-70b --gpus 64 --gpu h100 --seq 8192 --batch 512
@@ -23,7 +23,7 @@ from fused_tp.planning.recommend import Plan, recommend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fused-tp plan`."""
+    """Add the arguments of `fused-tp plan`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"models known by name: {', '.join(SHAPES)}"
     parser.add_argument("--model", help="a name listed below, a config.json or its folder, or a type of transformers")
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the plans; 2 where the question makes no sense or nothing fits."""
+    """Print the plans; exit code 2 if the arguments are invalid or nothing fits."""
     try:
         if arguments.measure is not None:
             make_place("--measure", arguments.measure)
@@ -102,10 +102,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def measured() -> Machine:
-    """This machine, as a rank on each of its GPUs finds it, or else on each core that this process may use.
+    """Measure this machine, with a rank on each GPU, or without GPUs on each core that this process may use.
 
     Raises:
-        ChildProcessError: a signal has ended a rank.
+        ChildProcessError: a rank has failed, or a signal has ended it.
     """
     import torch
 
@@ -126,7 +126,7 @@ def _measure(name: str) -> Machine:
 
 
 def _write(plans: list[Plan], path: Path, form: str) -> int:
-    """Writes the first plan that a format has words for, and returns its number."""
+    """Write the first plan that the format can express, and return its number."""
     refused = ""
     for number, plan in enumerate(plans, 1):
         try:
@@ -189,6 +189,6 @@ def _print_table(plans: list[Plan]) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console()
-    # On a pipe rich takes 80 columns, and would cut cells off.
+    # On a pipe rich assumes 80 columns, and would truncate cells.
     wide = console if console.is_terminal else Console(width=150)
     wide.print(table)

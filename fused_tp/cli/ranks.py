@@ -1,7 +1,7 @@
-"""Ranks on this machine: a command starts them, runs one function on each, and has what rank 0 has made of it.
+"""Ranks on this machine: start them, run one function on each, and return the result of rank 0.
 
-Starting takes seconds, most of which go into imports. So ranks are forked from one process that has imported what they
-all need, and this module imports torch only where a rank runs, or is about to.
+Starting a rank takes seconds, mostly for imports. So ranks are forked from one process that has imported the modules
+that all need, and this module imports torch only where a rank runs, or is about to.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Settings = TypeVar("Settings")
-# Ranks of one host need no network; gloo would look for the address of the host's name, which may not resolve.
+# Ranks of one host need no network. Otherwise gloo resolves the host's name, which can fail.
 LOOPBACK = "lo"
-_LONGEST_FOLDER = 64  # a socket's name has 104 bytes at most, and what is made in the folder some 35
-# Files in a folder that this user alone can read and write. Not keys of the ranks' store, which others may reach over
-# the network.
-_REFUSAL = "refusal-of-rank-"  # why a rank cannot do what it was asked
+_LONGEST_FOLDER = 64  # a socket's path has 104 bytes at most, of which names in the folder take some 35
+# Files in a folder that only this user can read and write. Rejected: keys of the ranks' store, which others may reach
+# over the network.
+_REFUSAL = "refusal-of-rank-"  # message of a ValueError or OSError of a rank
 _RESULT = "result"
 
 
 @dataclass(frozen=True)
 class Job(Generic[Settings]):
-    """What ranks are to do: `function(settings)`, both of which can be pickled.
+    """Call that ranks make: `function(settings)`, both of which can be pickled.
 
     Attributes:
         threads: CPU threads of each rank.
@@ -54,10 +54,10 @@ def under_torchrun() -> bool:
 
 
 def start_method(device: str) -> str:
-    """How ranks are started: as forks of one process that has imported what they all need, seconds of work for each.
+    """Choose "forkserver", which imports modules once for all ranks and so saves seconds per rank, or "spawn".
 
-    Not where they use GPUs: a library that touches one while it is imported would break it for all forks. Nor where the
-    name of its socket, in the folder for temporary files, would be too long for the system.
+    Ranks on GPUs are spawned: a library that uses a GPU while it is imported would break it for all forks. So are ranks
+    where the path of the server's socket, in the folder for temporary files, would be too long for the system.
     """
     too_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER
     if too_long or device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
@@ -66,14 +66,14 @@ def start_method(device: str) -> str:
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Start the fork server, which imports what ranks need while this process imports it too.
+    """Start the fork server, which imports `modules` for the ranks in parallel with this process.
 
-    SIGTERM then ends this process by SystemExit, or the server's folder would stay.
+    From then on SIGTERM raises SystemExit in this process, since otherwise the server's folder would remain.
     """
-    in_main = threading.current_thread() is threading.main_thread()  # which alone may have handlers
+    in_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _exit)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # ranks have the server's environment
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # ranks inherit the server's environment
     forkserver.set_forkserver_preload(list(modules))
     forkserver.ensure_running()
 
@@ -84,13 +84,13 @@ def _exit(number: int, _: Any) -> None:
 
 
 def launch(job: Job[Any], start_method: str | None) -> Any:
-    """Runs `job` on ranks started by `start_method`, or being there already (None, under torchrun).
+    """Run `job` on ranks started by `start_method`, or on the ranks of torchrun (None).
 
     Returns:
-        What the function has returned on rank 0; under torchrun on this rank.
+        Result of the function on rank 0; under torchrun on this rank.
 
     Raises:
-        ValueError: a rank has raised one, or an OSError: what was asked does not fit, or cannot be written.
+        ValueError: a rank has raised ValueError or OSError: invalid arguments, or a file that cannot be written.
         ChildProcessError: a rank has failed, or a signal has ended it.
     """
     import torch.distributed as dist
@@ -100,16 +100,16 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
         return _run_rank(job, int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), None)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    # This process holds the store of the ranks: no other process can take its port between the choice and its use.
+    # This process serves the store of the ranks, so that no other process can take its port before they use it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="fused-tp-") as name:
         folder = Path(name)
         try:
-            # Daemons: an interrupt here ends them, and does not wait for them.
+            # Daemons, so that an interrupt ends them and does not wait for them.
             arguments = (job, store.port, os.getpid(), folder)
             mp.start_processes(_started, arguments, job.ranks, daemon=True, start_method=start_method)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            # The rank that refused may not be the one that exited first: its peers lose their connection to it.
+            # The rank with the actual error may not exit first, as its peers lose their connection to it.
             for refusal in sorted(folder.glob(f"{_REFUSAL}*")):
                 raise ValueError(refusal.read_text(encoding="utf-8")) from None
             if isinstance(error, mp.ProcessExitedException) and error.signal_name:
@@ -131,12 +131,12 @@ def _started(rank: int, job: Job[Any], port: int, launcher: int, folder: Path) -
 
 
 def end_with(process: int) -> None:
-    """Have this rank end when `process` does, even by a signal that it cannot act upon. On Linux only."""
+    """Make this rank exit when `process` ends, even by a signal that it cannot handle. On Linux only."""
     if not hasattr(os, "pidfd_open"):
         return
     try:
         ended = os.pidfd_open(process)
-    except OSError:  # older kernels do not have it, and some containers do not let it through
+    except OSError:  # older kernels lack the call, and some containers block it
         return
 
     def wait() -> None:
@@ -147,7 +147,7 @@ def end_with(process: int) -> None:
 
 
 def _run_rank(job: Job[Any], rank: int, local_rank: int, launched: tuple[dist.Store, Path] | None) -> Any:
-    """`launched`: the store of the ranks and the folder of `launch`, None under torchrun."""
+    """Run the job on one rank. `launched`: the store of the ranks and the folder of `launch`; None under torchrun."""
     import torch
     import torch.distributed as dist
 

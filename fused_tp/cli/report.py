@@ -1,4 +1,4 @@
-"""`fused-tp report`: what is hidden and what is exposed of the ranks' communication, and who makes the others wait.
+"""`fused-tp report`: print hidden and exposed communication per rank, and the ranks that others wait for.
 
 Example:
     $ fused-tp train train.yaml --set profile.steps=3    # writes the traces of three steps
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fused_tp.training.exposure import Report
 
 _PARTS = ("compute", "hidden", "exposed", "bubble", "idle")
-_BARS = ("compute", "exposed", "bubble", "idle")  # a step; what is hidden is part of compute
+_BARS = ("compute", "exposed", "bubble", "idle")  # parts of a step; hidden communication is part of compute
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0: reported; 1: a rank of --live has failed; 2: no traces, or none that can be read."""
+    """Report on traces; exit code 0: reported, 1: a rank of --live has failed, 2: no readable traces."""
     from fused_tp.training.exposure import analyze
     from fused_tp.training.traces import read_traces
 
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> bool:
-    """Trains in --out, with a profile; False where a rank has failed, whose output is shown."""
+    """Train in --out, with a profile; False if a rank has failed, whose output is then printed."""
     from fused_tp.planning.config import read_mapping
     from fused_tp.training.settings import TrainSettings, changed
 
@@ -77,7 +77,7 @@ def _train(arguments: argparse.Namespace) -> bool:
 
 
 def table(report: Report) -> str:
-    """Ranks, then communication by op and by group, then who is late, and what to change."""
+    """Format the report: ranks, communication by op and by group, late ranks, advice."""
     rows = [(str(rank.rank), asdict(rank)) for rank in report.ranks]
     rows.append(("mean", {name: fmean(row[name] for _, row in rows) for name in ("step", *_PARTS, "waited_for")}))
     lines = [f"{'rank':>5} {'s/step':>9}{''.join(f'{part:>9}' for part in _PARTS)}   others wait"]
@@ -96,7 +96,7 @@ def table(report: Report) -> str:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Bars of what each rank's step is made of."""
+    """Draw a bar per rank with the parts of its step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(report.ranks)), layout="constrained")

@@ -1,4 +1,4 @@
-"""`fused-tp selftest`: prove, measure and report what this machine's GPUs do, in minutes.
+"""`fused-tp selftest`: check and measure the kernels on this machine's GPUs, in minutes.
 
 Example:
     $ fused-tp selftest                        # eight minutes; the table and all logs go to out/selftest
@@ -29,7 +29,7 @@ from fused_tp.selftest.machine import versions
 from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, Step, run_steps, table
 
 MINUTES = 8.0
-# Ranks that are threads need a hardware queue for each of their streams, a hang must cost seconds, and kernels compile.
+# Ranks are threads and need a hardware queue per stream; a hang must end within seconds; kernels are not interpreted.
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "FUSED_TP_TIMEOUT": "15",
@@ -39,7 +39,7 @@ ENVIRONMENT = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fused-tp selftest`."""
+    """Add the arguments of `fused-tp selftest`."""
     parser.epilog = (
         "Exit status: 0 if all that ran is right, 1 if something is not, 2 if nothing of it can run here, 130 or "
         "143 if it is interrupted, with all results so far in the report. Nothing else should use the GPUs meanwhile."
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the steps, print their table, write selftest.json: see the exit status in `--help`."""
+    """Run the steps, print their table, and write selftest.json; `--help` lists the exit codes."""
     begun = time.time()
     machine = _gpus()
     arch = arguments.arch or machine.arch or 90
@@ -119,7 +119,7 @@ def _exit(number: int, _: object) -> None:
 
 
 def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
-    """All steps, in the order in which they run: the most valuable first, or a lesser one could take their minutes."""
+    """All steps in execution order: the most valuable first, so that lesser ones cannot use up their minutes."""
     from fused_tp.selftest.kernel_cache import TIMED
     from fused_tp.selftest.kernels import ALONE, GROUPS
 
@@ -151,7 +151,7 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
     timed = benchmark("speed-1", 1.3, alone)
     found.append(Step("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
     if gpus > 1:
-        # Also torch's own fused ops, which are schedules like ours.
+        # Includes torch's own fused ops, which are schedules, too.
         measured = [*tune, "1", "--tokens", "16", "512", "4096"]
         found.append(Step("speed of schedules, processes", measured, 60, 240, 5, environment=among))
     found += [checks(group, 6) for group in rest]
@@ -160,27 +160,27 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
     if ncu := cuda_tool("ncu"):
         found.append(Step("counters", body("counters", ncu), 20, 75, 8, environment=ENVIRONMENT))
     if memcheck := cuda_tool("compute-sanitizer"):
-        # One allocation of the driver for each tensor: within torch's large blocks nothing would be out of bounds.
+        # One driver allocation per tensor: memcheck finds no access out of bounds within torch's large blocks.
         one_by_one = {**ENVIRONMENT, "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         found.append(Step("memory accesses", body("memory", memcheck), 60, 180, 9, environment=one_by_one))
     return found
 
 
 def cuda_tool(name: str) -> str | None:
-    """Where a program of the CUDA toolkit is; None if it is not there."""
+    """Path of a program of the CUDA toolkit; None if it is missing."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
     return shutil.which(name, path=os.pathsep.join(folders))
 
 
 class Gpus(NamedTuple):
-    """The GPUs of this machine.
+    """GPUs of this machine.
 
     Attributes:
-        obstacle: why no step can use them, as a sentence; empty: they can.
-        arch: of their kernels, as in sm_90; 0 without one.
-        number: of GPUs.
-        name: of the first one.
+        obstacle: reason why no step can use them, as a sentence; empty if steps can.
+        arch: architecture of their kernels, such as 90 for sm_90; 0 without one.
+        number: number of GPUs.
+        name: name of the first one.
     """
 
     obstacle: str

@@ -1,7 +1,7 @@
-"""`fused-tp train`: pretrains or finetunes a transformers causal language model on text, over any ranks.
+"""`fused-tp train`: pretrain or finetune a transformers causal language model on text, over any ranks.
 
-Under torchrun, or `fused-tp launch`, a process is a rank. Without, it starts the ranks of its configuration on this
-machine by torchrun, which starts them again when one dies.
+Under torchrun or `fused-tp launch`, the process is one rank. Otherwise the command starts the ranks of its
+configuration on this machine by torchrun, which can restart them after a failure (--max-restarts).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fused_tp.runtime.settings import timeout_seconds
 if TYPE_CHECKING:
     from fused_tp.training.settings import TrainSettings
 
-REFUSED = 2  # exit code of settings that do not fit, of ranks too: some things only they can know
+REFUSED = 2  # exit code for invalid settings, also from ranks, as only they can check some of them
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """0: trained; 1: a rank failed; 2: settings that do not fit; 128 + n: ended by signal n."""
+    """Train; exit code 0: trained, 1: a rank failed, 2: invalid settings, 128 + n: ended by signal n."""
     try:
         from fused_tp.cli import make_folder
         from fused_tp.training.run import check_sizes
@@ -71,10 +71,10 @@ def start_ranks(
     max_restarts: int = 0,
     quiet: bool = False,
 ) -> int:
-    """Trains by so many ranks on this machine, which torchrun starts; the exit code is that of `main`.
+    """Train on `ranks` ranks of this machine, which torchrun starts; the exit code is that of `main`.
 
     Args:
-        quiet: what they print is not shown, but for the end of the one that fails.
+        quiet: hide the ranks' output, except the last lines of a failed rank.
     """
     from fused_tp.cli.launch_node import RanksFailed, run_ranks
 
@@ -85,13 +85,13 @@ def start_ranks(
         return run_ranks(words)
     except RanksFailed as error:
         refused = error.code == REFUSED
-        if quiet or not refused:  # else the ranks have said why
+        if quiet or not refused:  # otherwise the ranks have printed the reason
             print(f"fused-tp train: {error}", file=sys.stderr)
         return REFUSED if refused else 1
 
 
 def run_rank(settings: TrainSettings) -> int:
-    """Trains as one of the ranks whose variables torchrun has set."""
+    """Train as one rank, in the environment that torchrun has set."""
     import torch
     import torch.distributed as dist
 

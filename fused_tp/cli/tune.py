@@ -1,4 +1,4 @@
-"""`fused-tp tune`: checks every schedule on this machine, then measures, and keeps what `FUSED_TP_AUTOTUNE` uses.
+"""`fused-tp tune`: check every schedule on this machine, measure them, and keep the results for `FUSED_TP_AUTOTUNE`.
 
 Example:
     $ fused-tp tune --ranks 8 --model llama-3-8b --tokens 64 8192
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _ONE = at_least(1)
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# (m, k, n) of a check: few rows, rows that no number of ranks divides, and much: kernels choose their ways by size.
+# (m, k, n) of a check: few rows, a prime number of rows, and many: kernels choose their code path by size.
 CHECKED = ((16, 256, 192), (83, 72, 56), (640, 256, 384))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `fused-tp tune`."""
+    """Add the arguments of `fused-tp tune`."""
     parser.epilog = (
         "Exit status: 0 where every schedule is right, 1 where one is not, which is then never chosen, 2 where the "
         "arguments do not fit. The machine should be idle."
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print what was found: 0 when every schedule is right, 1 when one is not, 2 when the arguments do not fit."""
+    """Print the results; exit code 0: all schedules right, 1: one wrong or a rank failed, 2: invalid arguments."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,10 +87,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 def check_on_one_gpu(arguments: argparse.Namespace) -> int:
     """Check the fused kernels with ranks as threads of the only GPU, as `fused-tp selftest` does, and measure nothing:
-    ranks that share a GPU say nothing of ranks that have one each.
+    times of ranks that share a GPU do not predict those of ranks with a GPU each.
 
     Raises:
-        ValueError: no kernel is checked with so many ranks in these dtypes.
+        ValueError: no kernel has a check with this number of ranks and these dtypes.
     """
     import torch
 
@@ -122,7 +122,7 @@ def check_on_one_gpu(arguments: argparse.Namespace) -> int:
 
 
 def tune(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What every rank does; rank 0 says what it finds, as it finds it."""
+    """Check and measure all schedules, on every rank; rank 0 prints each result as soon as it is known."""
     import torch
     import torch.distributed as dist
 
@@ -148,7 +148,7 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
                         right.append(verdict.schedule)
                         found["right"].append(what)
                 say(f"{op} in {name} is right on {', '.join(right) or 'none'}")
-        # Behind all checks: what they find wrong is not measured.
+        # After all checks, as wrong schedules are not measured.
         for name in [] if arguments.check_only else arguments.dtypes:
             for words, told in measured(arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device):
                 say(f"{words}: {told}")
@@ -158,7 +158,7 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str]]:
-    """(call in words, schedule with times) of the matmuls of a layer, forward and backward."""
+    """Yield (call in words, schedule with times) for the matmuls of a layer, forward and backward."""
     import torch
     import torch.distributed as dist
 
@@ -180,7 +180,7 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
         share = -(-m // world)
         mine = min(share, max(0, m - rank * share))
         for k, n in columns:
-            # Backward, too, has ops that are measured.
+            # Backward also runs ops that are measured.
             all_gather_matmul(made(mine, k), made(n, k), group=group, gather_size=m).sum().backward()
         for k, n in rows:
             matmul_reduce_scatter(made(m, k), made(n, k), group=group).sum().backward()
@@ -191,11 +191,11 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
 
 
 def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(k, n) on one rank of the matmuls of layers whose columns are cut over the ranks, and of those whose rows are;
-    without experts, which run by other ops.
+    """Local sizes (k, n) of the matmuls sharded by columns, and of those sharded by rows; experts are left out, as they
+    run by other ops.
 
     Raises:
-        ValueError: the ranks do not divide them, or there are none.
+        ValueError: `world` does not divide the features, or the model has no such matmuls.
     """
     from fused_tp.planning.config import ParallelConfig
 

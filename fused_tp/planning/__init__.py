@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: written down, checked, built, and predicted."""
+"""Parallel configurations of a model: description, checks, building, and prediction of time and memory."""

@@ -1,4 +1,4 @@
-"""`build(model, config)`: the parallel model of a `ParallelConfig`, by `parallelize`, `pipeline` and torch's FSDP2."""
+"""`build(model, config)`: apply a `ParallelConfig` to a model, by `parallelize`, `pipeline` and torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def build(
     layers: str | None = None,
     loss_fn: Loss | None = None,
 ) -> nn.Module | Pipeline:
-    """`model` over the ranks of `config`: itself, changed in place, or with pp > 1 a `Pipeline`.
+    """Parallelize `model` over the ranks of `config`: in place, or with pp > 1 as a `Pipeline`.
 
-    A collective call of all ranks. Gradients after backward are those of the mean of the losses of all data parallel
-    ranks. Give optimizers `parameters()` of what it returns.
+    A collective call of all ranks. After backward, gradients are those of the mean loss over all data parallel ranks.
+    Pass `parameters()` of the returned model to optimizers.
 
     Args:
         model: a transformers causal language model, or any nn.Module that `parallelize` takes; the same on all ranks.
         config: its sizes multiply to the number of ranks.
-        mesh: of `make_mesh(None, **config.mesh_sizes)`; None: it is made.
+        mesh: result of `make_mesh(None, **config.mesh_sizes)`; None: `build` creates it.
         plan: see `parallelize`.
         layers: name of the nn.ModuleList of layers, which pp, recompute and FSDP2 need; None: as `pipeline` finds it.
-        loss_fn: of a pipeline; see there.
+        loss_fn: loss of a pipeline; see `pipeline`.
 
     Raises:
-        TypeError, ValueError: what does not fit, with the reason; see `parallelize` and `pipeline`.
+        TypeError, ValueError: the arguments, model and mesh do not fit; see `parallelize` and `pipeline`.
 
     Example:
         >>> config = ParallelConfig(pp=2, dp_shard=2, tp=2, microbatches=4, recompute="full")
@@ -81,12 +81,13 @@ def build(
     elif max(config.cp, config.tp, config.ep) > 1:
         parallelize(model, mesh, plan=plan, **config.inside)
     if config.is_sharded:
-        # Freed between forward and backward, as ZeRO 3 does it; a pipeline would gather anew for each microbatch.
+        # Parameters are freed between forward and backward, as in ZeRO 3, except in a pipeline, which would have to
+        # gather them again for each microbatch.
         parts = [stage.model for stage in built.stages.values()] if isinstance(built, Pipeline) else [model]
         for part in parts:
             _shard(part, container, experts, mesh, reshard_after_forward=config.pp == 1)
         if isinstance(built, Pipeline):
-            for stage in built.stages.values():  # torch's pipelines look for FSDP at what they call
+            for stage in built.stages.values():  # torch's pipelines check for FSDP on the module that they call
                 fully_shard(stage, mesh=fsdp_mesh(mesh), reshard_after_forward=False)
     elif config.world_size == 1:
         model.to(mesh.device_type)
@@ -94,7 +95,7 @@ def build(
 
 
 def recompute_layers(model: nn.Module, container: str) -> None:
-    """Makes each layer of `container` keep its input alone, and compute the rest again in backward."""
+    """Make each layer of `container` save only its input and recompute the rest in backward."""
     if is_transformers_model(model):
         enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -107,7 +108,7 @@ def _shard(
     model: nn.Module, container: str, experts: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool
 ) -> None:
     how: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": _placement}
-    if experts:  # not over ep, whose ranks have other ones
+    if experts:  # not sharded over ep: its ranks hold different experts
         over = _with_replicas(mesh, mesh["dp_shard", "ep"]._flatten("dp_ep"))
         for name in experts:
             fully_shard(model.get_submodule(name), mesh=_with_replicas(mesh, mesh["dp_shard"]), **how)
@@ -120,18 +121,18 @@ def _shard(
 
 
 def _with_replicas(mesh: DeviceMesh, over: DeviceMesh) -> DeviceMesh:
-    """Parameters are sharded over `over`, with copies along dp_replicate."""
+    """Mesh that shards parameters over `over` and replicates them along dp_replicate."""
     if mesh["dp_replicate"].size() == 1:
         return over
     return DeviceMesh._concatenate([mesh["dp_replicate"], over])
 
 
 def _placement(parameter: nn.Parameter) -> Placement | None:
-    """Packed parameters [parts, out, in] have too few parts for many ranks: cut their rows."""
+    """Shard packed parameters [parts, out, in] by rows: they have too few parts for many ranks."""
     return Shard(1) if parameter.ndim == 3 and parameter.shape[0] <= 3 else None
 
 
 def _dealt_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
-    """Names of the modules of experts that ranks of "ep" have parts of."""
+    """Names of the modules whose experts are distributed over the ranks of "ep"."""
     found = resolve_plan(model, plan)
     return [name for name, style in found.modules.items() if style in EXPERTS]

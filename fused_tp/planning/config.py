@@ -1,11 +1,11 @@
 """`ParallelConfig`: the sizes of each kind of parallelism, the schedule, recomputation; checked before anything starts.
 
-| field          | ranks along it                                            | what a rank has                    |
+| field          | ranks along it                                            | a rank holds                       |
 |----------------|-----------------------------------------------------------|------------------------------------|
 | `pp`           | pipeline (Narayanan et al., arXiv:2104.04473)             | some of the layers                 |
 | `dp_replicate` | data parallel, copies of all                              | batches of its own                 |
 | `dp_shard`     | data parallel, parameters sharded (FSDP2, ZeRO)           | batches of its own                 |
-| `ep`           | data parallel, whole experts dealt out                    | batches of its own, some experts   |
+| `ep`           | data parallel, whole experts distributed                  | batches of its own, some experts   |
 | `cp`           | context parallel (ring attention, arXiv:2310.01889)       | a part of each sequence            |
 | `tp`           | tensor parallel (Megatron-LM, arXiv:1909.08053)           | a part of each layer               |
 """
@@ -24,27 +24,27 @@ from fused_tp.pipelining.schedules import find_schedule, kind_of
 from fused_tp.planning.model_shape import ModelShape
 from fused_tp.runtime.errors import listed
 
-SIZES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # as make_mesh has them, from outside to inside
+SIZES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # order of make_mesh, from outermost to innermost
 RECOMPUTE = ("none", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How a model is spread over `world_size` ranks.
+    """Parallelism of a model over `world_size` ranks.
 
     Attributes:
         pp, dp_replicate, dp_shard, ep, cp, tp: ranks along each dim of the mesh; see the table above.
-        ulysses_size: of the `cp` ranks so many, one behind the other, share out heads (arXiv:2309.14509).
-        sequence_parallel: the `tp` ranks also cut what lies between layers (arXiv:2205.05198). None: where tp > 1.
-        loss_parallel: the `tp` ranks leave logits cut by vocabulary. None: where tp > 1.
-        schedule: of the pipeline; see `fused_tp.pipeline`.
-        virtual_stages: of a pipeline rank, for interleaved schedules; None: as the schedule has it.
-        microbatches: parts of equal size of a rank's batch: of a pipeline, or accumulated one after the other.
-        recompute: "full" keeps the input of each layer alone, and computes the rest again in backward (gradient
-            checkpointing, arXiv:1604.06174); "none" keeps all.
+        ulysses_size: number of consecutive `cp` ranks that shard attention by heads (arXiv:2309.14509).
+        sequence_parallel: the `tp` ranks also shard the tokens between layers (arXiv:2205.05198). None: True if tp > 1.
+        loss_parallel: logits stay sharded by vocabulary over the `tp` ranks. None: True if tp > 1.
+        schedule: name of the pipeline schedule; see `fused_tp.pipeline`.
+        virtual_stages: stages per pipeline rank, for interleaved schedules; None: the schedule's default.
+        microbatches: number of equal parts of a rank's batch, pipelined or accumulated one after the other.
+        recompute: "full" saves only the input of each layer and recomputes the rest in backward (gradient
+            checkpointing, arXiv:1604.06174); "none" saves all activations.
 
     Raises:
-        TypeError, ValueError: a field that does not fit, or fields that do not go together.
+        TypeError, ValueError: a field is invalid, or fields contradict each other.
 
     Example:
         >>> ParallelConfig(pp=2, dp_shard=2, tp=4, microbatches=8).world_size
@@ -78,7 +78,7 @@ class ParallelConfig:
             raise ValueError(f"recompute={self.recompute!r}; it must be one of {', '.join(map(repr, RECOMPUTE))}.")
         if self.cp % self.ulysses_size:
             raise ValueError(f"ulysses_size={self.ulysses_size} does not divide cp={self.cp}.")
-        kind_of(self.schedule)  # refuses what is none, also where it is not needed
+        kind_of(self.schedule)  # raises for an unknown schedule, also where pp is 1
         if self.pp > 1:
             kind, stages = find_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
             object.__setattr__(self, "schedule", kind.name)
@@ -98,24 +98,24 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return prod(getattr(self, name) for name in SIZES)
 
     @property
     def data_parallel(self) -> int:
-        """Ranks with batches of their own."""
+        """Number of ranks with batches of their own."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """Keywords of `make_mesh`: all dims, those of one rank too, but `ep` only where it is used."""
+        """Keywords of `make_mesh`: all dims, including those of size 1, but `ep` only if it is above 1."""
         return {name: getattr(self, name) for name in SIZES if name != "ep" or self.ep > 1}
 
     def at_world_size(self, ranks: int) -> ParallelConfig:
-        """The same with as many `dp_shard` ranks as `ranks` leave.
+        """Copy of this config for `ranks` ranks in all, with `dp_shard` adapted.
 
         Raises:
-            ValueError: they leave no whole number.
+            ValueError: the other sizes do not divide `ranks`.
         """
         rest = self.world_size // self.dp_shard
         if ranks % rest:
@@ -126,22 +126,22 @@ class ParallelConfig:
         return replace(self, dp_shard=ranks // rest)
 
     def shown(self, without: str = "") -> str:
-        """Such as "pp2 x tp4"; "one rank" where nothing is cut."""
+        """Sizes above 1 for messages, such as "pp2 x tp4"; "one rank" if there are none."""
         sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1 and name != without]
         return " x ".join(sizes) or "one rank"
 
-    # -- files and the words of others --------------------------------------------------------------------------------
+    # -- files and keys of other libraries ----------------------------------------------------------------------------
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ParallelConfig:
-        """Of its own fields, by name, or those of Megatron-Core and ms-swift, accelerate, torchtitan or DeepSpeed.
+        """Read fields by name, or keys of Megatron-Core and ms-swift, accelerate, torchtitan or DeepSpeed.
 
-        Words of one of these make the whole; `fused_tp.planning.dialects` has the tables. Where a size follows from
-        the number of ranks in theirs (Megatron's data parallel size), that of `world_size`, a key that all of them may
-        have, counts, or else one rank of the others.
+        All keys must be of one library; `fused_tp.planning.dialects` holds the tables. Some libraries derive a size
+        from the number of ranks (Megatron's data parallel size). The key `world_size`, allowed with every library,
+        is that number; without it the derived size is 1.
 
         Raises:
-            ValueError: an unknown key, by name, or words of two libraries at once.
+            ValueError: an unknown key, by name, or keys of two libraries at once.
 
         Example:
             >>> ParallelConfig.from_dict({"tensor_model_parallel_size": 2, "context_parallel_size": 2}).shown()
@@ -153,15 +153,15 @@ class ParallelConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ParallelConfig:
-        """Of a YAML or JSON file that holds what `from_dict` takes.
+        """Read a YAML or JSON file with the keys of `from_dict`.
 
         Raises:
-            ValueError: it holds no mapping, or one that does not fit.
+            ValueError: the file holds no mapping, or one that `from_dict` rejects.
         """
         return cls.from_dict(read_mapping(Path(path)))
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, as `from_dict` takes it back."""
+        """Fields that differ from their defaults, in the form that `from_dict` reads."""
         default = ParallelConfig()
         found = {name: value for name, value in asdict(self).items() if value != getattr(default, name)}
         if self.sequence_parallel == self.loss_parallel == (self.tp > 1):
@@ -173,9 +173,9 @@ class ParallelConfig:
     # -- a model ------------------------------------------------------------------------------------------------------
 
     def check(self, shape: ModelShape, *, seq: int | None = None, global_batch: int | None = None) -> None:
-        """Raises ValueError where a model of this shape cannot be cut so; says which sizes would fit.
+        """Raise ValueError if a model of this shape cannot be sharded so; the message names sizes that fit.
 
-        `parallelize` and `pipeline` have the last word; what they refuse for sizes is refused here, before any rank
+        `parallelize` and `pipeline` check again. This method rejects the sizes that they would reject, before any rank
         has started.
 
         Args:
@@ -185,7 +185,7 @@ class ParallelConfig:
         wrong = []
         for one in shape.attention:
             for what, count in (("attention heads", one.heads), ("key/value heads", one.kv_heads)):
-                # One head of keys is computed by all ranks, where a model can have that.
+                # Every rank computes a single key/value head, in models that support it.
                 if one.cut and count % self.tp and not (what == "key/value heads" and count == 1):
                     wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(count)} do")
             if one.heads % (one.kv_heads or 1):
@@ -216,20 +216,20 @@ class ParallelConfig:
     def inside(self) -> dict[str, Any]:
         """Keywords of `parallelize` and of `pipeline`."""
         found = {name: getattr(self, name) for name in ("sequence_parallel", "loss_parallel", "ulysses_size")}
-        # FSDP2 takes the mean over context parallel ranks, too.
+        # FSDP2 averages gradients over context parallel ranks, too.
         return found | {"grad_sync": not self.is_sharded, "ep_dim": "ep" if self.ep > 1 else None}
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 averages gradients."""
+        """True if FSDP2 wraps the model and averages gradients."""
         return self.dp_replicate * self.dp_shard > 1
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """What a YAML or JSON file holds.
+    """Read the mapping in a YAML or JSON file.
 
     Raises:
-        ValueError: it cannot be read, or holds no mapping.
+        ValueError: the file cannot be read, or holds no mapping.
     """
     try:
         text = path.read_text()

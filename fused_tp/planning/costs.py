@@ -1,4 +1,4 @@
-"""What a training step costs: seconds by what they are spent on, and bytes of a rank by what they hold.
+"""Cost model of one training step: seconds by component, and bytes of memory per rank by use.
 
 | part                | formula                                                                                       |
 |---------------------|-----------------------------------------------------------------------------------------------|
@@ -12,9 +12,9 @@
 | activations         | s b h (10 + 24 / tp), by parts, and 5 a s / h of kept scores (Korthikanti et al., 2205.05198) |
 | weights, optimizer  | 2 of weights, 4 of gradients, 12 of Adam with a copy of the weights: bytes a parameter        |
 
-In fp32 what has 2 bytes has 4, and Adam 8. Two constants are fitted, on the eight step times of table 5 in
-arXiv:2205.05198 and nothing else: see `fused_tp.planning.hardware.FITTED` and `fused_tp.planning.published`. A machine
-of `fused_tp.planning.measure` has constants of its own.
+In fp32, elements of 2 bytes take 4, and Adam takes 8 bytes per parameter. Two constants are fitted, on the eight step
+times of table 5 in arXiv:2205.05198 and nothing else: see `fused_tp.planning.hardware.FITTED` and
+`fused_tp.planning.published`. A machine of `fused_tp.planning.measure` has constants of its own.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.hardware import Constants, Machine
 from fused_tp.planning.model_shape import Attention, Block, Layer, ModelShape
 
-# Of compute that a collective runs beside, its kernels take this share of the multiprocessors (Calculon, SC23).
+# Share of the multiprocessors that a collective's kernels take from overlapped compute (Calculon, SC23).
 OVERLAP_COST = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """How a training program does what `ParallelConfig` leaves open; the defaults are those of `fused_tp.build`.
+    """Properties of the training program that `ParallelConfig` leaves open; defaults are those of `fused_tp.build`.
 
     Attributes:
-        attention: "flash" never keeps scores; "selective" computes them again in backward (arXiv:2205.05198); "unfused"
+        attention: "flash" never keeps scores; "selective" recomputes them in backward (arXiv:2205.05198); "unfused"
             keeps them.
-        shards: what `dp_shard` cuts. "parameters": FSDP, ZeRO 3; "optimizer": ZeRO 1, Megatron's distributed optimizer.
-        fused_tp: collectives of tp overlap with the matmuls beside them.
+        shards: "parameters": `dp_shard` shards parameters (FSDP, ZeRO 3); "optimizer": it shards the optimizer state
+            (ZeRO 1, Megatron's distributed optimizer).
+        fused_tp: collectives of tp overlap with their matmuls.
         overlap_dp: collectives of data parallelism overlap with compute.
-        gradient_bytes: of an element that is reduced over data parallel ranks.
-        dropout: its masks are kept.
-        split_sends: stages send each other 1/tp of the hidden state from each rank of tp, also where all have the whole
-            of it (scatter/gather, arXiv:2104.04473, section 4.1).
+        gradient_bytes: bytes per element of gradients reduced over data parallel ranks.
+        dropout: the model has dropout, whose masks are kept.
+        split_sends: each rank of tp sends 1/tp of the hidden state to the next stage, even if every rank holds all of
+            it (scatter/gather, arXiv:2104.04473, section 4.1).
     """
 
     attention: str = "flash"
@@ -61,7 +62,7 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step on the slowest rank, by what they are spent on. Communication: what compute does not hide."""
+    """Seconds of a step on the slowest rank, by component; of communication only the exposed part."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -77,12 +78,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the whole step."""
         return sum(vars(self).values())
 
     @property
     def communication(self) -> float:
-        """Not hidden, of all kinds."""
+        """Exposed communication of all kinds, in seconds."""
         return self.tp + self.cp + self.ep + self.dp + self.pp
 
     def __add__(self, other: StepTime) -> StepTime:
@@ -95,7 +96,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the rank that needs most, by what they hold."""
+    """Bytes on the rank that needs most, by use."""
 
     weights: float
     gradients: float
@@ -105,13 +106,13 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Of all parts."""
+        """Bytes of all parts together."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Parameters of a rank, data parallel ranks that shard them, those with copies, and ranks between two of them."""
+    """Parameters of a rank, ranks that shard them, ranks that replicate them, and inner ranks between two of these."""
 
     count: float
     shards: int
@@ -124,11 +125,11 @@ class CostModel:
     """Predicts time and memory of a step.
 
     Attributes:
-        shape, config, machine: of what, how spread, on what.
+        shape, config, machine: the model, its parallelism, and the hardware.
         seq: tokens of a row.
         global_batch: rows of all ranks together.
-        precision: of matmuls of layers: "bf16" or "fp8", beside which all is bf16; or "fp32", of everything.
-        software: see there.
+        precision: "bf16"; "fp8": matmuls of layers in fp8, everything else in bf16; or "fp32": everything in fp32.
+        software: see `Software`.
 
     Example:
         >>> from fused_tp.planning.hardware import find_machine
@@ -157,17 +158,17 @@ class CostModel:
 
     @cached_property
     def tokens(self) -> float:
-        """Of a microbatch on one rank of cp."""
+        """Tokens of a microbatch on one rank of cp."""
         return self.rows * self.seq / self.config.cp
 
     @cached_property
     def stages(self) -> int:
-        """Of a pipeline rank."""
+        """Stages per pipeline rank."""
         return self.config.virtual_stages or 1
 
     @cached_property
     def layers(self) -> int:
-        """Of the pipeline rank that has most: all stages take the time of the longest."""
+        """Layers of the largest pipeline rank, with all its stages counted as long as the longest."""
         return -(-self.shape.layers // (self.config.pp * self.stages)) * self.stages
 
     @cached_property
@@ -177,7 +178,7 @@ class CostModel:
 
     @cached_property
     def spread(self) -> int:
-        """What sequence parallelism divides tokens between layers by."""
+        """Number of ranks that sequence parallelism shards the tokens between layers over."""
         return self.config.tp if self.config.sequence_parallel else 1
 
     @cached_property
@@ -194,18 +195,18 @@ class CostModel:
 
     @property
     def constants(self) -> Constants:
-        """Of the machine."""
+        """Constants of the machine."""
         return self.machine.constants
 
     def _moved(self, count: float, share: float | None = None) -> float:
         return count / (self.machine.memory_bandwidth * (share or self.constants.memory))
 
     def _pointwise(self, count: float) -> float:
-        """Seconds of ops between matmuls that move so many bytes in bf16."""
+        """Seconds of the ops between matmuls that would move `count` bytes in bf16."""
         return self._moved(count * self.element / 2, self.constants.pointwise)
 
     def _matmul(self, m: float, n: float, k: float, precision: str | None = None, written: int | None = None) -> float:
-        """Seconds of [m, k] x [k, n]; `written`: bytes moved for an element of the result."""
+        """Seconds of [m, k] x [k, n]; `written`: bytes moved per element of the result."""
         precision = precision or self.precision
         element = 1 if precision == "fp8" else self.element
         rate = self.machine.matmul_flops[precision] * (self.constants.fused_matmul if self.config.tp > 1 else 1)
@@ -213,18 +214,18 @@ class CostModel:
         return 2 * m * n * k / rate + self._moved(moved) + self.constants.kernel
 
     def _grad_weight(self, wide: float, narrow: float, precision: str | None = None) -> float:
-        """Seconds of a weight's gradient, which is added to the one in fp32."""
+        """Seconds of a weight's gradient, which is accumulated in fp32."""
         return self._matmul(wide, narrow, self.tokens, precision, written=8)
 
     def _ring(self, count: float, ranks: int, inside: int, times: int = 1, messages: bool = False) -> float:
         """Seconds of an all-gather or reduce-scatter.
 
         Args:
-            count: bytes of the whole.
-            ranks: that take part.
-            inside: ranks of inner dims of the mesh, which lie between two neighbours.
+            count: bytes of the gathered tensor.
+            ranks: number of participating ranks.
+            inside: ranks of inner mesh dims, that is, the distance in ranks between two neighbours.
             times: 2 for an all-reduce.
-            messages: of torch.distributed; see `Machine`.
+            messages: torch.distributed sends them; see `Machine`.
         """
         if ranks == 1:
             return 0.0
@@ -235,17 +236,17 @@ class CostModel:
             bandwidth, latency = machine.message_bandwidth or bandwidth, machine.message_latency or latency
         bandwidth *= self.constants.links
         if local < ranks:
-            # The ranks of a node share out what goes between nodes: each has a network adapter.
+            # The ranks of a node share the traffic between nodes: each has a network adapter.
             bandwidth = min(bandwidth, machine.network_bandwidth * self.constants.network * local)
             latency = machine.network_latency
         return times * (latency * log2(ranks) + count * (ranks - 1) / ranks / bandwidth)
 
     def _hidden(self, collective: float, compute: float) -> float:
-        """What of a collective can go on beside compute."""
+        """Seconds of a collective that compute can hide."""
         return min(collective, compute) if self.machine.overlaps else 0.0
 
     def _overlapped(self, matmul: float, collective: float) -> float:
-        """What is left of a collective beside a matmul, which both go on in tp steps: kernels of their own."""
+        """Exposed seconds of a collective overlapped with a matmul; both run in tp steps, each with its own kernels."""
         if not self.software.fused_tp:
             return collective
         hidden = self._hidden(collective, matmul) * (1 - 1 / self.config.tp)
@@ -254,14 +255,14 @@ class CostModel:
 
     @cached_property
     def layer(self) -> tuple[StepTime, StepTime]:
-        """Forward and backward of a layer, of a microbatch: the mean of all layers."""
+        """Forward and backward time of a layer and a microbatch, averaged over all layers."""
         (counts,) = self.shape.stages(1)
         forward, backward = (_weighted(times, counts) for times in zip(*self._times, strict=True))
         return forward * (1 / self.shape.layers), backward * (1 / self.shape.layers)
 
     @cached_property
     def _times(self) -> list[tuple[StepTime, StepTime]]:
-        """Forward and backward of a layer of each kind, of a microbatch."""
+        """Forward and backward time of a microbatch for a layer of each kind."""
         return [self._layer(kind) for kind in self.shape.kinds]
 
     def _layer(self, layer: Layer) -> tuple[StepTime, StepTime]:
@@ -291,7 +292,7 @@ class CostModel:
         return forward, backward
 
     def _matmuls(self, block: Block) -> tuple[StepTime, StepTime]:
-        """Forward and backward of a block: the pair that tp shares out, and matmuls that every rank computes."""
+        """Forward and backward time of a block: the pair sharded over tp, and the matmuls that every rank computes."""
         hidden, tp = self.shape.hidden, self.config.tp
         forward = backward = StepTime()
         if block.wide or block.narrow:
@@ -306,10 +307,10 @@ class CostModel:
         return forward, backward
 
     def _pair(self, wide: float, narrow: float) -> tuple[StepTime, StepTime]:
-        """A matmul hidden -> wide behind an all-gather, and one narrow -> hidden before a reduce-scatter.
+        """Time of an all-gather and a matmul hidden -> wide, then a matmul narrow -> hidden and a reduce-scatter.
 
-        Without sequence parallelism one all-reduce each way takes the place of both; in backward it runs beside the
-        gradient of the weight, as the all-gather there does with sequence parallelism.
+        Without sequence parallelism one all-reduce per direction replaces both. In backward that all-reduce overlaps
+        with the gradient of the weight, as the all-gather of backward does with sequence parallelism.
         """
         hidden, tokens, tp = self.shape.hidden, self.tokens, self.config.tp
         first = self._matmul(tokens, wide, hidden), self._matmul(tokens, hidden, wide), self._grad_weight(wide, hidden)
@@ -336,13 +337,13 @@ class CostModel:
         return forward + StepTime(tp=self._overlapped(last[0], reduce)), backward + StepTime(tp=back)
 
     def _weights(self, layer: Layer) -> float:
-        """Seconds of gradients of weights of a layer, which zero-bubble schedules compute apart."""
+        """Seconds of the weight gradients of a layer, which zero-bubble schedules compute separately."""
         tp, hidden = self.config.tp, self.shape.hidden
         sizes = [n for one in layer.blocks for n in (one.wide / tp, one.narrow / tp, one.whole) if n]
         return sum(self._grad_weight(size, hidden) for size in sizes)
 
     def _attention(self, attention: Attention) -> tuple[StepTime, StepTime]:
-        """Forward and backward of attention, with the ring of keys and values."""
+        """Forward and backward time of attention, with the ring of keys and values."""
         cp, tp = self.config.cp, self.config.tp if attention.cut else 1
         heads, head_dim = attention.heads / tp, attention.head_dim
         if self.software.attention == "flash":
@@ -376,25 +377,25 @@ class CostModel:
 
     @cached_property
     def _logits(self) -> float:
-        """Features of the logits on a rank."""
+        """Number of features of the logits on a rank."""
         output = self.shape.output
         return self.shape.vocab * output.on_rank(self.config.tp) / max(1, output.count)
 
     @cached_property
     def _head(self) -> StepTime:
-        """Output layer and loss, forward and backward."""
+        """Time of output layer and loss, forward and backward."""
         width, tokens, hidden = self._logits, self.tokens, self.shape.hidden
         seconds = self._matmul(tokens, width, hidden, self._wide) + self._matmul(tokens, hidden, width, self._wide)
         seconds += self._grad_weight(width, hidden, self._wide)
         gather = self._ring(self.element * tokens * hidden, self.config.tp, 1)
-        loss = self._moved(20 * tokens * width, self.constants.pointwise)  # in fp32 whatever the precision
+        loss = self._moved(20 * tokens * width, self.constants.pointwise)  # in fp32 for every precision
         return StepTime(matmul=seconds, memory_bound=loss, tp=2 * gather)
 
     # -- time of a step -----------------------------------------------------------------------------------------------
 
     @cached_property
     def time(self) -> StepTime:
-        """Of a step."""
+        """Time of one training step by component, in seconds."""
         config, pp, micro = self.config, self.config.pp, self.config.microbatches
         forward, backward = self.layer
         layers = [ahead + back for ahead, back in self._times]
@@ -408,7 +409,8 @@ class CostModel:
         if pp > 1:
             idle = mean
             if SCHEDULES[config.schedule].splits:
-                # What torch's orders of ZBV and DualPipeV leave, too: a step begins and ends on all ranks together.
+                # Idle time that also remains in torch's orders of ZBV and DualPipeV, since a step begins and ends on
+                # all ranks together.
                 (counts,) = self.shape.stages(1)
                 weights = sum(n * self._weights(kind) for n, kind in zip(counts, self.shape.kinds, strict=True)) / pp
                 idle = max(forward.total * share, mean - 2 * weights)
@@ -426,10 +428,10 @@ class CostModel:
         return step + StepTime(optimizer=optimizer)
 
     def _data_parallel(self, forward: float, backward: float) -> float:
-        """Seconds of gradients and parameters between data parallel ranks, that compute does not hide."""
+        """Exposed seconds of communicating gradients and parameters between data parallel ranks."""
         config, gradient_bytes, micro = self.config, self.software.gradient_bytes, self.config.microbatches
         overlap = self.software.overlap_dp and self.machine.overlaps
-        # Without FSDP2, ranks of cp and ep sum gradients as they communicate all else.
+        # Without FSDP2, ranks of cp and ep reduce gradients by the collectives of their other tensors.
         ring = partial(self._ring, messages=config.is_sharded or self.software.shards == "optimizer")
         if self.software.shards == "optimizer":
             window = self.layers * forward, self.layers * backward
@@ -443,13 +445,14 @@ class CostModel:
             return sum(
                 max(one / self.layers, one - seconds) for one, seconds in zip((weights, gradients), window, strict=True)
             )
-        weights, scatter, over = 0.0, 0.0, 0.0  # of a layer
+        weights, scatter, over = 0.0, 0.0, 0.0  # per layer
         for part in self._parts:
             local = part.count / self.layers
             weights += ring(self.element * local, part.shards, part.inside)
             scatter += ring(gradient_bytes * local, part.shards, part.inside)
             over += ring(gradient_bytes * local / part.shards, part.copies, part.inside * part.shards, times=2)
-        # Gradients go behind the last microbatch. A pipeline gathers once, all else for each forward and backward.
+        # Gradients are reduced after the last microbatch. A pipeline gathers parameters once, every other config
+        # gathers them for each forward and backward.
         if not overlap:
             return self.layers * ((1 if config.pp > 1 else 2 * micro) * weights + scatter + over)
         if config.pp > 1:
@@ -458,27 +461,27 @@ class CostModel:
         first = weights + self.layers * max(0.0, weights - forward)
         return micro * first + self.layers * ((micro - 1) * each + last) + over
 
-    # -- what is predicted --------------------------------------------------------------------------------------------
+    # -- throughput ---------------------------------------------------------------------------------------------------
 
     @property
     def flops(self) -> float:
-        """Of a rank in a step, as MFU counts them."""
+        """FLOPs of a rank in a step, as MFU counts them."""
         return self.shape.flops(self.global_batch * self.seq, self.seq) / self.config.world_size
 
     @property
     def mfu(self) -> float:
-        """Share of the peak of the precision that the model's FLOPs make up (model FLOPs utilization)."""
+        """Model FLOPs utilization: the model's FLOP/s as a share of the precision's peak."""
         return self.flops / self.time.total / self.machine.peak(self.precision)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks together."""
         return self.global_batch * self.seq / self.time.total
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _most(self, of_layer: Callable[[Layer], float]) -> float:
-        """Sum over the layers of the pipeline rank that has most, if all its stages are as large as the largest."""
+        """Sum over the layers of the largest pipeline rank, with all its stages counted as large as the largest."""
         found = [of_layer(kind) for kind in self.shape.kinds]
         return self.stages * max(sum(map(mul, found, counts)) for counts in set(self._stages))
 
@@ -492,14 +495,14 @@ class CostModel:
 
     @cached_property
     def _local(self) -> float:
-        """Parameters of the rank that has most, before data parallelism shards them."""
+        """Parameters of the rank that holds most, before data parallelism shards them."""
         ends = [one.on_rank(self.config.tp) for one in (self.shape.embedding, self.shape.output)]
         at_ends = max(ends) if self.config.pp > 1 else ends[0] + (0 if self.shape.tied else ends[1])
         return self._most(self._of_layer) + at_ends
 
     @cached_property
     def _parts(self) -> list[_Part]:
-        """The rank's parameters: experts that are dealt out over ep, which have no copies there, and all others."""
+        """Parameters of the rank in two parts: experts distributed over ep, without copies there, and all others."""
         config = self.config
         dealt = self._most(self._of_experts) if config.ep > 1 else 0.0
         parts = []
@@ -509,7 +512,7 @@ class CostModel:
                 shards, copies = (ranks, 1) if config.dp_shard * config.ep > 1 else (1, ranks)
             elif config.is_sharded:
                 shards, copies = config.dp_shard * config.cp * ep, config.dp_replicate
-            else:  # ranks of cp have copies, too
+            else:  # ranks of cp hold copies, too
                 shards, copies = 1, config.cp * ep
             if count:
                 parts.append(_Part(count, shards, copies, config.tp * config.ep // ep))
@@ -522,17 +525,17 @@ class CostModel:
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the rank that needs most.
+        """Bytes on the rank that needs most.
 
-        In a pipeline that is the first, which keeps most microbatches, or the last, which has the logits.
+        In a pipeline this is the first rank, which keeps most microbatches, or the last, which holds the logits.
         """
         config, shape = self.config, self.shape
         weights, gradients = self.element * self._local, 4 * self._local
         if self.software.shards == "parameters" and config.is_sharded and config.pp == 1:
-            # Gathered are a layer at work, the next one, and the output layer.
+            # FSDP2 holds three gathered at a time: the running layer, the next one, and the output layer.
             at_once = 2 * max(map(self._of_layer, shape.kinds)) + shape.output.on_rank(config.tp)
             weights = self.element * min(self._local, at_once)
-            if config.microbatches == 1:  # else whole ones are accumulated
+            if config.microbatches == 1:  # else unsharded gradients are accumulated
                 gradients = 4 * self._owned
         logits = self.tokens * (2 * self.element * shape.hidden / self.spread)
         logits += self.tokens * (self.element + 4) * self._logits
@@ -552,15 +555,15 @@ class CostModel:
         )
 
     def _activations(self, layer: Layer) -> float:
-        """Bytes that a layer keeps of a microbatch for backward.
+        """Bytes that a layer saves per microbatch for backward.
 
-        Table 2 of Korthikanti et al. (arXiv:2205.05198), by parts, so that it holds for grouped heads, gated MLPs and
-        experts: 34 s b h where heads are whole, the MLP is 4 h wide, and dropout has masks.
+        Table 2 of Korthikanti et al. (arXiv:2205.05198), split into parts, so that it also covers grouped heads, gated
+        MLPs and experts: 34 s b h for ungrouped heads, an MLP of width 4 h, and dropout with masks.
         """
         hidden, tp = self.shape.hidden, self.config.tp
         if self.config.recompute == "full":
             return self.tokens * self.element * hidden / self.spread
-        # Of each block the inputs of its norm and of what follows.
+        # Per block: the input of its norm, and the norm's output.
         kept = len(layer.blocks) * (4 + self.software.dropout) * hidden / self.spread
         kept += sum(2 * (block.kept / tp + block.kept_whole) for block in layer.blocks)
         if self.software.attention == "unfused":
@@ -580,5 +583,5 @@ class CostModel:
 
 
 def _weighted(of_kinds: Iterable[StepTime], counts: Iterable[int]) -> StepTime:
-    """Sum over layers, of which there are so many of each kind."""
+    """Sum over all layers, given the time of each kind and the number of layers of that kind."""
     return sum((time * n for time, n in zip(of_kinds, counts, strict=True) if n), StepTime())

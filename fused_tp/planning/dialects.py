@@ -1,4 +1,4 @@
-"""The words of other libraries for what `ParallelConfig` holds: one table for each, read in both directions.
+"""Config keys of other libraries and their `ParallelConfig` fields: one table per library, used in both directions.
 
 | library       | from                                                                                            |
 |---------------|-------------------------------------------------------------------------------------------------|
@@ -7,8 +7,7 @@
 | torchtitan    | `ParallelismConfig`                                                                             |
 | DeepSpeed     | its JSON configuration                                                                          |
 
-A word of theirs that means nothing for sizes (a learning rate) is refused as unknown: pass the part that is about
-parallelism.
+Keys unrelated to parallelism (a learning rate) raise as unknown: pass only the parallelism part of such a config.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fused_tp.planning.config import ParallelConfig
 
-WORLD_SIZE = "world_size"  # a key of all
+WORLD_SIZE = "world_size"  # a key allowed with every library
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """Of one library.
+    """Translation between `ParallelConfig` and the keys of one library.
 
     Attributes:
-        words: its key -> the field that has the same value.
-        others: further keys that `read` takes.
-        read: fields of these others, given all of its keys and the fields that `words` gave.
-        write: what it calls a config.
+        words: maps each key that has a field of equal value to that field.
+        others: further keys, which `read` interprets.
+        read: returns the fields for `others`, given all keys and the fields found through `words`.
+        write: returns a config in the library's keys.
     """
 
     name: str
@@ -43,10 +42,10 @@ class Dialect:
 
 
 def translated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ParallelConfig of a mapping in its own words or in those of one library.
+    """Translate a mapping with the keys of ParallelConfig or of one library into fields of ParallelConfig.
 
     Raises:
-        ValueError: a key that none of them has, by name, with the nearest one that exists; keys of two libraries.
+        ValueError: an unknown key, named with the nearest known one; or keys of two libraries.
     """
     from fused_tp.planning.config import field_names
 
@@ -83,7 +82,7 @@ def _dialect_of(keys: list[str], own: tuple[str, ...]) -> Dialect:
 
 
 def _filled(found: dict[str, Any], world_size: int | None) -> dict[str, Any]:
-    """With data parallel ranks for a number of ranks in all."""
+    """Add `dp_shard` so that the config has `world_size` ranks in all."""
     from fused_tp.planning.config import ParallelConfig
 
     if world_size is None:
@@ -125,7 +124,7 @@ def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
         raise ValueError("virtual_pipeline_model_parallel_size is given, and pipeline_model_parallel_size is 1.")
     granularity = given.get("recompute_granularity")
     if granularity == "selective":
-        # What it computes again, attention scores, no kernel here keeps.
+        # It recomputes attention scores, which no kernel here keeps.
         fields["recompute"] = "none"
     elif granularity not in (None, "full"):
         raise ValueError(f"recompute_granularity={granularity!r}; it must be 'full', 'selective' or None.")
@@ -142,8 +141,8 @@ def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     dp = given.get("data_parallel_size") or (world // inside if world and world % inside == 0 else ep)
     if dp % ep:
         raise ValueError(f"expert_model_parallel_size={ep} does not divide the {dp} data parallel ranks.")
-    # Megatron's distributed optimizer keeps parameters whole and shards its state; FSDP2 shards both. Taken for granted
-    # where nothing is said, as ms-swift has it: results are the same, and copies need more memory.
+    # Megatron's distributed optimizer replicates parameters and shards its state; FSDP2 shards both. It defaults to on,
+    # as in ms-swift: results are the same, and replicas need more memory.
     dp_field = "dp_shard" if given.get("use_distributed_optimizer", True) else "dp_replicate"
     fields[dp_field] = dp // ep
     if ("micro_batch_size" in given) != ("global_batch_size" in given):
@@ -189,7 +188,7 @@ def _read_accelerate(given: Mapping[str, Any], found: dict[str, Any]) -> dict[st
         return {}
     if found.get("cp", 1) > 1:
         raise ValueError(f"sp_size={size} and cp_size={found['cp']}: accelerate has one of them at a time.")
-    return {"cp": size, "ulysses_size": size}  # which shares out heads over ranks with parts of the sequence
+    return {"cp": size, "ulysses_size": size}  # its sequence parallelism is Ulysses: it shards attention by heads
 
 
 def _write_accelerate(config: ParallelConfig) -> dict[str, Any]:
@@ -225,7 +224,7 @@ def _read_torchtitan(given: Mapping[str, Any], found: dict[str, Any]) -> dict[st
     if shard != -1:
         if shard % ep:
             raise ValueError(f"expert_parallel_degree={ep} does not divide data_parallel_shard_degree={shard}.")
-        fields["dp_shard"] = shard // ep  # of which theirs contains the expert parallel ranks
+        fields["dp_shard"] = shard // ep  # torchtitan's degree includes the expert parallel ranks
     rows, size = given.get("local_batch_size"), given.get("pipeline_parallel_microbatch_size", 1)
     if rows is not None and found.get("pp", 1) > 1:
         if rows % size:
@@ -251,7 +250,7 @@ def _read_deepspeed(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str
     if tp := dict(given.get("tensor_parallel") or {}).get("autotp_size"):
         fields["tp"] = tp
     if found.get("cp", 1) > 1:
-        fields["ulysses_size"] = found["cp"]  # its sequence parallelism is that
+        fields["ulysses_size"] = found["cp"]  # its sequence parallelism is Ulysses
     stage = dict(given.get("zero_optimization") or {}).get("stage", 0)
     world = given.get(WORLD_SIZE)
     inside = fields.get("tp", 1) * found.get("cp", 1)

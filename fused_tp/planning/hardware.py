@@ -1,4 +1,4 @@
-"""Kinds of machine as data: what a rank computes, keeps and sends in a second."""
+"""Machine descriptions as data: compute, memory and bandwidth of one rank."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from fused_tp.planning.config import read_mapping
 from fused_tp.runtime.errors import listed
 
 PRECISIONS = ("bf16", "fp8", "fp32")
-_NUMBERS = ("float", "int", "float | None")  # types of fields that hold one
+_NUMBERS = ("float", "int", "float | None")  # types of the numeric fields
 _NOT_NEEDED = ("message_bandwidth", "message_latency", "constants.dtensor")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What is reached of a machine's numbers.
+    """Attained shares of a machine's peak numbers, and overheads.
 
     Attributes:
-        links: share of the bandwidth of links, in collectives.
-        network: share of the bandwidth between nodes.
-        kernel: seconds that a kernel costs beside its work: its launch, and tiles that leave multiprocessors idle.
-        memory: share of the bandwidth of memory, in kernels that are bound by it.
-        pointwise: the same in norms, rotations, activations and sums, as if each were one kernel; code that takes many
-            kernels for each reaches less.
-        optimizer: the same in clipping and the step of the optimizer.
-        dtensor: seconds that these cost for each parameter that is a DTensor, as those over tp and under FSDP2 are.
-        fused_matmul: FLOP/s of matmuls inside of fused ops, in those of torch's.
-        fused_links: share of `links` that the collectives of fused ops reach, with what they copy beside.
-        ring_attention: FLOP/s of the attention of context parallel ranks, in those of the attention of one.
+        links: share of the link bandwidth that collectives reach.
+        network: share of the bandwidth between nodes that collectives reach.
+        kernel: overhead of a kernel in seconds: its launch, and tiles that leave multiprocessors idle.
+        memory: share of the memory bandwidth that memory-bound kernels reach.
+        pointwise: the same share for norms, rotations, activations and sums, counted as one kernel each; code that
+            needs many kernels for one of them reaches less.
+        optimizer: the same share for gradient clipping and the optimizer step.
+        dtensor: seconds that clipping and optimizer step add per DTensor parameter, as tp and FSDP2 create them.
+        fused_matmul: FLOP/s of matmuls inside fused ops, relative to torch's.
+        fused_links: share of `links` that the collectives of fused ops reach, including their copies.
+        ring_attention: FLOP/s of attention over context parallel ranks, relative to attention on one rank.
     """
 
     links: float
@@ -44,30 +44,30 @@ class Constants:
     ring_attention: float = 1.0
 
 
-# Least squares of relative errors of `published.fitted_rows`; tests/unit/test_planning.py holds that this is so.
+# Least squares of relative errors of `published.fitted_rows`; tests/unit/test_planning.py checks the minimum.
 FITTED = Constants(links=0.73, kernel=18e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes of equal GPUs, one rank on each. Bandwidths are bytes/s of one rank in one direction, times are seconds.
+    """Nodes of equal GPUs with one rank each. Bandwidths are bytes/s of one rank in one direction, times are seconds.
 
     Attributes:
         name: for messages.
-        peak_flops: dense FLOP/s by precision ("bf16", "fp8", "fp32"), from the data sheet; MFU is a share of it.
+        peak_flops: dense FLOP/s by precision ("bf16", "fp8", "fp32"), from the data sheet; the denominator of MFU.
         matmul_flops: FLOP/s that large matmuls sustain, by precision.
-        attention_flops: FLOP/s of the attention kernel, forward and backward together, of the half that a causal mask
-            leaves.
-        memory: bytes.
-        memory_bandwidth: of the data sheet.
-        link_bandwidth, link_latency: between ranks of a node; of the data sheet.
-        message_bandwidth, message_latency: between ranks of a node, of what torch.distributed sends: data parallelism
-            and pipelines. None: as over links; CPU ranks have memory that they share for the rest.
+        attention_flops: FLOP/s of the attention kernel over forward and backward; only the unmasked half of the causal
+            scores counts.
+        memory: bytes per GPU.
+        memory_bandwidth: from the data sheet.
+        link_bandwidth, link_latency: between ranks of a node; from the data sheet.
+        message_bandwidth, message_latency: between ranks of a node for torch.distributed messages, that is, data
+            parallelism and pipelines. None: equal to those of links. CPU ranks use shared memory for all else.
         network_bandwidth, network_latency: between nodes.
-        ranks_per_node: ranks that the links join.
-        overlaps: links carry data while ranks compute. CPU ranks move it by the cores that they compute with.
-        constants: see there.
-        source: where the numbers come from.
+        ranks_per_node: number of ranks that the links connect.
+        overlaps: links transfer data while ranks compute. CPU ranks transfer data with the cores that compute.
+        constants: see `Constants`.
+        source: origin of the numbers.
 
     Example:
         >>> find_machine("h100").ranks_per_node
@@ -114,10 +114,10 @@ class Machine:
                 raise ValueError(f"{name} of machine {self.name} is {value!r}; it must be positive and finite.")
 
     def peak(self, precision: str) -> float:
-        """Peak FLOP/s.
+        """Peak FLOP/s in `precision`.
 
         Raises:
-            ValueError: the machine has no such precision.
+            ValueError: the machine does not support `precision`.
         """
         if precision not in self.peak_flops:
             has = listed([repr(one) for one in self.peak_flops])
@@ -126,7 +126,7 @@ class Machine:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Machine:
-        """Of a JSON or YAML file with these fields by name.
+        """Read a JSON or YAML file with these fields by name.
 
         Raises:
             ValueError: a field is unknown, missing, or no positive number.
@@ -143,14 +143,14 @@ class Machine:
             raise ValueError(f"{path} does not describe a machine: {error}.") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """As `from_file` takes it back."""
+        """Fields by name, in the form that `from_file` reads."""
         return asdict(self)
 
 
 GIB = 1024**3
 
 # FLOP/s of matmuls: maximum sustainable matmul FLOPS (under load, at the power limit), Stas Bekman, Machine Learning
-# Engineering, compute/accelerator. For fp8 the source has short bursts only, which are scaled by the ratio in bf16.
+# Engineering, compute/accelerator. For fp8 the source lists short bursts only; these are scaled by the bf16 ratio.
 _MATMUL = "matmuls: Bekman, Machine Learning Engineering"
 _ATTENTION = "attention: estimated after arXiv"
 
@@ -172,7 +172,7 @@ MACHINES = {
         Machine(
             name="a100",
             peak_flops={"bf16": 312e12},
-            matmul_flops={"bf16": 271e12},  # a burst: the A100 keeps below its power limit
+            matmul_flops={"bf16": 271e12},  # a burst: the A100 stays below its power limit
             attention_flops=190e12,
             memory=80 * GIB,
             memory_bandwidth=2.039e12,
@@ -204,12 +204,12 @@ MACHINES = {
 
 
 def machine_of_gpu(name: str) -> Machine | None:
-    """The Machine whose GPU torch calls `name`, such as "NVIDIA H100 80GB HBM3"; None where it is not known."""
+    """Machine of the GPU that torch calls `name`, such as "NVIDIA H100 80GB HBM3"; None if it is unknown."""
     return next((machine for key, machine in MACHINES.items() if key in name.lower()), None)
 
 
 def find_machine(name: str | Path | Machine) -> Machine:
-    """A Machine by its name, whatever the case, or of a JSON or YAML file.
+    """Find a Machine by its name, in any case, or read it from a JSON or YAML file.
 
     Raises:
         ValueError: there is no such name or file.

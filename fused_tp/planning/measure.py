@@ -1,9 +1,9 @@
-"""`measure_machine`: a Machine of this host, by microbenchmarks that all of its ranks run at once.
+"""`measure_machine`: measure a Machine of this host, by microbenchmarks that all of its ranks run at once.
 
 | number              | measured by                                                                   |
 |---------------------|-------------------------------------------------------------------------------|
 | `matmul_flops`      | a linear layer, forward and backward                                          |
-| `fused_matmul`      | the same products by what fused ops multiply with                             |
+| `fused_matmul`      | the same products by the matmul that fused ops call                           |
 | `attention_flops`   | torch's attention with the mask of packed documents, as transformers calls it |
 | `ring_attention`    | the same over context parallel ranks                                          |
 | `memory_bandwidth`  | a copy                                                                        |
@@ -13,7 +13,7 @@
 | `dtensor`           | the same of small layers under FSDP2, less that of these layers               |
 | `link_bandwidth`    | fused_tp's all-gather and reduce-scatter                                      |
 | `link_latency`      | small layers over tensor parallel ranks, less these layers                    |
-| `fused_links`       | larger ones, less what they compute; 1 on GPUs, where both go on at once      |
+| `fused_links`       | larger ones, less their compute; 1 on GPUs, where both overlap                |
 | `message_latency`   | small layers under FSDP2, less these layers                                   |
 | `message_bandwidth` | larger layers on few tokens under FSDP2, less these layers                    |
 
@@ -47,7 +47,7 @@ from fused_tp.planning.hardware import Constants, Machine
 from fused_tp.planning.model_shape import ModelShape
 from fused_tp.schedules import gemm
 
-ROUNDS, SECONDS = 8, 0.2  # each times everything, so long; the best round counts, which other programs disturb least
+ROUNDS, SECONDS = 8, 0.2  # each round times each case for SECONDS; the best counts, as other programs disturb it least
 LAYERS, VOCABULARY = 4, 16
 ONE_RANK = ParallelConfig()
 _COPIED = 1 << 26  # bytes, more than caches hold
@@ -56,7 +56,7 @@ Case = Callable[[], object]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of Llamas whose layers are measured."""
+    """Sizes of the Llama whose layers are measured."""
 
     rows: int
     seq: int
@@ -70,7 +70,7 @@ class Sizes:
 
     @property
     def config(self) -> Any:
-        """Of transformers."""
+        """LlamaConfig of transformers with these sizes."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -95,15 +95,15 @@ FEW = Sizes(rows=1, seq=16, hidden=64, intermediate=128, heads=4)
 
 
 def measure_machine(name: str = "this machine") -> Machine:
-    """This host, each of whose ranks is a process of the default group; a collective call of all of them.
+    """Measure this host, with one rank per process of the default group; a collective call of all of them.
 
-    CPU ranks are measured in fp32, GPUs in bf16, with the threads that each has now; some 40 seconds.
+    CPU ranks are measured in fp32, GPUs in bf16, with the current number of threads of each; takes some 40 seconds.
 
     Args:
         name: for messages.
 
     Returns:
-        The same on every rank.
+        The Machine, equal on all ranks.
 
     Raises:
         ValueError: an odd number of ranks.
@@ -135,7 +135,7 @@ def measure_machine(name: str = "this machine") -> Machine:
 
 
 def machine_of(seconds: Mapping[str, float], sizes: Sizes, ranks: int, machine: Machine) -> Machine:
-    """`machine` with the numbers that the seconds of all cases tell; those of no link where there is one rank."""
+    """Compute the numbers of `machine` from the seconds of all cases; with one rank, links equal memory bandwidth."""
     (precision,) = machine.peak_flops
     element = 4 if precision == "fp32" else 2
     tokens, hidden, wide = sizes.tokens, sizes.hidden, sizes.intermediate
@@ -157,7 +157,7 @@ def machine_of(seconds: Mapping[str, float], sizes: Sizes, ranks: int, machine: 
     found["attention_flops"] = 3.5 * 2 * tokens * sizes.seq * hidden / seconds["attention"]  # backward: 2.5 times
     machine = replace(machine, **found, constants=constants)
 
-    # Two layers tell of two unknowns: matmul + attention + memory_bound / pointwise + kernels x kernel = seconds.
+    # Two layers determine two unknowns: matmul + attention + memory_bound / pointwise + kernels x kernel = seconds.
     small, large = _layer(machine, FEW), _layer(machine, sizes)
     rest = [seconds[name] / LAYERS - one.matmul - one.attention for name, one in (("few", small), ("many", large))]
     more = large.memory_bound - small.memory_bound
@@ -196,7 +196,7 @@ def machine_of(seconds: Mapping[str, float], sizes: Sizes, ranks: int, machine: 
 
 
 def _layer(machine: Machine, sizes: Sizes, config: ParallelConfig = ONE_RANK) -> StepTime:
-    """Predicted, forward and backward."""
+    """Predicted time of a layer, forward and backward."""
     (precision,) = machine.peak_flops
     forward, backward = CostModel(
         shape=sizes.shape, config=config, machine=machine, seq=sizes.seq, global_batch=sizes.rows, precision=precision
@@ -205,21 +205,21 @@ def _layer(machine: Machine, sizes: Sizes, config: ParallelConfig = ONE_RANK) ->
 
 
 def _cases(sizes: Sizes, device: torch.device) -> dict[str, Case]:
-    """What is timed."""
+    """Cases to time, by name."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
     def layers(sizes: Sizes, spread: Callable[[nn.Module], object] = lambda model: None) -> tuple[Case, Case]:
-        """Forward and backward; clipping and a step of the optimizer."""
+        """Two cases: forward and backward; clipping and an optimizer step."""
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)  # the same on all ranks
         model = AutoModelForCausalLM.from_config(sizes.config, dtype=dtype).to(device)
         spread(model)
         tokens = torch.zeros(sizes.rows, sizes.seq, dtype=torch.int64, device=device)
-        # Two documents in each row, for which transformers makes a mask.
+        # Two documents in each row, so that transformers builds a mask.
         positions = (torch.arange(sizes.seq, device=device) % (sizes.seq // 2)).expand(sizes.rows, -1)
 
         def run() -> None:
@@ -282,7 +282,7 @@ def _cases(sizes: Sizes, device: torch.device) -> dict[str, Case]:
 
 
 def _timed(cases: Mapping[str, Case]) -> dict[str, float]:
-    """Seconds of a call of each case on the slowest rank: the median of a round, and the least of all rounds."""
+    """Seconds of a call of each case on the slowest rank: the least over all rounds of the median of a round."""
     best: dict[str, float] = {}
     for _ in range(ROUNDS):
         for name, run in cases.items():
@@ -302,7 +302,7 @@ def _once(run: Case) -> float:
 
 
 def _slowest(seconds: float) -> float:
-    """The same on all ranks, which meet here."""
+    """Maximum over all ranks, which synchronize here."""
     found = torch.tensor(seconds, dtype=torch.float64, device=torch.accelerator.current_accelerator())
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

@@ -1,11 +1,11 @@
-"""Count a transformers model on the meta device, where it has the sizes of all parameters and no memory.
+"""Count a transformers model on the meta device, where parameters have sizes but take no memory.
 
-| of a `ModelShape` | is counted by                                                                                  |
+| `ModelShape` part | counted by                                                                                     |
 |-------------------|------------------------------------------------------------------------------------------------|
-| parameters        | the model's own, each once; those of experts apart                                             |
-| operations        | weights of matmuls, as often as layers use them; of experts the share that a token is sent to  |
-| heads, windows    | modules whose code has a softmax over scores, and their features                               |
-| shares of tp      | the plan that `parallelize` would take                                                         |
+| parameters        | the model's own, each once; those of experts separately                                        |
+| operations        | weights of matmuls, once per use; of experts the share that a token is routed to               |
+| heads, windows    | modules whose code contains a softmax over scores, and their features                          |
+| shares of tp      | the plan that `parallelize` would use                                                          |
 | refusals          | the checks of `parallelize`, on one layer of each kind                                         |
 """
 
@@ -50,7 +50,7 @@ from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.model_shape import Attention, Block, Layer, ModelShape, Weights
 from fused_tp.runtime.errors import listed
 
-# In the code of a class that attends, where it does not ask transformers for the function.
+# Names in the code of an attention class that does not get its function from transformers' interface.
 _SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = (
@@ -61,14 +61,14 @@ _BACK = ("down", "output", "out_proj", "w2")  # in names of weights that return 
 
 
 def count_config(config: Any) -> ModelShape:
-    """Count the causal language model that transformers makes of `config`.
+    """Count the causal language model that transformers creates from `config`.
 
     Raises:
-        ValueError: transformers makes none of it; says why.
+        ValueError: transformers cannot create one; the message gives the reason.
     """
     try:
         model = make_on_meta(config)
-    except Exception as error:  # of any kind: a config that does not fit, a library that is missing
+    except Exception as error:  # any error: an invalid config, a missing library
         raise ValueError(
             f"transformers makes no causal language model of the config of {_name(config)}, so that nothing can be "
             f"counted: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -81,7 +81,7 @@ def _name(config: Any) -> str:
 
 
 def make_on_meta(config: Any) -> nn.Module:
-    """The causal language model of a transformers config, without memory."""
+    """Create the causal language model of a transformers config on the meta device, without memory."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -90,7 +90,7 @@ def make_on_meta(config: Any) -> nn.Module:
 
 
 def count_model(model: Any) -> ModelShape:
-    """Count a model that `make_on_meta` has made. Of it only one layer of each kind is left."""
+    """Count a model of `make_on_meta`, and remove all but one layer of each kind from it."""
     name, text = _name(model.config), model.config.get_text_config()
     parts = _Parts(model)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
@@ -120,12 +120,12 @@ def count_model(model: Any) -> ModelShape:
 
 @dataclass(frozen=True)
 class _Held:
-    """A parameter as a module has it.
+    """A parameter and a module that holds it.
 
     Attributes:
-        path: of the module in the model.
-        inside: of the module in its layer; outside of layers as `path`.
-        first: no module before has the same parameter.
+        path: path of the module in the model.
+        inside: path of the module in its layer; outside of layers equal to `path`.
+        first: no earlier module holds the same parameter.
     """
 
     path: str
@@ -137,7 +137,7 @@ class _Held:
 
     @property
     def is_expert(self) -> bool:
-        """True if it belongs to experts, of which a token goes through some."""
+        """True if it belongs to experts, of which each token uses only some."""
         if "experts" in self.path.split("."):
             return True
         count = _number(_EXPERTS, self.module)
@@ -150,16 +150,16 @@ class _Held:
 
 
 class _Parts:
-    """The layers of a model, each with what it holds, and what lies around them.
+    """Layers of a model with their parameters, and the parameters outside the layers.
 
     Attributes:
-        container: name of the nn.ModuleList of layers; "" where there is not one: the model is one layer then.
-        kinds: of layers that are equal the first.
-        order: the number of its kind for each layer.
-        outside: what is in no layer.
-        refusal: why layers cannot be told apart, for what needs them.
+        container: name of the nn.ModuleList of layers; "" if none is found: the whole model then counts as one layer.
+        kinds: the first of each set of equal layers.
+        order: index into `kinds` for each layer.
+        outside: parameters in no layer.
+        refusal: reason why no list of layers was found, for features that need it.
         modules: the layers.
-        notes: sentences about the layers that were taken.
+        notes: sentences about the choice of layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -224,7 +224,7 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A layer, and others like it."""
+    """Representative of all equal layers."""
 
     number: int
     module: nn.Module
@@ -233,7 +233,7 @@ class _Kind:
 
 
 def drop_repeated(model: nn.Module, parts: _Parts) -> None:
-    """Leave one layer of each kind in the model, so that checks take no longer for many."""
+    """Remove all but one layer of each kind from the model, so that checks are fast for deep models."""
     if parts.container:
         layers: Any = model.get_submodule(parts.container)
         layers._modules.clear()
@@ -260,7 +260,7 @@ class _Counter:
         return sum((Weights(one.parameter.numel(), self.cut(one)) for one in held), Weights())
 
     def cut(self, one: _Held) -> int:
-        """Elements of a parameter that tensor parallel ranks share out."""
+        """Number of elements of a parameter that are sharded over tensor parallel ranks."""
         name = f"{one.path}.{one.key}" if one.path else one.key
         size = one.parameter.numel()
         if name in self.plan.parameters:
@@ -290,7 +290,7 @@ class _Counter:
         )
 
     def _routing(self, kind: _Kind, sparse: list[_Held]) -> tuple[int, int]:
-        """Experts of a layer, and those that a token is sent to; all of them, where that is not known."""
+        """Number of experts of a layer, and of experts per token; all of them if the config does not state it."""
         lists = {match[0] for one in sparse if (match := re.search(r"experts\.\d+(?=\.|$)", one.path))}
         packed = (len(one.parameter) for one in sparse if one.parameter.ndim == 3)
         around = [module for module in kind.module.modules() if type(module).__name__ != "ModuleList"]
@@ -298,7 +298,7 @@ class _Counter:
         return experts, min(experts, _number(_EXPERTS_PER_TOKEN, *around, self.text, default=experts))
 
     def _blocks(self, kind: _Kind, share: float) -> Iterator[Block]:
-        """Matmuls, by the modules of the layer that they are in."""
+        """Group the matmuls of a layer by the module that holds them."""
         groups: dict[str, list[_Held]] = {}
         for one in kind.held:
             if one.multiplies:
@@ -306,7 +306,7 @@ class _Counter:
         rest: list[_Held] = []
         for number, group in enumerate(groups.values(), 1):
             block = self._block([*rest, *group], share)
-            # What is cut by columns needs rows behind it.
+            # Matmuls sharded by columns form a block with later ones sharded by rows.
             rest = [*rest, *group] if block.wide and not block.narrow and number < len(groups) else []
             if not rest:
                 yield block
@@ -334,13 +334,13 @@ class _Counter:
         )
 
     def _returns(self, one: _Held) -> bool:
-        """True if a weight that is cut is cut by rows."""
+        """True if a sharded weight is sharded by rows."""
         if one.is_expert:
             return any(word in f"{one.inside}.{one.key}" for word in _BACK)
         return spec_of(self.plan.modules.get(one.path)).shard_dim == 1
 
     def _kept(self, one: _Held) -> int:
-        """Features that backward needs of what is multiplied: those inside of the block, not the hidden state's."""
+        """Features of a matmul that backward needs and that are inside the block: not those of the hidden state."""
         *more, returned, taken = one.parameter.shape
         if isinstance(one.module, _ConvNd):
             return int(one.parameter.shape[0])
@@ -389,14 +389,14 @@ class _Counter:
         )
 
     def _window(self, module: nn.Module, layer_type: str) -> int | None:
-        """Tokens that a token of such a layer sees, where that is less than all before it."""
+        """Window of a layer in tokens; None if each token attends to all tokens before it."""
         words = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
         everywhere = () if value_of(self.text, "layer_types") else ("sliding_window",)
         found = _number(words.get(layer_type, everywhere), getattr(module, "config", None), self.text)
         return _number(("sliding_window",), module) or found or None
 
     def notes(self, parts: _Parts, kinds: list[Layer]) -> Iterator[str]:
-        """What the costs of layers leave out."""
+        """Sentences about operations that the costs of layers leave out."""
         counts = Counter(parts.order)
         mixers: Counter[str] = Counter()
         for number, (kind, layer) in enumerate(zip(parts.kinds, kinds, strict=True)):
@@ -413,14 +413,14 @@ class _Counter:
 
 
 def _mixers(layer: nn.Module) -> Iterator[str]:
-    """Names of classes in a layer whose operations do not show in their weights: convolutions, states, ..."""
+    """Names of classes in a layer whose operations do not follow from their weights: convolutions, states, ..."""
     for path, module in layer.named_modules():
         name = type(module).__name__
         if isinstance(module, _ConvNd):
             yield name
         elif not path or _attends(module) or takes_routing(module):
             continue
-        elif "attention" in name.lower():  # not the one around another
+        elif "attention" in name.lower():  # only the innermost, not its wrapper
             if not any("attention" in type(one).__name__.lower() for one in module.modules() if one is not module):
                 yield name
         elif "expert" not in name.lower() and "activation" not in name.lower():
@@ -435,13 +435,13 @@ def _group(inside: str) -> str:
 
 
 def _number(names: Iterable[str], *sources: object, default: int = 0) -> int:
-    """The first attribute of these names that is a whole number above 0."""
+    """Value of the first attribute among `names` that is an integer above 0."""
     found = (value_of(source, name) for source in sources for name in names)
     return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), default)
 
 
 def _attends(module: nn.Module) -> bool:
-    """True if the code of a module's class has a softmax over scores."""
+    """True if the code of the module's class contains a softmax over scores."""
     kind: Any = type(module)
     return _has_softmax(kind)
 
@@ -459,7 +459,7 @@ def _has_softmax(kind: Any) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Of attributes and of what is global, that code reads."""
+    """Names of attributes and globals that code reads."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -487,11 +487,11 @@ class Cuts:
         try:
             self.plan = settle_between(model, resolve_plan(model, "auto"))
         except (TypeError, ValueError):
-            self.plan = Plan()  # and `check` says why
+            self.plan = Plan()  # `check` raises with the reason
         self._refusal: Callable[..., str] = cache(self._find_refusal)
 
     def check(self, config: ParallelConfig) -> None:
-        """Raise ValueError with the sentence that a call of `build` would refuse the model with."""
+        """Raise ValueError with the reason if `build` would reject the model."""
         needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
         refusal = self.parts.refusal if needs_layers else ""
         refusal = refusal or self._refusal(
@@ -502,7 +502,7 @@ class Cuts:
 
     def _find_refusal(self, tp: int, over_cp: bool, ep: int, sequence_parallel: bool, loss_parallel: bool) -> str:
         model = self.model
-        mesh: Any = object()  # of which these checks ask no more than whether there is one
+        mesh: Any = object()  # these checks only test whether there is a mesh
         parallelism = Parallelism(
             mesh if tp > 1 else None, mesh if over_cp else None, sequence_parallel, loss_parallel, True
         )

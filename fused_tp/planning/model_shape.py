@@ -1,7 +1,7 @@
-"""The sizes of a model that decide its costs and how it can be cut: of each layer, and of all around the layers.
+"""Sizes of a model that determine its costs and its legal shardings, per layer and outside the layers.
 
 `find_shape` counts them in the model itself (`fused_tp.planning.model_count`). Only the models in SHAPES, which are
-known by name without a config, have formulas: `decoder`.
+known by name without a config, use the formulas of `decoder`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """A number of parameters.
+    """Number of parameters.
 
     Attributes:
-        count: in all.
-        cut: of these, those that tensor parallel ranks share out; each rank holds all others.
+        count: total number.
+        cut: number of these that are sharded over tensor parallel ranks; all others are replicated.
     """
 
     count: int = 0
@@ -37,7 +37,7 @@ class Weights:
         return Weights(self.count + other.count, self.cut + other.cut)
 
     def on_rank(self, tp: int) -> float:
-        """Parameters that one of `tp` ranks holds."""
+        """Number of parameters that one of `tp` ranks holds."""
         return self.count - self.cut + self.cut / tp
 
 
@@ -46,11 +46,11 @@ class Attention:
     """Softmax attention of a layer.
 
     Attributes:
-        heads, kv_heads: of queries, and of keys and values; of latent attention (arXiv:2405.04434) the heads that are
-            made of the latents.
-        head_dim: features of a head; the mean of those of queries and of values, where these differ.
-        window: tokens that a token sees; None: all before it.
-        cut: tensor parallel ranks share the heads out.
+        heads, kv_heads: number of query heads and of key/value heads; for latent attention (arXiv:2405.04434) the heads
+            computed from the latents.
+        head_dim: features of a head; the mean of those of queries and of values if these differ.
+        window: tokens that a token attends to; None: all before it.
+        cut: heads are sharded over tensor parallel ranks.
     """
 
     heads: int
@@ -60,21 +60,21 @@ class Attention:
     cut: bool = True
 
     def seen(self, seq: int) -> float:
-        """Tokens that a token of a row of `seq` sees, in the mean."""
+        """Mean number of tokens that a token in a row of `seq` tokens attends to."""
         window = min(seq, self.window or seq)
         return window - window * window / (2 * seq)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Matmuls of a layer between two norms, as one token goes through them: of experts the active ones.
+    """Matmuls of a layer between two norms, counted for one token: of experts only the active ones.
 
     Attributes:
-        wide: weights that tensor parallel ranks share out by columns, per hidden feature.
-        narrow: those that they share out by rows.
-        whole: those that each rank has.
-        kept: features inside of the block that backward needs, and that the ranks share out.
-        kept_whole: those that each rank has.
+        wide: weights per hidden feature that are sharded by columns over tensor parallel ranks.
+        narrow: weights per hidden feature that are sharded by rows.
+        whole: weights per hidden feature that are replicated.
+        kept: sharded features inside the block that backward needs.
+        kept_whole: replicated features inside the block that backward needs.
         pointwise: activations or rotations read and write these features.
         experts: experts are among the matmuls.
     """
@@ -90,16 +90,16 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer.
+    """Sizes of one layer.
 
     Attributes:
-        name: of its class, for messages.
-        weights: of all but the experts. Of weights that layers share, the first one has them.
-        expert_weights: of all experts; not those that all tokens go through.
+        name: name of its class, for messages.
+        weights: parameters except the experts'. Weights shared by several layers count in the first one.
+        expert_weights: parameters of all routed experts; shared experts count in `weights`.
         experts, experts_per_token: 0: none.
         blocks: matmuls, in their order.
-        attention: that of the blocks.
-        tensors: parameters as tensors, of which an optimizer has an overhead for each.
+        attention: attention modules of the blocks.
+        tensors: number of parameter tensors; each costs the optimizer an overhead.
     """
 
     name: str
@@ -113,30 +113,30 @@ class Layer:
 
     @property
     def parameters(self) -> int:
-        """Of the layer, experts included."""
+        """Number of parameters of the layer, including all experts."""
         return self.weights.count + self.expert_weights.count
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token goes through."""
+        """Number of parameters that one token uses."""
         active = self.expert_weights.count * self.experts_per_token // self.experts if self.experts else 0
         return self.weights.count + active
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model of layers, each of which is given the hidden state and returns it.
+    """Sizes of a model of layers, each of which maps the hidden state to the next one.
 
     Attributes:
         name: for messages.
         hidden: features of the hidden state.
         vocab: features of the logits.
         stack: the layers, in their order.
-        embedding: weights outside of the layers, but for those of the output layer, unless it shares them (`tied`).
-        output: of the output layer.
-        tied: the output layer is the embedding.
-        notes: sentences that say what of the model its costs leave out.
-        check: raises ValueError where `parallelize` would refuse a ParallelConfig; None: heads and experts tell all.
+        embedding: weights outside the layers; those of the output layer only if `tied`.
+        output: weights of the output layer.
+        tied: the output layer shares its weight with the embedding.
+        notes: sentences about parts of the model that its costs leave out.
+        check: raises ValueError if `parallelize` would reject a ParallelConfig; None: heads and experts decide.
     """
 
     name: str
@@ -151,7 +151,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """Layers that differ, in the order in which they come."""
+        """Distinct layers, in order of their first use."""
         return tuple(dict.fromkeys(self.stack))
 
     @cached_property
@@ -161,26 +161,26 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        """How many there are."""
+        """Number of layers."""
         return len(self.stack)
 
     def stages(self, count: int) -> list[tuple[int, ...]]:
-        """Layers of each kind in each of `count` pipeline stages of as many layers; the first ones have one more."""
+        """Number of layers of each kind in each of `count` pipeline stages; the first stages hold the remainder."""
         return _stages(self._order, len(self.kinds), count)
 
     @cached_property
     def attention(self) -> tuple[Attention, ...]:
-        """Attention that differs."""
+        """Distinct attention modules of all layers."""
         return tuple(dict.fromkeys(one for kind in self.kinds for one in kind.attention))
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Numbers of experts of a layer that differ; without those of layers that have none."""
+        """Distinct numbers of experts per layer; layers without experts do not count."""
         return tuple(dict.fromkeys(kind.experts for kind in self.kinds if kind.experts))
 
     @property
     def parameters(self) -> int:
-        """In all.
+        """Total number of parameters.
 
         Example:
             >>> round(SHAPES["llama-3-70b"].parameters / 1e9, 1)
@@ -190,7 +190,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token goes through.
+        """Number of parameters that one token uses.
 
         Example:
             >>> round(SHAPES["mixtral-8x7b"].active_parameters / 1e9, 1)
@@ -203,10 +203,10 @@ class ModelShape:
         return self.embedding.count + (0 if self.tied else self.output.count)
 
     def flops(self, tokens: float, seq: int) -> float:
-        """Operations of forward and backward of so many tokens in rows of `seq`, as MFU counts them.
+        """FLOPs of forward and backward of `tokens` tokens in rows of `seq`, as MFU counts them.
 
-        Eq. 3 of Narayanan et al. (arXiv:2104.04473) without recomputation: 6 for each weight of a matmul that a token
-        goes through, and whole attention, also where a causal mask hides half of it; of attention with a window, that.
+        Eq. 3 of Narayanan et al. (arXiv:2104.04473) without recomputation: 6 per matmul weight that a token uses, and
+        full attention, including the half that a causal mask hides. Attention with a window counts that window only.
         """
         counts = Counter(self._order)
         weights, attended = float(self.output.count), 0.0
@@ -218,17 +218,17 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
-        """Count a transformers causal language model, as transformers makes it of `config`, on the meta device.
+        """Count the causal language model that transformers creates from `config`, on the meta device.
 
         Raises:
-            ValueError: transformers makes no such model of it, or one that cannot be planned; says why.
+            ValueError: transformers cannot create such a model, or it cannot be planned; the message gives the reason.
         """
         from fused_tp.planning.model_count import count_config
 
         return count_config(config)
 
     def summary(self) -> dict[str, Any]:
-        """Sizes that tell two models apart whose parameters have the same shapes, in plain numbers."""
+        """Sizes as plain numbers, to distinguish models whose parameters have the same shapes."""
         heads = [(one.heads, one.kv_heads) for layer in self.stack for one in layer.attention]
         return {
             "layers": self.layers,
@@ -264,15 +264,15 @@ def decoder(
     experts: int = 0,
     experts_per_token: int = 0,
 ) -> ModelShape:
-    """The shape of a decoder of equal layers by formulas, for models without a config; norms and biases are left out.
+    """Shape of a decoder of equal layers by formulas, for models without a config; norms and biases are left out.
 
     Args:
         name: for messages.
         layers, hidden, heads, kv_heads, head_dim, vocab: as in transformers' configs.
-        intermediate: features inside the MLP; of a layer with experts: inside one expert.
+        intermediate: features inside the MLP; for a layer with experts: inside one expert.
         gated: the MLP has a gate beside its up projection (SwiGLU), and attention rotates queries and keys.
-        tied: the output layer is the embedding.
-        experts, experts_per_token: of a layer; 0: none.
+        tied: the output layer shares its weight with the embedding.
+        experts, experts_per_token: per layer; 0: none.
 
     Example:
         >>> decoder("small", layers=2, hidden=64, heads=4, intermediate=96, vocab=128).parameters
@@ -311,7 +311,7 @@ def _llama(
     return decoder(name, **sizes, intermediate=intermediate, vocab=vocab, **rest)
 
 
-# From the config.json that their makers publish; gpt3-175b: arXiv:2005.14165.
+# Sizes from the published config.json of each model; gpt3-175b: arXiv:2005.14165.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -331,11 +331,11 @@ SHAPES = {
 
 
 def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
-    """A ModelShape: itself, by a name in SHAPES, or counted in the model of a transformers config, of a config.json or
-    the folder of one, or of a model type of transformers with its default config.
+    """Return a ModelShape as it is, look one up by a name in SHAPES, or count the model of a transformers config, of a
+    config.json or its folder, or of a model type of transformers with its default config.
 
     Raises:
-        ValueError: there is no such name, file or type, or the model cannot be planned; says why.
+        ValueError: no such name, file or type, or the model cannot be planned; the message gives the reason.
 
     Example:
         >>> find_shape("qwen3-8b").layers
@@ -367,7 +367,7 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
 
 
 def _model_types() -> Iterable[str]:
-    """Those of transformers; none where it is not installed."""
+    """Model types of transformers; empty if it is not installed."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     except ImportError:

@@ -1,7 +1,7 @@
-"""Published measurements, and what the cost model predicts of them.
+"""Published measurements, and the predictions of the cost model for them.
 
-`hardware.FITTED` is fitted on `fitted_rows` alone. The form of the model, and the microbatch of Megatron-Core's rows,
-were settled with the other rows in view.
+`hardware.FITTED` is fitted on `fitted_rows` alone. The form of the cost model, and the microbatch of Megatron-Core's
+rows, were chosen with knowledge of the other rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fused_tp.planning.model_shape import SHAPES, ModelShape, Weights, decoder
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A published measurement beside its prediction.
+    """A published measurement and its prediction.
 
     Attributes:
-        name: of model and variant.
+        name: name of model and variant.
         model: the configuration that was measured.
         published, predicted: in the unit of the set: percent of MFU, GiB, or percent of gain.
     """
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Predicted less published."""
+        """Predicted minus published value."""
         return self.predicted - self.published
 
 
@@ -43,7 +43,7 @@ def mean_error(rows: list[Row]) -> float:
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> ModelShape:
-    """A GPT: whole heads, an MLP of 4 x hidden features without a gate."""
+    """Shape of a GPT: ungrouped heads, an MLP of 4 x hidden features without a gate."""
     rest = {"intermediate": 4 * hidden, "gated": False} | rest
     return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
 
@@ -86,7 +86,7 @@ def _korthikanti(full: bool, kept_scores: bool = False) -> Iterator[CostModel]:
 
 
 def fitted_rows() -> list[Row]:
-    """MFU in percent of the step times that the constants are fitted on."""
+    """MFU in percent, from the step times that the constants are fitted on."""
     rows = []
     for at, (full, how) in enumerate(((False, "sequence parallel, selective"), (True, "full recomputation"))):
         for (name, _, _, seconds, _), model in zip(_KORTHIKANTI, _korthikanti(full), strict=True):
@@ -96,7 +96,7 @@ def fitted_rows() -> list[Row]:
 
 
 def memory_rows() -> list[Row]:
-    """GiB of a rank in figure 1, which leaves embeddings out."""
+    """GiB per rank in figure 1, which leaves embeddings out."""
     rows = []
     for (name, _, _, _, (state, kept, selective)), plain, less in zip(
         _KORTHIKANTI, _korthikanti(False, kept_scores=True), _korthikanti(False), strict=True
@@ -132,8 +132,8 @@ STRONG = ((96, 47), (4608, 42))
 
 
 def _megatron(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, gpus: int, batch: int) -> CostModel:
-    """Not published are the microbatch, here one row, as in Megatron-LM's examples of GPT-3, and stages of a rank and
-    recomputation, here those that are predicted to be fastest."""
+    """Model of a Megatron-Core row, with assumptions for sizes that are not published: microbatches of one row, as in
+    Megatron-LM's examples of GPT-3, and the stages per rank and recomputation that are predicted to be fastest."""
     dp = gpus // (tp * pp)
     models = [
         CostModel(
@@ -152,7 +152,7 @@ def _megatron(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int,
 
 
 def weak_scaling_rows() -> list[Row]:
-    """MFU in percent."""
+    """MFU in percent, with a batch that grows with the number of GPUs."""
     found = [(_megatron(*sizes), published) for *sizes, published in _WEAK]
     return [
         Row(
@@ -166,12 +166,12 @@ def weak_scaling_rows() -> list[Row]:
 
 
 def strong_scaling(gpus: int) -> CostModel:
-    """The 177B model with a batch of 1152 on so many GPUs."""
+    """Cost model of the 177B model with a batch of 1152 on `gpus` GPUs."""
     return _megatron("177B", 96, 12288, 96, 8, 6, gpus, 1152)
 
 
 def strong_scaling_rows() -> list[Row]:
-    """MFU in percent."""
+    """MFU in percent, with a fixed batch."""
     return [
         Row(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
         for gpus, mfu in STRONG
@@ -223,7 +223,7 @@ def nemo_rows() -> list[Row]:
 
 
 def fused_tp_rows() -> list[Row]:
-    """Percent of tokens/s that overlapped tp gains: Llama 3 70B, 128 H100, FSDP 16 x TP 8, 16 rows of 8192 tokens."""
+    """Gain of overlapped tp in percent of tokens/s: Llama 3 70B, 128 H100, FSDP 16 x TP 8, 16 rows of 8192 tokens."""
     rows = []
     for precision, plain, fused in (("bf16", 598, 673), ("fp8", 820, 950)):
         model = CostModel(
@@ -241,7 +241,7 @@ def fused_tp_rows() -> list[Row]:
     return rows
 
 
-# By title: what is measured, in which unit, and the rows.
+# Title of each set of measurements, its unit, and its rows.
 SETS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "Step times of arXiv:2205.05198, A100 (fitted)": ("MFU, %", fitted_rows),
     "Memory of arXiv:2205.05198": ("GiB", memory_rows),

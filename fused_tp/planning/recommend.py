@@ -1,4 +1,4 @@
-"""`recommend`: all configurations that a model can run in, ranked by predicted time of a step."""
+"""`recommend`: rank all configurations that a model can run in by predicted step time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fused_tp.planning.hardware import GIB, PRECISIONS, Machine, find_machine
 from fused_tp.planning.model_shape import ModelShape, find_shape
 from fused_tp.runtime.errors import listed
 
-# Of a GPU's memory, what CUDA, NCCL and fragmentation leave.
+# Share of a GPU's memory that CUDA, NCCL and fragmentation leave.
 USABLE_MEMORY = 0.92
 MICROBATCH_ROWS = (1, 2, 4, 8)
 CP_TOKENS = 1024
 VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
-# What tensor parallel ranks do between layers, the first that a model serves.
+# Options of tensor parallel ranks between layers; the first one that a model supports is used.
 BETWEEN: tuple[dict[str, bool], ...] = (
     {},
     {"sequence_parallel": False},
@@ -29,17 +29,18 @@ BETWEEN: tuple[dict[str, bool], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A configuration and what is predicted of it.
+    """A configuration and its predicted performance.
 
     Attributes:
-        config: for `fused_tp.build`.
-        time, memory: of a step and of the rank that needs most, by part.
-        microbatch_rows: of one microbatch.
+        config: config to pass to `fused_tp.build`.
+        time: step time by component.
+        memory: memory of the rank that needs most, by use.
+        microbatch_rows: rows of one microbatch.
         mfu: share of peak FLOP/s.
-        tokens_per_second: of all ranks.
+        tokens_per_second: tokens per second of all ranks together.
         exposed_fused, exposed_plain: share of the step that waits for communication, with fused and with plain tp.
-        reason: why it is behind the best plan, in a sentence.
-        notes: sentences that say what of the model the prediction leaves out.
+        reason: a sentence on why it is slower than the best plan.
+        notes: sentences about parts of the model that the prediction leaves out.
     """
 
     config: ParallelConfig
@@ -55,11 +56,11 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a pipeline rank has nothing to compute."""
+        """Share of the step in which a pipeline rank is idle."""
         return self.time.bubble / self.time.total
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: seconds, GiB, shares."""
+        """Plan as a dict for JSON, in seconds, GiB and shares."""
         return {
             "config": self.config.to_dict(),
             "step_seconds": self.time.total,
@@ -88,25 +89,25 @@ def recommend(
     fused_tp: bool = True,
     top: int = 5,
 ) -> list[Plan]:
-    """The `top` fastest configurations that fit into memory, best first.
+    """Return the `top` fastest configurations that fit into memory, best first.
 
-    Tensor parallel ranks stay within a node. Times are those of the model in `fused_tp.planning.costs`; the guide on
-    planning has how far they are from published ones.
+    Tensor parallel ranks stay within a node. Times come from the model in `fused_tp.planning.costs`; the guide on
+    planning lists its errors against published times.
 
     Args:
         model: a name in `fused_tp.planning.model_shape.SHAPES`, a config.json or its folder, a transformers config or
             model type, or a ModelShape.
-        gpus: ranks in all.
+        gpus: total number of ranks.
         machine: a name in `fused_tp.planning.hardware.MACHINES`, a JSON file of a Machine, or a Machine.
         seq: tokens of a row.
         global_batch: rows of all ranks together in a step.
-        precision: "bf16" or "fp8", of the matmuls of layers, or "fp32", of everything.
-        memory: bytes of a GPU; None: as the machine has it.
+        precision: "bf16" or "fp8" for the matmuls of layers, or "fp32" for everything.
+        memory: bytes per GPU; None: the machine's.
         fused_tp: collectives of tp overlap with matmuls; False: plain collectives.
-        top: at most so many.
+        top: maximum number of configurations.
 
     Raises:
-        ValueError: an unknown model or machine, or no configuration that is legal and fits.
+        ValueError: an unknown model or machine, or no legal configuration fits.
 
     Example:
         >>> best = recommend("llama-3-8b", 8, seq=8192, global_batch=64)[0]
@@ -122,7 +123,7 @@ def recommend(
     limit = (machine.memory if memory is None else memory) * USABLE_MEMORY
     software = Software(fused_tp=fused_tp)
     fitting, smallest = [], float("inf")
-    tokens = CP_TOKENS if machine.overlaps else CP_TOKENS // 16  # which fill a GPU, or a core
+    tokens = CP_TOKENS if machine.overlaps else CP_TOKENS // 16  # enough to fill a GPU, or a core
     for config in configurations(
         shape, gpus, machine.ranks_per_node, seq=seq, global_batch=global_batch, cp_tokens=tokens
     ):
@@ -150,8 +151,8 @@ def recommend(
 def configurations(
     shape: ModelShape, gpus: int, ranks_per_node: int, *, seq: int, global_batch: int, cp_tokens: int = CP_TOKENS
 ) -> Iterator[ParallelConfig]:
-    """All ParallelConfigs of so many ranks that `ParallelConfig.check` lets pass for this shape, with so many tokens of
-    a row at least on each rank of cp."""
+    """Yield all ParallelConfigs of `gpus` ranks that `ParallelConfig.check` accepts for this shape, with at least
+    `cp_tokens` tokens of a row on each rank of cp."""
     for tp in _divisors(gpus, ranks_per_node):
         for cp in _divisors(gpus // tp, max(1, seq // cp_tokens)):
             for pp in _divisors(gpus // (tp * cp), shape.layers):
@@ -161,7 +162,7 @@ def configurations(
 
 
 def _data_parallel(shape: ModelShape, dp: int, pp: int) -> Iterator[dict[str, Any]]:
-    """Ways to make dp ranks of copies, shards and experts: all copies, all shards, experts dealt out."""
+    """Yield data parallel sizes whose product is `dp`: all replicas, all shards, or experts distributed over ep."""
     yield {"dp_shard": dp}
     if dp > 1:
         yield {"dp_replicate": dp}
@@ -185,12 +186,12 @@ def _legal(shape: ModelShape, sizes: dict[str, Any], dp: int, seq: int, global_b
 
 
 def _checked(shape: ModelShape, options: dict[str, Any], seq: int, global_batch: int) -> ParallelConfig | None:
-    """The config with these options; None where it makes no sense or `shape` cannot run in it."""
+    """Return the config with these options; None if it is invalid or `shape` cannot run in it."""
     try:
         config = ParallelConfig(**options)
         config.check(shape, seq=seq, global_batch=global_batch)
     except ValueError:
-        return None  # says what is wrong to whoever asks for this one
+        return None
     return config
 
 
@@ -231,7 +232,7 @@ _PARTS = {
 
 
 def _reason(costs: CostModel, best: CostModel) -> str:
-    """A sentence: the part that costs most more than in the best plan."""
+    """Sentence that names the component with the largest extra time compared to the best plan."""
     if costs is best:
         return "The fastest of those that fit."
     more = {name: getattr(costs.time, name) - getattr(best.time, name) for name in _PARTS}

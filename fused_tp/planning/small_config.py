@@ -1,7 +1,7 @@
-"""Small configs of transformers' model types: few layers, at least one of each kind, that a CPU computes at once.
+"""Small configs of transformers' model types: few layers, at least one of each kind, fast on a CPU.
 
-Each mechanism has an effect on a few tokens: windows and selections are shorter than the sequence, factors are not 1,
-caps are below what they cap. tests/integrations/live.py checks that of every field.
+Each mechanism affects even a few tokens: windows and selections are shorter than the sequence, factors are not 1,
+caps are below the values they cap. tests/integrations/live.py checks this for every field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 
 VOCABULARY = 128
 
-# Names that configs have for the same few sizes. A type is given those that its config knows.
+# Names of the same few sizes in different configs. A model type gets those that its config knows.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "output_dim"), 64),
     **dict.fromkeys(
@@ -63,13 +63,13 @@ SMALL: dict[str, Any] = {
     "is_decoder": True,
     "use_cache": False,
 }
-# Some of these have no value, and the mechanism no code, where the usual config has none.
+# Parts of names of optional fields. If the default config has None for one, the model may lack code for its mechanism.
 OPTIONAL = ("softcap", "soft_cap", "n_group", "topk_group", "clip_qkv", "sliding_window")
-FACTORS = ("multiplier", "scal", "factor", "alpha", "beta")  # parts of names of numbers that are often 1
+FACTORS = ("multiplier", "scal", "factor", "alpha", "beta")  # parts of names of factors that are often 1
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
-RANDOM = ("dropout", "pdrop", "jitter")  # parts of names of what would draw numbers
+RANDOM = ("dropout", "pdrop", "jitter")  # parts of names of mechanisms that draw random numbers
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # twice the hidden size
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}  # else attention alone
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}  # default: attention
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
         "layer_types": ["linear_attention", "full_attention"],
@@ -77,21 +77,21 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # in four blocks, each of which is cut
+    "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # in four blocks, each sharded
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},  # of one, routers learn nothing
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},  # top 1 trains no router
     },
     "deepseek_v4": {
         "num_nextn_predict_layers": 0,
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note_text": {  # its layers with a window have sizes of their own
+    "dots3_note_text": {  # separate sizes for its layers with a window
         "num_key_value_heads": 4,
         **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
         **dict.fromkeys(("swa_qk_nope_head_dim", "swa_qk_rope_head_dim"), 8),
@@ -132,8 +132,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
-    "recurrent_gemma": {"num_hidden_layers": 3},  # the third attends
-    "xlstm": {"qk_dim_factor": 1.0},  # its layers and its cache round smaller ones apart
+    "recurrent_gemma": {"num_hidden_layers": 3},  # the third is attention
+    "xlstm": {"qk_dim_factor": 1.0},  # its layers and its cache round smaller factors differently
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 5,
@@ -144,7 +144,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 
 
 def small_config(kind_of_config: Any, **changes: Any) -> Any:
-    """A config with few layers, at least one of each kind that it has, and small sizes; or with other ones."""
+    """Config with few layers, at least one of each kind, and small sizes; `changes` override them."""
     from transformers import PreTrainedConfig
 
     usual = kind_of_config()
@@ -165,11 +165,11 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
             sizes[name] = 0.7 if isinstance(value, float) else 2
     kinds = sizes.get("layer_types") or ()
     if "sliding_window" in sizes and {*kinds} == {"full_attention"} and sizes["sliding_window"]:
-        sizes["layer_types"] = ["sliding_attention", *kinds[1:]]  # its usual config leaves the window unused
+        sizes["layer_types"] = ["sliding_attention", *kinds[1:]]  # the default config leaves the window unused
     random = (name for name in known if any(part in name for part in RANDOM) and not name.startswith("is_"))
     drawn = {name: values.get(name) for name in random}
     sizes |= {name: type(number)(0) for name, number in drawn.items() if isinstance(number, int | float)}
-    if "qk_rope_head_dim" in known:  # latent attention: head_dim is that of the rotated part
+    if "qk_rope_head_dim" in known:  # latent attention: head_dim is the size of the rotated part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= OWN_SIZES.get(kind_of_config.model_type, {})
     for name in kind_of_config.sub_configs:
@@ -177,28 +177,31 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
         if name not in sizes and isinstance(part, PreTrainedConfig):
             sizes[name] = small_config(type(part))
     own_name: dict[str, str] = getattr(kind_of_config, "attribute_map", {})
-    changed = {own_name.get(name, name) for name in changes}  # of two names for one size the config takes the last
+    changed = {own_name.get(name, name) for name in changes}  # of two names for one size, the last one wins
     sizes = {name: value for name, value in sizes.items() if own_name.get(name, name) not in changed}
     made: Any = kind_of_config(**sizes, **changes)
     return made
 
 
 def at_depth(config: Any, layers: int) -> dict[str, Any]:
-    """What gives a config so many layers: their number, by all names that it has for that, and a list's first ones."""
+    """Overrides that give a config `layers` layers: each field for their number, and lists per layer, shortened."""
     known = {*config.to_dict(), *getattr(type(config), "attribute_map", {})}
     lists = {name: value[:layers] for name, value in _lists_of_layers(config).items()}
     return {name: layers for name in DEPTHS if name in known} | lists
 
 
 def _lists_of_layers(config: Any) -> dict[str, list[Any]]:
-    """Lists of one entry for each layer."""
+    """Fields of a config that are lists with one entry per layer."""
     depth = next((getattr(config, name) for name in DEPTHS if isinstance(getattr(config, name, None), int)), 2)
     return {name: value for name, value in config.to_dict().items() if isinstance(value, list) and len(value) == depth}
 
 
 def draw_values(model: nn.Module) -> None:
-    """Add noise to all parameters of a small model, and to buffers that checkpoints hold, so that nothing is left at 0
-    or 1 and projections return numbers of about 1: a softmax of equal logits, or a cap of small ones, hides errors."""
+    """Add noise to all parameters of a small model, and to its persistent buffers.
+
+    Values are then neither 0 nor 1, and projections return numbers of about 1. A softmax of equal logits, or a cap on
+    small ones, would hide errors.
+    """
     held = model.state_dict(keep_vars=True)
     buffers = [t for name, t in model.named_buffers() if name in held]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A layer over a mesh against the unsharded one it came from: outputs, gradients of inputs and of parameters."""
+"""Compare a layer over a mesh with its unsharded original: outputs, gradients of inputs and of parameters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fused_tp.runtime.partition import shard_range
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 
-# fp64: what is left is the order of summation.
+# In fp64 only the order of summation differs.
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 HEADS, HEAD_DIM, HIDDEN = 12, 4, 10
 
 
 class Attention(nn.Module):
-    """What ParallelAttention computes, by `dense_attention`, with the names of Llama's attention."""
+    """Reference for ParallelAttention by `dense_attention`, with the names of Llama's attention."""
 
     def __init__(self, kv_heads: int, bias: bool, norms: bool, rope: RotaryEmbedding | None, causal: bool) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Attention(nn.Module):
         self.documents: list[int] = []
 
     def with_everything(self) -> Attention:
-        """A window, a cap and sinks, under their names in transformers, and ALiBi, which has none there."""
+        """Add a window, a cap and sinks, under their names in transformers, and ALiBi, which has none there."""
         self.sliding_window, self.attn_logit_softcapping = 4, 2.0
         self.sinks = nn.Parameter(seeded(HEADS, dtype=torch.float64, seed=5))
         self.slopes = 0.1 / torch.arange(1, HEADS + 1)
         return self
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """mask: additive or bool, [batch, heads, seq, seq] or broadcastable."""
+        """Run attention; `mask` is additive or bool, [batch, heads, seq, seq] or broadcastable."""
         q, k, v = (proj(x).unflatten(-1, (-1, HEAD_DIM)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.norms:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    """An MLP with the names of Llama's."""
+    """Gated MLP with the names of Llama's."""
 
     def __init__(
         self, act: Callable[[Tensor], Tensor] = F.silu, bias: bool = False, hidden: int = 6, intermediate: int = 13
@@ -87,7 +87,7 @@ class Gated(nn.Module):
 
 
 def part(t: Tensor, dim: int | None, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of `t`; all of it where `dim` is None."""
+    """Shard of `t` on this rank; all of `t` if `dim` is None."""
     if dim is None:
         return t
     start, stop = shard_range(t.shape[dim], group.size(), group.rank())
@@ -105,8 +105,11 @@ def assert_same(
     full_given: Sequence[Any] = (),
     **given: Any,
 ) -> None:
-    """`sharded` computes this rank's part of what `full` does from x of `shape` (or from these ids), bit for bit alike
-    in its parameters and to rounding in the rest; its input is cut along `cut`, its output along `out_cut`."""
+    """Assert that `sharded` computes this rank's shard of the result of `full`, from x of `shape` or from these ids.
+
+    Parameters must be equal bit for bit, all else up to rounding. The input is sharded along `cut`, the output along
+    `out_cut`.
+    """
     full.zero_grad()
     sharded.zero_grad()
     ids = isinstance(shape, Tensor)
@@ -123,7 +126,7 @@ def assert_same(
 
 
 def assert_same_parameters(sharded: nn.Module, full: nn.Module) -> None:
-    """Equal values under the same names, and the same gradients, as DTensors of one placement."""
+    """Assert equal values and gradients under the same names, as DTensors of equal placements."""
     theirs = dict(full.named_parameters())
     assert {name for name, _ in sharded.named_parameters()} == set(theirs)
     for name, mine in sharded.named_parameters():

@@ -1,6 +1,6 @@
-"""Schedules of every transport: how ops come to run on them, and what each must give, asked of the schedule itself.
+"""Test cases for schedules of every transport: ways to run ops on a schedule, and the required results of its methods.
 
-Those of GPUs run on tensors of the CPU, over the CPU build of the device kernels and doubles of NCCL and of CUDA.
+Schedules for GPUs run on CPU tensors, over the CPU build of the device kernels and test doubles of NCCL and CUDA.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.workers import body_of, run_ranks
 CPU = torch.device("cpu")
 NEEDS_CORE = pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
 SCHEDULES = ["plain", "pipelined", pytest.param("one_sided", marks=NEEDS_CORE)]
-# Each once as it is and once with its size limits so low that small tensors go the long way.
+# Each schedule as it is, and with size limits so low that small tensors take the path of large ones.
 VARIANTS = [
     *("plain", "plain-chunked", "pipelined", "pipelined-chunked"),
     *(pytest.param(name, marks=NEEDS_CORE) for name in ("one_sided", "one_sided-chunked")),
@@ -54,7 +54,7 @@ LIMITS: list[tuple[Any, str]] = [
 
 @contextmanager
 def low_limits() -> Iterator[None]:
-    """Chunks of 64 bytes, and two-step sums from 64 bytes on."""
+    """Set chunks to 64 bytes, and use two-step sums from 64 bytes on."""
     with ExitStack() as patches:
         for module, name in LIMITS:
             patches.enter_context(mock.patch.object(module, name, 64))
@@ -63,7 +63,7 @@ def low_limits() -> Iterator[None]:
 
 @contextmanager
 def multicast() -> Iterator[None]:
-    """Memory as if behind an NVLink switch: the CPU build does for `multimem` what the switch would."""
+    """Emulate memory behind an NVLink switch: the CPU build computes the switch's sums for `multimem`."""
     with (
         mock.patch.object(CpuSymmetricMemory, "multicast_ptr", 1, create=True),
         mock.patch.object(LocalSymmetricMemory, "multicast_ptr", 1),
@@ -73,7 +73,7 @@ def multicast() -> Iterator[None]:
 
 @contextmanager
 def torch_ops(schedule: str) -> Iterator[None]:
-    """torch's ops on the CPU, for the schedule that calls them."""
+    """Register torch's ops for the CPU, if the schedule calls them."""
     with symm_mem_on_cpu() if schedule == "symm_mem" else nullcontext():
         yield
 
@@ -84,11 +84,11 @@ def _double_of(schedule: str) -> str:
 
 @contextmanager
 def schedule_on(group: Any, name: str) -> Iterator[Any]:
-    """A new schedule of that name, as dispatch makes it; the public ops of `group` run on it where it supports them."""
+    """Create a schedule as dispatch does, and run the public ops of `group` on it if it supports them."""
     described, spec = resolve_group(group), registry.SCHEDULES[name]
     with doubles(_double_of(name)), multicast(), torch_ops(name):
         available = spec.available(described, CPU)
-        assert available or name == "multimem", available.reason  # whose switch `multicast` stands for
+        assert available or name == "multimem", available.reason  # `multicast` emulates its switch
         schedule = spec.make(described, CPU, None)
         made, selected = registry._MADE[described], registry._SELECTED[described]
         selected.clear()
@@ -104,7 +104,7 @@ def schedule_on(group: Any, name: str) -> Iterator[Any]:
 
 
 def run_variant(variant: str, world_size: int, fn: Callable[..., Any], *args: Any, **keywords: Any) -> list[Any]:
-    """`run_ranks` with a schedule of CPUs or GPUs, whose limits are low where the variant ends in "-chunked"."""
+    """`run_ranks` with a schedule of CPUs or GPUs, with low limits if the variant ends in "-chunked"."""
     schedule, _, chunked = variant.partition("-")
     build_doubles(_double_of(schedule))
     env = {"FUSED_TP_SCHEDULE": schedule}
@@ -123,7 +123,7 @@ def _run(group: Any, schedule: str, chunked: bool, fn: Callable[..., Any], args:
 def ranks_on(
     name: str, world_size: int, fn: Callable[..., Any], *args: Any, run: Callable[..., Any] = run_ranks, **how: Any
 ) -> list[Any]:
-    """`run_ranks` of `fn(group, *args)` with the doubles that this schedule needs."""
+    """`run_ranks` of `fn(group, *args)` with the test doubles that this schedule needs."""
     build_doubles(_double_of(name))
     return run(world_size, _with_doubles, name, fn, args, **how)
 
@@ -135,7 +135,7 @@ def _with_doubles(group: Any, name: str, fn: Callable[..., Any], args: tuple[Any
 
 @contextmanager
 def stalled_until(schedule: Any, multiplied: int) -> Iterator[None]:
-    """Nothing moves before that many matmuls of the module have run: who waits for a movement before waits in vain."""
+    """Stall transfers until `multiplied` matmuls of the module have run; an earlier wait for a transfer times out."""
     streams, product, done = double_knobs(), schedule.sum_of_products, 0
 
     def counting(*args: Any, **keywords: Any) -> Tensor:
@@ -155,7 +155,7 @@ def stalled_until(schedule: Any, multiplied: int) -> Iterator[None]:
     assert done >= multiplied
 
 
-# -- what a schedule must give -----------------------------------------------------------------------------------------
+# -- required results of a schedule ------------------------------------------------------------------------------------
 
 # [B, M, K] and N: one element, odd sizes, shards that are empty, no features, no rows, no columns.
 SIZES = [(1, 1, 1, 1), (2, 3, 5, 7), (1, 13, 17, 11), (3, 12, 8, 24), (2, 5, 0, 3), (1, 0, 3, 2), (1, 5, 4, 0)]
@@ -163,7 +163,7 @@ CHUNKS = (None, 1, 2, 3, 5, 16)
 
 
 def step(schedule: Schedule, op: str) -> Tensor:
-    """One op; a row of its products is 6.0 on each rank."""
+    """Run one op; a row of its products is 6.0 on each rank."""
     x, w = torch.ones(8 * schedule.world_size, 6), torch.ones(5, 6)
     if op == "all_gather":
         return schedule.all_gather(x, gather_dim=0, gather_size=None).wait()
@@ -177,19 +177,19 @@ def step(schedule: Schedule, op: str) -> Tensor:
 
 
 def own(schedule: Schedule, t: Tensor, dim: int) -> Tensor:
-    """This rank's part of `t`."""
+    """Shard of `t` on this rank."""
     start, stop = shard_range(t.shape[dim], schedule.world_size, schedule.rank)
     return t.narrow(dim, start, stop - start).contiguous()
 
 
 @mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
 def every_method(schedule: Any, dtype: torch.dtype, *, exact: bool = True) -> None:
-    """Every method on every dim; with each number of CHUNKS, where the schedule can be told one.
+    """Test every method on every dim, with each number of CHUNKS if the schedule takes one.
 
-    Products are compared with fp64; sums with those in rank order to the bit, which makes them alike on all ranks.
+    Products are compared with fp64, and sums bit for bit with those in rank order, so that they agree on all ranks.
 
     Args:
-        exact: False where sums are not in rank order, or rounded on the way, and only need be alike on all ranks.
+        exact: False for sums in another order, or with intermediate rounding, which need only agree on all ranks.
     """
     in_chunks = hasattr(schedule, "chunks")
     for sizes in SIZES:
@@ -204,7 +204,7 @@ def every_method(schedule: Any, dtype: torch.dtype, *, exact: bool = True) -> No
 
 
 def same_sum(schedule: Schedule, exact: bool, actual: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
-    """Of all ranks' `terms`, as every rank has it."""
+    """Assert that `actual` is the sum of all ranks' `terms`, and equal on every rank."""
     total = sum_in_rank_order(terms, bias)
     if exact:
         assert torch.equal(actual, total)
@@ -239,7 +239,7 @@ def matmuls(
     world, rank = schedule.world_size, schedule.rank
     x, bias = seeded(b, m, k, dtype=dtype, seed=1), seeded(n, dtype=dtype, seed=5)
     ws = [seeded(n + i, k, dtype=dtype, seed=2 + i, scale=max(k, 1) ** -0.5) for i in range(2)]
-    # Two products on each rank, of widths of K that differ from rank to rank.
+    # Two products on each rank, with sizes of K that differ between ranks.
     pairs = [
         [
             (seeded(b, m, kk, dtype=dtype, seed=10 * r + i), seeded(n, kk, dtype=dtype, seed=10 * r + 5 + i))
@@ -260,7 +260,7 @@ def matmuls(
         y = schedule.matmul_reduce_scatter(pairs[rank], bias, scatter_dim=dim, meanwhile=meanwhile)
         near(y, own(schedule, wanted, dim))
     near(schedule.matmul_all_reduce(pairs[rank], bias, meanwhile=partial(called, "reduce")), wanted)
-    # Products by one are exact: what is left is the order of the sum, and one rounding.
+    # Products with the identity are exact, so that only the order of the sum and one rounding matter.
     terms, one = torch.stack([seeded(b, m, n, dtype=dtype, seed=r) for r in range(world)]), torch.eye(n, dtype=dtype)
     check(schedule.matmul_all_reduce([(terms[rank], one)], bias), terms, bias)
     scattered = schedule.matmul_reduce_scatter([(terms[rank], one)], bias, scatter_dim=1)
@@ -269,7 +269,7 @@ def matmuls(
 
 @mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0)
 def at_random(schedule: Any, seed: int, calls: int, dtype: torch.dtype = torch.float64) -> None:
-    """The same calls in the same order on all ranks, each rank at its own pace; gathers begun and ended later."""
+    """Make the same calls in the same order on all ranks, each rank at its own pace; some gathers end later."""
     script, pace = random.Random(seed), random.Random(seed + 1 + schedule.rank)
     pending: list[tuple[Any, Tensor]] = []
     near = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)

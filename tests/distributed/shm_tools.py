@@ -1,4 +1,4 @@
-"""What the tests of the shared-memory core share: inputs that every rank can make, references, counts of resources."""
+"""Helpers for tests of the shared-memory core: inputs that every rank can create, references, counts of resources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def transport_of(group: dist.ProcessGroup) -> ShmTransport:
 
 @contextlib.contextmanager
 def own_group(ranks: Sequence[int]) -> Iterator[dist.ProcessGroup]:
-    """A new group of these global ranks. All ranks of the default group enter; others than `ranks` get a non-member."""
+    """Create a group of these global ranks; all ranks of the default group enter, and the others get a non-member."""
     group = dist.new_group(list(ranks), backend="gloo")
     try:
         yield group
@@ -47,19 +47,19 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 
 def new_tag() -> str:
-    """For `own_transport`, drawn by the test process."""
+    """Draw a tag for `own_transport`, in the test process."""
     return uuid.uuid4().hex
 
 
 def with_store(group: Group, store: dist.Store) -> Group:
-    """A description of `group` that nothing is known of yet, and whose ranks meet over `store`."""
+    """Copy the description of `group` without cached state, with `store` for the rendezvous of its ranks."""
     described = dataclasses.replace(group)
     STORES[described] = BoundedStore(store)
     return described
 
 
 def own_transport(group: dist.ProcessGroup, tag: str) -> ShmTransport:
-    """A transport over the ranks of `group` that no other test sees, so that it may be left unusable or out of step."""
+    """Create a private transport over the ranks of `group`, which a test may leave unusable or out of step."""
     store = dist.PrefixStore(tag, dist.distributed_c10d._get_process_group_store(group))
     transport = shm._rendezvous(with_store(resolve_group(group), store))
     assert isinstance(transport, ShmTransport), transport
@@ -67,7 +67,7 @@ def own_transport(group: dist.ProcessGroup, tag: str) -> ShmTransport:
 
 
 def values(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
-    """Numbers of `rank` that all ranks can make; whole range for integers, so that sums wrap around."""
+    """Random numbers of `rank`, which all ranks can draw; integers cover their whole range, so that sums wrap."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).to(torch.bool)
@@ -78,7 +78,7 @@ def values(count: int, dtype: torch.dtype, rank: int, seed: int = 0) -> Tensor:
 
 
 def summed(terms: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """The sum of `terms` in rank order, in fp32 (fp64 for fp64, integers in their own type), rounded once."""
+    """Sum `terms` in rank order, in fp32 (fp64 for fp64, integers in their own type), rounded once."""
     dtype = terms[0].dtype
     wide = accumulate_dtype(dtype) if dtype.is_floating_point else dtype
     total = terms[0].to(wide)
@@ -88,7 +88,7 @@ def summed(terms: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
 
 
 def assert_same_bits(actual: Tensor, wanted: Tensor, what: str) -> None:
-    """Bit for bit, except that any NaN is as good as another."""
+    """Assert equality bit for bit, except that all NaNs count as equal."""
     assert actual.dtype == wanted.dtype and actual.shape == wanted.shape, f"{what}: {actual.shape} {actual.dtype}"
     torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{what}: {text}")
 
@@ -98,7 +98,7 @@ def checksum(tensor: Tensor, before: int = 0) -> int:
 
 
 def core_resources() -> dict[str, int]:
-    """How many descriptors and mappings of the native core this process holds."""
+    """Number of descriptors and mappings of the native core in this process."""
     gc.collect()
     links = []
     for entry in Path("/proc/self/fd").iterdir():

@@ -1,4 +1,4 @@
-"""A small transformer, and the same over a tensor parallel mesh, for the tests of training and of checkpoints."""
+"""A small transformer, plain and over a tensor parallel mesh, for tests of training and checkpoints."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.to(dtype)
         with torch.no_grad():
             for i, parameter in enumerate(self.parameters()):
-                parameter.mul_(1 + i / 50)  # attention begins alike in all blocks
+                parameter.mul_(1 + i / 50)  # otherwise the attention of all blocks starts equal
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -63,7 +63,7 @@ def shard_block(block: Block, mesh: DeviceMesh, sequence_parallel: bool) -> Bloc
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the parameters that are still whole DTensors, too."""
+    """Turn the parameters that are not sharded into replicated DTensors."""
     for module in model.modules():
         replicate_own(module, mesh, None, sums=lambda: False)
 

@@ -1,8 +1,8 @@
-"""torch's symm_mem ops on tensors of the CPU, for several processes.
+"""torch's symm_mem ops on CPU tensors, for several processes.
 
-Those that torch has written in Python run as they are: the functions that it registers for CUDA, over shared memory of
-the CPU in the place of symmetric memory, with streams that run at once. The kernels of the all-reduces are in CUDA
-only, so these are doubles: of what CUDASymmetricMemoryOps.cu checks, how it rounds, and which memory it leaves changed.
+Ops that torch implements in Python run unchanged: the functions that it registers for CUDA, over CPU shared memory
+instead of symmetric memory, with streams that complete at once. The all-reduce kernels exist in CUDA only, so test
+doubles emulate the checks, the rounding and the memory changes of CUDASymmetricMemoryOps.cu.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _workspaces: dict[str, tuple[Tensor, CpuSymmetricMemory]] = {}  # by group
 
 
 class _Stream:
-    """A stream whose work has ended whenever it is asked."""
+    """Stream whose work is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -61,7 +61,7 @@ _allocate_cpu = symm_mem.allocate_cpu
 
 
 def workspace(group_name: str, min_size: int) -> CpuSymmetricMemory:
-    """`get_symm_mem_workspace`, which grows within a call where it has to."""
+    """Replacement for `get_symm_mem_workspace`, which grows within a call if necessary."""
     known = _workspaces.get(group_name)
     if known is None or known[0].numel() < min_size:
         known = _workspaces[group_name] = _allocate_cpu(group_by_name(group_name), min_size)
@@ -73,7 +73,7 @@ def _rendezvous(tensor: Tensor, group: object) -> CpuSymmetricMemory | None:
 
 
 def _as_on_cuda(name: str) -> Callable[..., Any]:
-    """torch's own implementation."""
+    """Wrap torch's own implementation of an op."""
     run = getattr(torch_symm_mem, "_fused" + name.removeprefix("fused") if name.startswith("fused") else name)
 
     def op(*args: Any, **keywords: Any) -> Any:
@@ -93,11 +93,11 @@ def _as_on_cuda(name: str) -> Callable[..., Any]:
     return op
 
 
-# -- doubles of the kernels --------------------------------------------------------------------------------------------
+# -- test doubles of the kernels ---------------------------------------------------------------------------------------
 
 
 def _terms(x: Tensor, reduce_op: str, name: str, *, multicast: bool) -> tuple[list[Tensor], CpuSymmetricMemory]:
-    """All ranks' terms, once all of them are there, after what the kernels' launchers check."""
+    """Make the checks of the kernels' launchers, wait for all ranks, and return their terms."""
     CALLED.append(name)
     memory = _rendezvous(x, None)
     assert x.is_contiguous() and reduce_op == "sum" and x.dtype in (torch.float32, torch.bfloat16), name
@@ -142,11 +142,11 @@ KERNELS = {
 
 @contextmanager
 def symm_mem_on_cpu(*, without: tuple[str, ...] = (), switch: bool = False) -> Iterator[None]:
-    """The schedule `symm_mem` serves tensors of the CPU.
+    """Enable the schedule `symm_mem` for CPU tensors.
 
     Args:
-        without: ops that this torch does not have.
-        switch: ranks have multicast memory.
+        without: ops to leave out, as if this torch lacked them.
+        switch: give ranks multicast memory.
     """
     library = torch.library.Library("symm_mem", "IMPL", "CPU")
     CALLED.clear()

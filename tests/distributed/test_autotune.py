@@ -1,4 +1,4 @@
-"""FUSED_TP_AUTOTUNE: what is slow or wrong is not chosen, all ranks choose alike, and choices outlive the program."""
+"""FUSED_TP_AUTOTUNE: slow or wrong schedules are not chosen, all ranks choose alike, and choices are stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.workers import fresh_ranks
 
 
 class Quick(Plain):
-    """As plain, which is made slow in its place."""
+    """Plain schedule under another name, while the one named plain is made slow."""
 
 
 class Slow(Plain):
@@ -43,7 +43,7 @@ class Slow(Plain):
 
 
 class Wrong(Plain):
-    """Faster than all others, and wrong in one element of 16,384 on rank 1."""
+    """Schedule that is faster than all others, and wrong in one element of 16,384 on rank 1."""
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         outputs, gathered = super().all_gather_matmul(asked)
@@ -55,14 +55,14 @@ class Wrong(Plain):
 
 
 class OtherBits(Plain):
-    """Right, but for the last bits, which differ between ranks."""
+    """Schedule that is right except for the last bits, which differ between ranks."""
 
     def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         return super()._matmul_sum(products, *rest) * (1 + 1e-6 * self.rank)
 
 
 class Uneven(Plain):
-    """Right, with other bits in each call."""
+    """Schedule that is right, but returns different bits in each call."""
 
     calls = 0
 
@@ -78,7 +78,7 @@ class Raises(Plain):
 
 @contextmanager
 def only(**kinds: type[Plain]) -> Iterator[None]:
-    """These are all schedules that there are; `one_sided` is what the table names."""
+    """Replace all schedules by `kinds`; `one_sided`, which the table names, is slow."""
     spec, kinds = registry.SCHEDULES["plain"], {**kinds, "one_sided": Slow}
 
     def made(kind: type[Plain]) -> Any:
@@ -90,7 +90,7 @@ def only(**kinds: type[Plain]) -> Iterator[None]:
 
 
 def chosen(group: Any) -> dict[str, str]:
-    """By call in words, of this rank."""
+    """Choices of this rank: schedule by call in words."""
     choices = autotune._KEPT[resolve_group(group)]["choices"]
     return {words.split(",")[0]: choice["schedule"] for words, choice in choices.items()}
 
@@ -105,7 +105,7 @@ def calls(group: Any) -> None:
 
 
 def choose(group: Any, folder: str) -> tuple[dict[str, str], dict[str, str], int]:
-    """(choices, what was wrong, how often something was measured) by this rank."""
+    """Choices of this rank, schedules found wrong, and the number of measurements."""
     kinds = {"plain": Slow, "quick": Quick, "slow": Slow, "wrong": Wrong, "other": OtherBits, "uneven": Uneven}
     measured = mock.Mock(wraps=autotune._measured)
     with (
@@ -121,8 +121,8 @@ def choose(group: Any, folder: str) -> tuple[dict[str, str], dict[str, str], int
 def test_what_is_slow_or_wrong_is_not_chosen(world_size: int, tmp_path: Path) -> None:
     first, *others = [outcome.unwrap() for outcome in fresh_ranks(world_size, choose, str(tmp_path))]
     choices, wrong, measured = first
-    assert all(other == first for other in others)  # on all ranks alike
-    assert choices["all_gather_matmul"] in ("quick", "other", "uneven", "raises")  # which are plain, but quick
+    assert all(other == first for other in others)  # equal on all ranks
+    assert choices["all_gather_matmul"] in ("quick", "other", "uneven", "raises")  # plain schedules, but quick
     assert choices["matmul_all_reduce"] == "quick" and measured == 2
     assert wrong["wrong: all_gather_matmul in float32"].startswith("on rank 1 0.01% of the result are wrong")
     assert wrong["wrong: matmul_all_reduce in float32"].startswith("on rank 0 ")
@@ -130,14 +130,14 @@ def test_what_is_slow_or_wrong_is_not_chosen(world_size: int, tmp_path: Path) ->
     assert wrong["uneven: matmul_all_reduce in float32"] == "on rank 0 a second call gave other bits"
     assert "NotImplementedError: not for these sizes" in wrong["raises: matmul_all_reduce in float32"]
 
-    # Other processes find all of it in the file, and measure nothing.
+    # Other processes read all results from the file, and measure nothing.
     (file,) = tmp_path.iterdir()
     kept = json.loads(file.read_text())
     assert set(kept["wrong"]) == set(wrong)
     outcomes = [outcome.unwrap() for outcome in fresh_ranks(world_size, choose, str(tmp_path))]
     assert outcomes == [(choices, wrong, 0)] * world_size
 
-    # A choice that has been found wrong since, or that this program does not have, is made anew.
+    # A choice that was found wrong later, or that this program lacks, is replaced by a new one.
     for words, choice in kept["choices"].items():
         choice["schedule"] = "wrong" if words.startswith("all_gather") else "another"
     file.write_text(json.dumps(kept))
@@ -159,7 +159,7 @@ def real(group: Any, folder: str) -> None:
         after = str(fused_tp.explain("matmul_all_reduce", (60, 64), (32, 64), **ask))
         assert f"forward: {chosen(group)['matmul_all_reduce']} over" in after
         assert "because measured here: " in after
-        # What is forced is not measured.
+        # Forced schedules are not measured.
         with mock.patch.dict(os.environ, FUSED_TP_SCHEDULE="pipelined"):
             fused_tp.matmul_all_reduce(x[:5], w, group=group)
         assert len(chosen(group)) == 3
@@ -172,7 +172,7 @@ def test_schedules_of_cpus(tmp_path: Path) -> None:
 
 def test_doctor_names_what_was_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_TP_AUTOTUNE", str(tmp_path))
-    (tmp_path / "autotune-1.json").write_text("{")  # is passed over
+    (tmp_path / "autotune-1.json").write_text("{")  # is ignored
     kept = {
         "machine": {"device": "NVIDIA H100", "ranks of each host": [8]},
         "choices": {"one": {}},

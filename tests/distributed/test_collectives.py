@@ -1,4 +1,4 @@
-"""The plain collectives: what they move, how their gradients flow, and that what is not summed is exact."""
+"""The plain collectives: results, gradients, and exact bits of everything that is not summed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def uneven_gather(group: Any) -> None:
 
 
 def test_ranks_choose_alike_for_uneven_shards(tmp_path: Path) -> None:
-    """Shards of 3 and 2 rows lie on both sides of this table's limit; the 5 rows that all ranks know decide."""
+    """Shards of 3 and 2 rows are on both sides of this table's limit; the total of 5, known to all ranks, decides."""
     rules = [{"max_m": 2, "schedule": "plain"}, {"schedule": "one_sided"}]
     others = [{"max_m": 2, "schedule": "plain"}, {"schedule": "pipelined"}]
     table = tmp_path / "table.json"
@@ -114,7 +114,7 @@ def test_ranks_choose_alike_for_uneven_shards(tmp_path: Path) -> None:
 
 @on_ranks(2, env={"FUSED_TP_SCHEDULE": "plain"})
 def test_strided_shards_are_dense_on_the_wire(group: Any) -> None:
-    """gloo copies what is not; NCCL refuses it."""
+    """Shards must be dense: gloo copies strided tensors, and NCCL rejects them."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     moved: list[Tensor] = []
     all_gather = TorchDist.all_gather

@@ -62,7 +62,7 @@ CASES: dict[str, Case] = {
 
 
 def whole(one: Case) -> list[Tensor]:
-    """q, and keys and values of the longest text of each."""
+    """Full q, and keys and values as long as the longest text."""
     batch, longest = len(one["lengths"]), max(one["lengths"])
     q = seeded(batch, one["new"], one["heads"], one["head_dim"], dtype=one["dtype"])
     k = seeded(batch, longest, one["kv_heads"], one["head_dim"], dtype=one["dtype"], seed=1)
@@ -74,7 +74,7 @@ def keywords(one: Case) -> dict[str, Any]:
 
 
 def held(x: Tensor, lengths: list[int], dealing: BlockCyclicLayout) -> Tensor:
-    """This rank's shard, NaN where nothing is held."""
+    """Shard of x on this rank, with NaN in unused rows."""
     rows = max(dealing.count(length) for length in lengths) + 3
     shard = x.new_full((x.shape[0], rows, *x.shape[2:]), torch.nan)
     for text, length in enumerate(lengths):
@@ -84,7 +84,7 @@ def held(x: Tensor, lengths: list[int], dealing: BlockCyclicLayout) -> Tensor:
 
 
 def paged(shards: list[Tensor], size: int, in_order: bool) -> tuple[list[Tensor], Tensor]:
-    """The same in pages, which lie in any order among pages of NaN."""
+    """Arrange shards in pages, in any order and with extra pages of NaN."""
     batch, rows = shards[0].shape[:2]
     count = -(-rows // size)
     order = torch.arange(batch * count + 2)
@@ -100,7 +100,7 @@ def paged(shards: list[Tensor], size: int, in_order: bool) -> tuple[list[Tensor]
 
 
 def of_rank(group: dist.ProcessGroup, one: Case) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
-    """q, this rank's shards, and keywords."""
+    """q, this rank's shards, and keywords of the call."""
     dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
     q, *both = whole(one)
     shards = [held(x, one["lengths"], dealing) for x in both]
@@ -129,7 +129,7 @@ def check(one: Case, out: Tensor, lse: Tensor) -> None:
     heads: Any = {name: t for name, t in keywords(one).items() if isinstance(t, Tensor)}
     scores = {name: one[name] for name in ("softcap", "scale") if name in one}
     for text, length in enumerate(one["lengths"]):
-        before = max(0, one["new"] - length)  # queries of no sequence
+        before = max(0, one["new"] - length)  # queries before the start of the text
         assert (out[text, :before] == 0).all() and (one.get("sinks") or (lse[text, :, :before] == -torch.inf).all())
         if before == one["new"]:
             continue
@@ -205,7 +205,7 @@ def test_compiled(group: dist.ProcessGroup) -> None:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **more: Any) -> Tensor:
-    """Of the last queries of each text, on one process."""
+    """Attention of the last queries of each text, on one process."""
     outs = []
     for text, length in enumerate(lengths):
         part = (q[text, None], k[text, None, :length], v[text, None, :length])
@@ -216,7 +216,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **more: Any) 
 @pytest.mark.parametrize(("world_size", "route"), [(1, "one_sided"), (2, "plain"), (3, "one_sided"), (4, "pipelined")])
 @on_ranks(lambda world_size: world_size, env=of_route)
 def test_caches(group: dist.ProcessGroup, world_size: int, route: str) -> None:
-    """Texts that grow, shrink, change places and leave; chunks of odd sizes are one prefill."""
+    """Texts grow, shrink, change places and leave; chunks of odd sizes equal one prefill."""
     for dtype, limit in ((torch.float64, 1e-12), (torch.bfloat16, 0.02)):
         k, v = (seeded(2, 60, 2, dim, dtype=dtype, seed=dim) for dim in (8, 6))
         q = seeded(2, 60, 4, 8, dtype=dtype)
@@ -275,7 +275,7 @@ def test_caches(group: dist.ProcessGroup, world_size: int, route: str) -> None:
     pool.free(one)
     refuses(ValueError, f"there is no sequence {one} in the cache", pool.batch, [one])
     refuses(ValueError, "name at least one sequence, and each of them once", pool.batch, [other, other])
-    much = 90 * group.size()  # the same sentence on all ranks, so that nobody waits for another
+    much = 90 * group.size()  # too many tokens for all ranks, so that all raise and none waits
     more = [x[:1, :1].expand(-1, much, -1, -1) for x in (k, v)]
     said = r"of its 20 pages of 4 tokens left and needs \d+ more; free\(\) sequences"
     refuses(ValueError, said, pool.batch([other]).append, *more)

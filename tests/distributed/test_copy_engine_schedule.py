@@ -1,4 +1,4 @@
-"""Schedule `copy_engine` on several ranks: real processes, whose CPU tensors go through a double of the CUDA driver."""
+"""Schedule `copy_engine` on several ranks: real processes, with CPU tensors and a test double of the CUDA driver."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_schedule(group: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> 
 
 
 def schedule_of(group: Any) -> CopyEngineSchedule:
-    """As dispatch makes it."""
+    """Create the schedule as dispatch does."""
     described, spec = resolve_group(group), SCHEDULES["copy_engine"]
     assert spec.available(described, CPU)
     schedule = spec.make(described, CPU, None)
@@ -65,7 +65,7 @@ OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_r
 
 @contextmanager
 def results_of_calls() -> Iterator[list[Tensor]]:
-    """What calls are to give, also those that raise."""
+    """Collect the result tensors of calls, including calls that raise."""
     from fused_tp.transport.copy_engine import Call
 
     kept: list[Tensor] = []
@@ -80,7 +80,7 @@ def results_of_calls() -> Iterator[list[Tensor]]:
 
 
 def failures(schedule: CopyEngineSchedule) -> list[str]:
-    """What ranks say of failures, each on a group of its own, as it is unusable afterwards."""
+    """Messages of failures, each on a separate group, which is unusable afterwards."""
     cases = [functools.partial(is_late, op=op) for op in OPS] + [gives_up_at_random]
     everyone = list(range(schedule.world_size))
     schedules = [schedule_of(dist.new_group(everyone)) for _ in cases]
@@ -94,7 +94,7 @@ def failures(schedule: CopyEngineSchedule) -> list[str]:
 
 
 def is_late(schedule: CopyEngineSchedule, op: str) -> str:
-    """The last rank comes too late to a call."""
+    """Let the last rank arrive too late at a call."""
     os.environ["FUSED_TP_TIMEOUT"] = "0.5"
     last = schedule.world_size - 1
     if schedule.rank == last:
@@ -108,7 +108,7 @@ def is_late(schedule: CopyEngineSchedule, op: str) -> str:
 
 
 def gives_up_at_random(schedule: CopyEngineSchedule) -> str:
-    """Ranks give up at different times, with several calls under way: nobody ever takes wrong bytes for right."""
+    """Let ranks give up at different times, with several calls in flight: no rank may return wrong bytes."""
     os.environ["FUSED_TP_TIMEOUT"] = str(0.3 + 0.2 * schedule.rank)
     pace = random.Random(schedule.rank)
     right = []

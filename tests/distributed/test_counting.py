@@ -1,4 +1,4 @@
-"""What CommDebugMode and FlopCounterMode see of every op, as a Python call and as an op of torch.library."""
+"""Counts of CommDebugMode and FlopCounterMode for every op, as a Python call and as an op of torch.library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.tensor.debug  # what is imported later is found at the first call of a Python function
+import torch.distributed.tensor.debug  # an op counts only if this is imported by its first Python call
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,10 +16,10 @@ from tests.distributed.test_every_op import calls, outcome
 from tests.workers import on_ranks
 
 GATHER, SCATTER, SUM, SWAP = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single"
-# By op of test_every_op: collectives, and flops in multiples of 2, of forward and backward.
+# Op of test_every_op -> collectives, and flops in multiples of 2, of forward and backward together.
 MATMUL = 4 * 8 * 6  # [4, 8] @ [8, 6]
 GROUPED = 6 * 8 * 6  # rows of experts
-RING = 2 * 4 * 8 * 8  # heads, own queries, all keys, head_dim: of one matmul
+RING = 2 * 4 * 8 * 8  # one matmul: heads, own queries, all keys, head_dim
 EXPECTED: dict[str, tuple[dict[str, int], int]] = {
     "all_gather": ({GATHER: 1, SCATTER: 1}, 0),
     "all_gather_matmul": ({GATHER: 2, SCATTER: 1}, 3 * 2 * 2 * MATMUL),

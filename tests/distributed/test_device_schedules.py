@@ -1,6 +1,6 @@
-"""The device kernels from Python: every collective and the schedules on top, on processes and on threads.
+"""The device kernels from Python: every collective and the schedules based on them, on processes and threads.
 
-The kernels run in their CPU build. What a sum over ranks must be is known to the bit: float32, in the order of ranks.
+The kernels run in their CPU build. A sum over ranks has defined bits: float32, in rank order.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from tests.workers import fresh_ranks, on_ranks
 
 pytestmark = pytest.mark.full
 
-# One element, fewer than a packet of 16 bytes, odd, several packets and a bit, more than one block's share.
+# One element, less than a packet of 16 bytes, odd, several packets and a rest, more than one block's share.
 SHAPES = [(1,), (7,), (3, 5), (5, 131), (2, 33, 129)]
 
 
 @pytest.fixture(autouse=True)
 def no_library_stays() -> Iterator[None]:
-    """Ranks that are threads have set one in this very process."""
+    """Reset the library, which ranks that are threads set in this process."""
     yield
     use_library(None)
 
@@ -54,7 +54,7 @@ device_ranks = partial(ranks_on, "two_shot")
 
 
 def collectives_of(group: Any) -> DeviceCollectives:
-    """New ones, whatever the group had before."""
+    """Create new DeviceCollectives, independent of earlier ones of the group."""
     described = resolve_group(group)
     memory = group_memory(described, CPU)
     assert not isinstance(memory, Availability), memory
@@ -70,7 +70,7 @@ def terms_of(world_size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: 
     return [seeded(*shape, dtype=dtype, seed=1000 * seed + rank) for rank in range(world_size)]
 
 
-# -- collectives, on any ranks: of the CPU here, of GPUs in tests/gpu --------------------------------------------------
+# -- collectives on any ranks: on the CPU here, on GPUs in tests/gpu ---------------------------------------------------
 
 
 def sums(device: DeviceCollectives, dtype: torch.dtype) -> None:
@@ -95,7 +95,7 @@ def sums(device: DeviceCollectives, dtype: torch.dtype) -> None:
         start, stop = shard_range(shape[0], world_size, rank)
         same_bits(device.reduce_scatter(terms[rank]), summed(terms)[start:stop])
         same_bits(device.reduce_scatter(terms[rank], None, bias), summed(terms, bias)[start:stop])
-    # Blocks of rows, as of a dim in the middle: 3 rows for each index of a dim of 5.
+    # Blocks of rows, as for a dim in the middle: 3 rows for each index of a dim of 5.
     terms = terms_of(world_size, (15, 4), dtype)
     sizes = [3 * size for size in shard_sizes(5, world_size)]
     wanted = summed(terms).split(sizes)[rank]
@@ -115,14 +115,14 @@ def movements(device: DeviceCollectives, dtype: torch.dtype) -> None:
         whole = (100 * seeded(batch, length * world_size, heads * world_size, head_dim)).to(dtype)
         of_sequence = whole.split(length, 1)[rank]
         of_heads = whole.split(heads, 2)[rank]
-        assert 1 in (batch, world_size) or not of_sequence.is_contiguous()  # its batches lie apart, which takes no copy
+        assert 1 in (batch, world_size) or not of_sequence.is_contiguous()  # strided batches need no copy
         same_bits(device.sequence_to_heads(of_sequence), of_heads)
         same_bits(device.heads_to_sequence(of_heads), of_sequence)
         same_bits(device.heads_to_sequence(device.sequence_to_heads(of_sequence)), of_sequence)
 
 
 def norms(device: DeviceCollectives, dtype: torch.dtype) -> list[Tensor]:
-    """Also what must have the same bits on all ranks."""
+    """Test the norms, and return results whose bits must agree on all ranks."""
     rank, world_size = device.rank, device.world_size
     results: list[Tensor] = []
     for seed, shape in enumerate(SHAPES):
@@ -148,7 +148,7 @@ def every_collective(device: DeviceCollectives, dtype: torch.dtype) -> list[Tens
 def in_process(group: Any, dtype_name: str) -> list[bytes]:
     device = collectives_of(group)
     results = every_collective(device, getattr(torch, dtype_name))
-    for dtype in (torch.int64, torch.uint8, torch.float64, torch.complex64):  # what is only moved may have any
+    for dtype in (torch.int64, torch.uint8, torch.float64, torch.complex64):  # movements support any dtype
         movements(device, dtype)
     return [t.contiguous().view(torch.uint8).numpy().tobytes() for t in results]
 
@@ -188,7 +188,7 @@ def test_nothing_to_do_and_scalars(group: Any) -> None:
 
 @on_ranks(4, run=device_ranks)
 def test_two_groups_at_once(group: Any) -> None:
-    """Two groups of the same ranks, each called by a thread of its own."""
+    """Two groups of the same ranks, each called by a separate thread."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     assert group is not dist.group.WORLD  # which has the same ranks
     failed: list[BaseException] = []
@@ -215,7 +215,7 @@ def test_two_groups_at_once(group: Any) -> None:
 
 
 def kernels_of_ops(group: Any) -> dict[str, list[str]]:
-    """The kernels that run for each op, forward and backward."""
+    """Kernels that run for each op, forward and backward."""
     found: dict[str, list[str]] = {}
     real = Workspaces.use
 
@@ -262,7 +262,7 @@ def test_ranks_that_are_threads_have_nothing_without_kernels(library: None) -> N
     run_local(3, ranks, timeout=60)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- rejected arguments -----------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, run=device_ranks)
@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(group: Any) -> Non
     without_switch = mock.patch.object(CpuSymmetricMemory, "multicast_ptr", 0)
     with without_switch, pytest.raises(ValueError, match="'multimem', which needs memory with a multicast address"):
         collectives_of(group).all_reduce(x, "multimem")
-    assert torch.equal(device.all_reduce(x), 2 * x)  # nothing has been sent, so the group goes on
+    assert torch.equal(device.all_reduce(x), 2 * x)  # nothing was sent, so the group still works
 
 
 @on_ranks(2, run=device_ranks)
@@ -292,7 +292,7 @@ X = torch.ones(40, 24)
 
 
 def kernels_fail(group: Any) -> tuple[str, str]:
-    """Those of rank 0, while rank 1 waits for its message; what rank 1 then says of its own kernels."""
+    """Let the kernels of rank 0 fail while rank 1 waits for its message; return rank 1's errors."""
     with schedule_on(group, "two_shot") as schedule:
         schedule.all_reduce(X)
         transport, outside = schedule.fallback.transport, torch.ones(4)
@@ -310,7 +310,7 @@ def kernels_fail(group: Any) -> tuple[str, str]:
 
 
 def test_who_waits_for_messages_of_a_rank_whose_kernels_failed_hears_of_it() -> None:
-    """And its own kernels, which have not failed, are given up with the messages."""
+    """The waiting rank also gives up its own kernels, which have not failed."""
     outcomes = device_ranks(2, kernels_fail, run=fresh_ranks)
     heard, refused = outcomes[1].unwrap()
     assert "rank 0 has given the group up" in heard and "the kernels of rank 0 have failed." in heard

@@ -21,7 +21,7 @@ Call = tuple[Callable[..., Any], list[Tensor]]
 
 
 def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> dict[str, Call]:
-    """By public op: a function of leaves, and the leaves; those of decoding, which has no gradient, need none."""
+    """Calls by public op: a function of leaves, and the leaves, which require grad except in decoding."""
     rank, mesh, words = group.rank(), device_mesh(group), 5 * group.size()
     target = torch.tensor([0, words - 5, -100, words - 1])
 
@@ -32,7 +32,7 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> dict[
     new, cached = torch.ones(1, 1, 2, 8, dtype=dtype), seeded(1, 4, 2, 8, dtype=dtype, seed=rank)
     lengths = torch.tensor([8])
     one: dict[str, Any] = {"group": group}
-    rows, stacked = (6, 8), (2, 6, 8)  # of experts
+    rows, stacked = (6, 8), (2, 6, 8)  # for experts
     tokens, offsets = torch.tensor([0, 3, 1, 1, 2, 0]), torch.tensor([2, 6], dtype=torch.int32)
     return {
         "all_gather": (lambda x: collectives.all_gather(x, 0, **one), leaves(x)),
@@ -89,7 +89,7 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) -> dict[
 
 
 def outcome(fn: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
-    """Outputs and gradients."""
+    """Run `fn` and return its outputs and gradients."""
     result = fn(*leaves)
     outputs = [result] if isinstance(result, Tensor) else list(result)
     found = [t.detach() for t in outputs]
@@ -99,7 +99,7 @@ def outcome(fn: Callable[..., Any], leaves: list[Tensor]) -> list[Tensor]:
 
 
 def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[str]]:
-    """By public op: the ranges that torch's profiler has seen of its forward and backward. Compiled is as eager."""
+    """Ranges of torch's profiler by public op, forward and backward; compiled results must equal eager ones."""
     seen = {}
     for name, (fn, leaves) in calls(group).items():
         torch._dynamo.reset()
@@ -113,7 +113,7 @@ def ranges_of_all(group: dist.ProcessGroup, compiled: bool) -> dict[str, list[st
     return seen
 
 
-# What the ops show of themselves on two ranks that send messages, in order; chunks and steps apart.
+# Ranges of the ops on two ranks that send messages, in order, without those of chunks and steps.
 GRADS = "all_gather_matmul_backward [8, 6]x[8, 6]x[4, 8]x[6, 8]x[6, 8] f32"
 RING = [
     "ring_attention [1, 4, 2, 8]x[1, 4, 2, 8]x[1, 4, 2, 8] f32 {}",
@@ -168,7 +168,7 @@ EXPECTED = {
     "unshard_sequence": ["unshard_sequence [4, 8] f32 {}", "shard_sequence [8, 8] f32"],
     "vocab_parallel_cross_entropy": ["vocab_parallel_cross_entropy [4, 5] f32 {}"],
 }
-# Whose backward is nothing but local arithmetic: no op of ours, so no range where a compiler takes it apart.
+# Ops whose backward is local arithmetic: it is no custom op, so compiled code has no range for it.
 LOCAL_BACKWARD = {
     "matmul_all_reduce": "matmul_all_reduce backward [4, 6] f32",
     "matmul_all_reduce_rms_norm": "matmul_all_reduce_rms_norm backward [4, 6]x[4, 6] f32",
@@ -203,7 +203,7 @@ def test_every_op_is_named_with_its_shapes_and_schedule(schedule: str, compiled:
 
 
 def public_ops() -> set[str]:
-    """Names of those with tensors of ranks."""
+    """Names of the public ops that take tensors of ranks."""
     modules = {name: getattr(getattr(fused_tp, name), "__module__", "") for name in fused_tp.__all__}
     ops = {name for name, module in modules.items() if module.startswith("fused_tp.ops.")}
     return ops - {"explain", "sequence_positions", "sequence_balance", "split_backward"}
@@ -214,7 +214,7 @@ def test_every_public_op_is_in_the_test() -> None:
 
 
 def results_may_be_written_to(group: dist.ProcessGroup) -> None:
-    """As those of torch's ops may, with a gradient, without, and with a plan: torch refuses that of some views."""
+    """Results are writable, like those of torch's ops, with and without grad and with a plan: none is a view."""
     for name, (fn, leaves) in calls(group).items():
         for grad in (False, False, True):
             with torch.set_grad_enabled(grad):
@@ -230,7 +230,7 @@ def test_results_may_be_written_to(schedule: str) -> None:
 
 @on_ranks(1, 2)
 def test_second_derivatives_are_refused(group: dist.ProcessGroup) -> None:
-    """Of all but collectives. Where backward sends nothing, its own derivative would lack the other ranks' terms."""
+    """Second derivatives raise, except for collectives. For a local backward they would lack the other ranks' terms."""
     for name, (fn, leaves) in calls(group).items():
         linear = not any(word in name for word in ("matmul", "norm", "attention", "entropy"))
         complete = group.size() == 1 and name in LOCAL_BACKWARD
@@ -264,7 +264,7 @@ def test_compile_with_dynamic_heads(group: dist.ProcessGroup) -> None:
 
 
 def checkpointed_and_under_autocast(group: dist.ProcessGroup) -> None:
-    """Matmuls run in bf16 and give the gradients their leaves' dtype; residual streams and losses stay fp32."""
+    """Matmuls run in bf16 and return gradients in their leaves' dtype; residual streams and losses stay fp32."""
     for name, (fn, leaves) in calls(group).items():
         stored = outcome(fn, leaves)
         again = outcome(lambda *args, fn=fn: checkpoint(fn, *args, use_reentrant=False), leaves)

@@ -1,4 +1,4 @@
-"""`explain` asks dispatch the very questions that the ops ask, and shows the choices that they get."""
+"""`explain` makes the same dispatch queries as the ops, and shows the same choices."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Asked = list[tuple[Any, ...]]
 
 @contextmanager
 def asked() -> Iterator[Asked]:
-    """What is asked of `select_schedule` inside, and the names of the schedules that it gives."""
+    """Record the queries to `select_schedule` in the block, and the names of the schedules that it returns."""
     found: Asked = []
     real = registry.select_schedule
 
     def recorded(key: DispatchKey, group: Any) -> Any:
         schedule = real(key, group)
-        if schedule.name != "local":  # the attention inside of ulysses_attention, which moves nothing
+        if schedule.name != "local":  # the attention inside ulysses_attention, which moves nothing
             found.append((key.op, key.dtype, key.m, key.k, key.n, schedule.name))
         return schedule
 
     for op in OPS.values():
-        op._plans.clear()  # with a plan nothing is asked
+        op._plans.clear()  # an op with a plan makes no query
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
             if name.startswith("fused_tp.") and getattr(module, "select_schedule", None) is real:
@@ -63,7 +63,7 @@ def compare(group: dist.ProcessGroup, op: str, call: Callable[..., Any], tensors
             out.float().sum().backward()
     with asked() as explained:
         explanation = explained_as(group, op, tensors, **more)
-    if op == "ulysses_attention":  # there and back: two exchanges that go one way
+    if op == "ulysses_attention":  # two exchanges, there and back, with equal schedules
         assert len(set(forward)) == len(set(backward)) == 1 and len(forward) == len(backward) == 2
         forward, backward = forward[:1], backward[:1]
     assert explained == forward + backward, f"{op} explains {explained}, but runs {forward} and {backward}"
@@ -102,20 +102,20 @@ def test_a_table_that_prefers_collectives_where_there_is_shared_memory(tmp_path:
 
 
 def test_every_public_op_is_known() -> None:
-    # By layout, not by dispatch, and composed of two that are known.
+    # The first two depend on the layout, not on dispatch; the last is composed of two known ops.
     others = {"shard_sequence", "unshard_sequence", "context_parallel_attention"}
     assert set(tensor_arguments()) == public_ops() - others
 
 
 def step_provider(group: dist.ProcessGroup, op: str, dtype: torch.dtype) -> tuple[str, str]:
-    """The provider in the name of the op's span, and the one explained."""
+    """Return the provider in the name of the op's span, and the explained one."""
     call, tensors = calls(group, dtype)[op]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call(*tensors)
     (span,) = {event.key for event in profile.key_averages() if event.key.startswith("ring_attention (")}
     explanation = explained_as(group, op, tensors)
     assert explanation.forward is not None and explanation.provider is not None
-    schedule = explanation.forward.schedule if op == "ring_attention" else "local"  # all tokens are there by then
+    schedule = explanation.forward.schedule if op == "ring_attention" else "local"  # all tokens are local
     return span, f"ring_attention ({schedule}, {explanation.provider.name})"
 
 
@@ -126,7 +126,7 @@ def test_the_provider_of_the_ring_is_the_one_that_runs(op: str) -> None:
 
 
 NATIVE, BLOCKS = "native-cpu, because the native kernels have every mask and score", "torch-blocks, because plain torch"
-PROVIDERS = [  # op, arch, dtype, queries, v_head_dim, what is said
+PROVIDERS = [  # op, arch, dtype, queries, v_head_dim, expected text
     ("ring_attention", "cpu", torch.float64, 64, 8, NATIVE),
     ("ring_attention", "sm_90", torch.bfloat16, 64, 128, "triton, because the Triton kernels round once in all steps"),
     ("ring_attention", "sm_90", torch.float16, 64, 320, f"{BLOCKS} serves every device, dtype and score; no tri"),

@@ -1,7 +1,7 @@
-"""Ranks that come late, stop, die, disagree or raise in the middle of an op: which error, saying what, on whom, when.
+"""Ranks that are late, stop, die, disagree or raise in the middle of an op: errors on each rank, and their delays.
 
-One table over all transports. What only one of them can do wrong is in the files of that transport; tests/campaign.py
-has many faults at random on shared memory and gloo.
+One table over all transports. Failures of a single transport are in its own test files; tests/campaign.py injects many
+random faults on shared memory and gloo.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native.doubles.libraries import DOUBLES, build_doubles
 from tests.workers import Outcome, error_of, fresh_ranks, on_ranks, run_fresh, run_ranks
 
-# The ops have the names of their modules.
+# Imported by name, because the ops shadow the modules of the same name.
 decode_module, column_module = (
     import_module(f"fused_tp.ops.{op}") for op in ("context_parallel_decode", "column_parallel_matmul")
 )
@@ -76,7 +76,7 @@ pytestmark = [
 
 
 def on(*transports: str) -> pytest.MarkDecorator:
-    """Cases of those transports; those of GPUs, over doubles, are `full`, and that which is made of two others."""
+    """Parametrize over those transports; those of GPUs, on test doubles, and `hierarchical` are marked `full`."""
     return pytest.mark.parametrize("transport", [with_marks(one, one) for one in transports or TRANSPORTS])
 
 
@@ -107,7 +107,7 @@ def test_who_waits_for_a_rank_that_knows_of_a_loss_is_told(transport: str) -> No
 
 
 def another_op(_: Any, transport: str) -> str:
-    """The last rank is late, and rank 1 calls another op, of as many bytes: gloo aborts where those differ."""
+    """The last rank is late, and rank 1 calls another op of equally many bytes, since gloo aborts if they differ."""
     rank, last = dist.get_rank(), WORLD - 1
     x, w = torch.ones(4, 6), torch.ones(3, 6)
     with group_on(transport) as group:
@@ -173,7 +173,7 @@ def disagree(_: Any, transport: str) -> list[str]:
             error = error_of(call, group, dist.get_rank() == 1)
             assert isinstance(error, RankMismatchError), error
             said.append(str(error))
-            assert fused_tp.all_reduce(torch.ones(1), group=group).item() == WORLD  # nothing was sent
+            assert fused_tp.all_reduce(torch.ones(1), group=group).item() == WORLD  # nothing was sent before
     return said
 
 
@@ -183,10 +183,10 @@ def test_disagreement_is_an_error_on_all_ranks(transport: str) -> None:
     first, *others = run_ranks(WORLD, disagree, transport)
     assert others == [first] * (WORLD - 1)
     for message, (_, said) in zip(first, DISAGREE.values(), strict=True):
-        assert said in message.replace(", False", "")  # whether there is a bias
+        assert said in message.replace(", False", "")  # removes the flag for a bias
 
 
-SETTINGS = {  # of the odd rank: what all say of it
+SETTINGS = {  # name: value on the odd rank, and the message on all ranks
     "FUSED_TP_SHM": ("0", "FUSED_TP_SHM is True on ranks 0 and 2 and False on rank 1"),
     "FUSED_TP_SCHEDULE": ("pipelined", "FUSED_TP_SCHEDULE is None on ranks 0 and 2 and pipelined on rank 1"),
     "FUSED_TP_CHECK": ("1", "FUSED_TP_CHECK is False on ranks 0 and 2 and True on rank 1"),
@@ -203,7 +203,7 @@ def test_settings_that_differ_are_an_error_on_all_ranks(world: Any) -> None:
         with environment({name: value} if dist.get_rank() == 1 else {}):
             error = error_of(fused_tp.all_reduce, torch.ones(1), group=group)
         assert isinstance(error, RankMismatchError) and said in str(error), error
-        assert fused_tp.all_reduce(torch.ones(1), group=group).item() == 3  # they compare again
+        assert fused_tp.all_reduce(torch.ones(1), group=group).item() == 3  # ranks compare their settings again
 
 
 # ---- stopped, killed, ended, forked ----------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def test_stopped_or_killed_rank_is_noticed_and_others_go_on(outcome: list[Outcom
 
 
 def ends(_: Any) -> tuple[float, str]:
-    """Rank 2 ends as a program does that has finished, while the others wait for it."""
+    """Rank 2 exits like a finished program, while the others wait for it."""
     with group_on("one_sided") as group:
         run = calls_of(group)
         run()
@@ -225,7 +225,7 @@ def ends(_: Any) -> tuple[float, str]:
             time.sleep(0.2)  # the others wait for it, most likely
             at = time.monotonic()
             atexit._run_exitfuncs()
-            wait_for_those_who_gave_up("ends", (0, 1))  # its end would tell them, too
+            wait_for_those_who_gave_up("ends", (0, 1))  # the end of the process would notify them, too
             return at, ""
         failure = failure_of(run)
         at = time.monotonic()
@@ -255,7 +255,7 @@ def test_nothing_is_left_when_all_ranks_are_killed() -> None:
 
 
 def forked(_: Any, transport: str) -> str:
-    """A rank forks a child, as data loaders do: the child may not speak for the rank, nor is its end the rank's."""
+    """A rank forks a child, as data loaders do: the child must not act for the rank, and its end is not the rank's."""
     read, write = os.pipe()
     with group_on(transport) as group:
         run = calls_of(group, MATMULS)
@@ -288,8 +288,11 @@ ON_MEMORY_OR_GLOO = ("one_sided", "plain", "pipelined", "hierarchical")
 
 
 def destroys(_: Any, transport: str) -> list[tuple[float, Any]]:
-    """The last rank destroys a group that it has not used, one whose results it holds, and all; the others wait for its
-    next call. When, and what they say; of it what is left, with the result and without, and what its next call says."""
+    """The last rank destroys an unused group, a group whose result it keeps, and all groups; the others wait for it.
+
+    Returns times and messages on the waiting ranks; on the last rank times, leftover resources with and without the
+    result, and the error of its next call.
+    """
     last = dist.get_rank() == WORLD - 1
     found: list[tuple[float, Any]] = []
     for which in ("unused", "used", "all"):
@@ -315,11 +318,11 @@ def destroys(_: Any, transport: str) -> list[tuple[float, Any]]:
                 again = "" if which == "unused" else str(error_of(fused_tp.all_reduce, torch.ones(1), group=group))
                 left = {what: count - before[what] for what, count in with_result.items()}, core_resources() == before
                 if which == "unused":
-                    del group, run  # what nobody has asked anything of only torch can close
+                    del group, run  # a group that fused_tp has never used is closed by torch only
                 found.append((at, (left, again)))
         if which != "all":
             dist.barrier()
-    time.sleep(2.0 if last else 0.0)  # its end would tell the others, too
+    time.sleep(2.0 if last else 0.0)  # the end of the process would notify the others, too
     return found
 
 
@@ -331,7 +334,7 @@ def test_destroyed_group_is_gone_for_all_ranks_at_once(transport: str) -> None:
     for number, (at, (left, again)) in enumerate(own):
         noticed = [one[number][0] - at for one in others]
         assert all(0 <= seconds < 2.0 for seconds in noticed), (number, noticed, others)
-        # A result that is kept has this rank's segment, and nothing of the peers'.
+        # A kept result keeps this rank's segment alive, but not those of its peers.
         kept = int(transport == "one_sided" and number > 0)
         assert left == ({"segments": kept, "pidfds": 0, "mappings": kept}, True), (number, left)
         assert number == 0 or "was it destroyed?" in again
@@ -361,11 +364,11 @@ def test_ranks_destroy_in_any_order(order: Sequence[int]) -> None:
 
 
 class OutOfMemory(Exception):
-    """Of one rank alone."""
+    """Error that only one rank raises."""
 
 
 class Place(NamedTuple):
-    """Where rank 0 raises: at call `number` of `name` in `where`, while `op` runs on `transport`."""
+    """Place where rank 0 raises: at call `number` of `name` in `where`, while `op` runs on `transport`."""
 
     transport: str
     op: str | Op
@@ -375,7 +378,7 @@ class Place(NamedTuple):
 
 
 def gradients(op: Any, group: Any, n: float) -> tuple[Tensor, float]:
-    """The sum over ranks for the gradient of x, and meanwhile that of w: for a gather, x is gathered again for it."""
+    """Backward of `op`: the reduction for dx overlaps with dw, for which a gather op gathers x again."""
     x, w = leaf(n, 4, 6), weight()
     y = n * op(x, w, group=group)
     dx, dw = torch.autograd.grad(y.sum(), (x, w))
@@ -421,7 +424,7 @@ PLACES = {
 
 
 def at_call(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which raises when it is called for that time."""
+    """Wrap `function` so that its call `number` raises."""
     calls = 0
 
     def raising(*args: Any, **keywords: Any) -> Any:
@@ -444,13 +447,13 @@ def raises_midway(_: Any, name: str) -> Failure:
             raising = at_call(place.number, getattr(place.where, place.name))
             with mock.patch.object(place.where, place.name, raising), pytest.raises(OutOfMemory):
                 run()
-        # What rank 0 had sent may have been all that this one op of a peer waits for.
+        # A peer may finish its first call if rank 0 had already sent all that this call needs.
         failure = failure_of(run)
         dist.barrier()
     return failure
 
 
-# What peers hear; over messages they hear the very sentence.
+# Error on peers; over messages they receive the original sentence.
 HEARD = {
     "one_sided": "rank 0 has left the group",
     "two_shot": "rank 0 gave up",

@@ -1,4 +1,4 @@
-"""Odd inputs of every public op (tests/fuzz.py): some of them, and in the other tier 200 of each."""
+"""Odd inputs of every public op (tests/fuzz.py): a few of them, and 200 of each in the full tier."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from tests.distributed.test_tp_ops import check, leaf, own_part
 from tests.reference import gradients64, refuses, seeded
 from tests.workers import on_ranks, run_ranks
 
-# [B, M, K, N], experts, and experts of each token. With more experts than rows some have none.
+# [B, M, K, N], experts, and experts per token. With more experts than rows, some experts are empty.
 CASES = [((1, 1, 1, 1), 1, 1), ((2, 3, 5, 7), 4, 2), ((1, 13, 8, 12), 40, 3), ((3, 12, 8, 24), 3, 1)]
 
 
 def route(tokens: int, experts: int, top_k: int) -> tuple[Routing, Tensor]:
-    """Different experts of each token, and where the row of each (token, expert) is."""
+    """Draw different experts for each token; return the routing and the sorted experts."""
     generator = torch.Generator().manual_seed(tokens + experts)
     chosen = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :top_k].reshape(-1)
     sorted_experts, order = chosen.sort(stable=True)
@@ -85,8 +85,8 @@ def grouped_case(group: Any, dtype_name: str, transposed: bool) -> None:
             check(f"{name} dw", w_own.grad, own_part(dw, 2, group), dtype, rows)
             assert s_own.grad is not None
             total = s_own.grad.double()
-            dist.all_reduce(total, group=group)  # each rank has its term
-            # Each rank rounds its term to the dtype, once as a gradient of a row and once as their sum.
+            dist.all_reduce(total, group=group)  # each rank holds one term
+            # Each rank rounds its term to the dtype twice: as the gradient of a row, and as the sum of these.
             bound = 8 * torch.finfo(dtype).eps * dist.get_world_size(group) * (1 + dscale.abs().max())
             torch.testing.assert_close(total, dscale, atol=float(bound), rtol=0)
 
@@ -113,7 +113,7 @@ def test_one_rank(dtype_name: str) -> None:
 
 @on_ranks(2)
 def test_ranks_of_different_rows(group: dist.ProcessGroup) -> None:
-    """Each rank has its own experts, and none of some tokens; a factor may be more precise than what it scales."""
+    """Ranks hold different experts, and none for some tokens; a factor may be more precise than the rows it scales."""
     x, w = seeded(6, 4, dtype=torch.bfloat16, seed=1), seeded(2, 5, 4, dtype=torch.bfloat16, seed=2)
     tokens = [torch.tensor([0, 2, 4, 1, 2]), torch.tensor([5, 2])][group.rank()]
     offsets = torch.tensor([[3, 5], [0, 2]][group.rank()], dtype=torch.int32)
@@ -128,7 +128,7 @@ def test_ranks_of_different_rows(group: dist.ProcessGroup) -> None:
     wanted = torch.zeros(6, 5, dtype=torch.float64)
     for tokens, _, scale, up in every:
         wanted.index_add_(0, tokens, up.double() * scale.double()[:, None])
-    # Of numbers up to 8 in bfloat16: each rank rounds its term, and their sum is rounded once more, by 2^-9 of it.
+    # Numbers up to 8 in bfloat16: each rank rounds its term, and the sum is rounded once more, by 2^-9 of its value.
     torch.testing.assert_close(y.double(), wanted, atol=0.05, rtol=0)
     assert not y[3].any() and x.grad is not None and not x.grad[3].any()
     own = leaf(own_part(x, 0, group))

@@ -1,4 +1,4 @@
-"""Two levels: ranks of one machine that take themselves for several hosts, shared memory inside and gloo across."""
+"""Two levels: ranks of one machine that emulate several hosts, with shared memory inside and gloo across."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FORCED = {"FUSED_TP_SCHEDULE": "hierarchical"}
 
 @contextmanager
 def on_hosts(names: str, **env: str) -> Iterator[Any]:
-    """A new group of the first ranks, on hosts of these names; the world makes it."""
+    """Create a group of the first ranks, on hosts with these names; all ranks of the world call it."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FUSED_TP_HOST", names[rank] if rank < len(names) else "none")
@@ -82,10 +82,10 @@ def all_ops(_: Any, names: str, dtype: torch.dtype, chunk_bytes: int) -> list[st
         made = select_schedule(DispatchKey("all_reduce", dtype, torch.device("cpu"), 3, None, 4), resolve_group(group))
         assert isinstance(made, Hierarchical)
         assert made._inside("matmul_reduce_scatter", dtype).name == "one_sided"
-        every_method(made, dtype, exact=False)  # shards that are not equally long go flat, and come out right
+        every_method(made, dtype, exact=False)  # unequal shards fall back to one level, with right results
         all_cases(group, str(dtype).removeprefix("torch."), strided=False)
         integers(made)
-        patch.setenv("FUSED_TP_SHM", "0")  # later on, which reaches the inside too
+        patch.setenv("FUSED_TP_SHM", "0")  # a later change also affects the inner schedule
         assert made._inside("matmul_reduce_scatter", dtype).name == "plain"
         movements(made, partial(same_sum, made, False), dtype, 1, 2 * world, 1, 3)
         patch.delenv("FUSED_TP_SHM")
@@ -116,7 +116,7 @@ def test_two_hosts_of_two_ranks(dtype: torch.dtype, chunk_bytes: int) -> None:
 
 
 def count_bytes(_: Any) -> dict[str, list[tuple[tuple[int, ...], int]]]:
-    """What each op has torch.distributed send, from this rank: in a group of which ranks, how many bytes in all."""
+    """Messages of torch.distributed from this rank by op: ranks of the group, and total bytes."""
     sent: list[tuple[tuple[int, ...], int]] = []
 
     def counted(name: str, nbytes: Callable[..., int]) -> Any:
@@ -154,7 +154,7 @@ def count_bytes(_: Any) -> dict[str, list[tuple[tuple[int, ...], int]]]:
 
 
 def test_what_leaves_a_host_is_what_no_other_rank_of_it_sends() -> None:
-    """Flat, each would send the other host's two ranks all of it: twice as much."""
+    """A flat exchange would send everything to both ranks of the other host: twice as much."""
     for rank, found in enumerate(run_ranks(4, count_bytes, env=FORCED)):
         across = (rank % 2, rank % 2 + 2)
         assert found == {
@@ -173,7 +173,7 @@ def test_three_hosts_of_two_ranks_and_two_of_them(_: Any) -> None:
     all_ops(_, "aabbcc", torch.float32, 64)
     others = [dist.new_group(list(range(6))) for _ in range(2)]
     x = torch.ones(3)
-    with on_hosts("aabb") as group:  # a part of the world, whose other ranks know nothing of its hosts
+    with on_hosts("aabb") as group:  # a subset of the world; the other ranks do not know its hosts
         if dist.get_rank() < 4:
             assert torch.equal(fused_tp.all_reduce(x, group=group), 4 * x)
             hosts = hosts_of(resolve_group(group))
@@ -182,7 +182,7 @@ def test_three_hosts_of_two_ranks_and_two_of_them(_: Any) -> None:
     for gone in (*others, group):
         if gone is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(gone)
-    with on_hosts("aabb") as group:  # its parts would have had the names of those that went with the first one
+    with on_hosts("aabb") as group:  # its subgroups must not reuse the names of the destroyed ones
         if dist.get_rank() < 4:
             assert torch.equal(fused_tp.all_reduce(x, group=group), 4 * x)
             assert not any(part.process_group in dist.distributed_c10d._world.pg_map for part in parts)
@@ -208,7 +208,7 @@ def explanation(group: Any) -> str:
         ("aaaa", "", "one_sided", "but all of its ranks are on one host"),
         ("abcd", "", "plain", "each of its ranks is on a host of its own"),
         ("abab", "", "plain", "laid out"),
-        ("aabb", "23", "plain", "no fast links inside of a host"),  # one host lacks them, and then all do without
+        ("aabb", "23", "plain", "no fast links inside of a host"),  # one host lacks them, so no host uses them
         ("aabb", "", "hierarchical", "forces it"),
     ],
 )
@@ -257,7 +257,7 @@ def parts_that_rank_3_does_not_make() -> str:
 
 
 def memory_that_rank_3_does_not_join() -> tuple[str, str, float]:
-    """The group's name, and what is said of it where only rank 2's host lacks a rank."""
+    """The group's name, and its error if rank 3 does not join the shared memory of rank 2's host."""
     with on_hosts("aabb", FUSED_TP_TIMEOUT="1") as group:
         described = resolve_group(group)
         assert made_together(registry._DIFFERING, described, registry._differing_settings) == ""
@@ -275,7 +275,7 @@ def failing_one_after_the_other(_: Any) -> tuple[Any, ...]:
     for case in (parts_that_rank_3_does_not_make, memory_that_rank_3_does_not_join):
         found.append(case())
         dist.barrier()
-        # torch numbers groups: where one could not be made, the ranks still agree on the next one's number.
+        # torch numbers groups: after a failed creation, the ranks must still agree on the next number.
         everyone = torch.ones(1)
         dist.all_reduce(everyone, group=dist.new_group(list(range(4))))
         assert everyone.item() == 4.0
@@ -289,7 +289,7 @@ def test_rank_that_does_not_join_a_level_ends_group_on_all_ranks(outcome: list[O
         assert parts.startswith("CollectiveTimeoutError: ")
         assert "did not take part within 0.5 s (FUSED_TP_TIMEOUT)" in parts
         name, said, seconds = memory
-        # Where ranks 0 and 1 begin late, their own deadline may pass first.
+        # If ranks 0 and 1 start late, their own deadline may pass first.
         if rank == 2 or "fast links inside of hosts" not in said:
             sentence = f"Rank 3 did not take part in the shared-memory rendezvous of group {name!r} within 1 s"
             assert sentence in said and "This is rank 2." in said, said

@@ -1,4 +1,4 @@
-"""Ranks that call an op with different keywords or targets: RankMismatchError on all, and none is out of step."""
+"""Ranks that call an op with different keywords or targets: RankMismatchError on all, and they stay in step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ATTENTION = {
 DECODE = {name: ATTENTION[name] for name in ("scale", "window", "softcap", "alibi_slopes", "sinks")}
 LENGTHS = torch.tensor([5])
 
-# By op: its arguments, and by keyword another value that is as good on one rank.
+# By op: arguments, keywords, and for each keyword another value that is valid on one rank.
 Case = tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {
     "all_gather": ((X, 0), {}, {"dim": 1}),
@@ -68,12 +68,12 @@ CASES: dict[str, Case] = {
     ),
     "unshard_sequence": ((X, 0), {}, {"dim": 1, "layout": "contiguous", "cu_seqlens": BOUNDS}),
 }
-# What may differ: each rank's own results, and what says the same in other words.
+# Keywords that may differ: they affect only a rank's own results, or can express the same value differently.
 OWN = {"return_lse", "return_gathered", "page_table", "group", "mesh", "gather_size", "vocab_size", "seq_len"}
 OWN |= {"seq_len_kv", "cu_seqlens_kv"}
-# Rows and their factors are a rank's own, too, but attention's "scale" is not.
+# Factors of rows may differ, too, but attention's "scale" may not.
 ROWS = {"grouped_matmul_reduce_scatter": {"scale"}, "grouped_matmul_all_reduce": {"scale"}}
-ALWAYS = {"vocab_parallel_cross_entropy", "context_parallel_decode", "unshard_sequence"}  # by what they send anyway
+ALWAYS = {"vocab_parallel_cross_entropy", "context_parallel_decode", "unshard_sequence"}  # sent without a check
 
 
 SENDS_NO_KEYWORD = {"all_reduce", "column_parallel_matmul", "column_parallel_grouped_matmul"}

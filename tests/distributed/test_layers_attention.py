@@ -1,4 +1,4 @@
-"""ParallelAttention against unsharded attention written out here, and against nn.MultiheadAttention."""
+"""ParallelAttention against an unsharded reference, and against nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check(
 
 
 class LearntRope(nn.Module):
-    """Scales features by a parameter that all heads share."""
+    """Scale features by a parameter that all heads share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_attention_equals_the_unsharded(group: dist.ProcessGroup) -> None:
             ):
                 full = Attention(kv_heads, bias, norms, hook, causal)
                 where: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel}
-                if not isinstance(hook, nn.Module):  # which from_module would not take along
+                if not isinstance(hook, nn.Module):  # from_module would not move a module
                     sharded = ParallelAttention.from_module(full, rope=hook, **where)
                     check(group, full, sharded, sequence_parallel)
                 options: dict[str, Any] = {"bias": bias, "qk_norm": norms, "causal": causal, **where}
@@ -79,7 +79,7 @@ def test_attention_equals_the_unsharded(group: dist.ProcessGroup) -> None:
 def test_masks(group: dist.ProcessGroup) -> None:
     mesh = device_mesh(group)
     blind = PADDING.clone()
-    blind[1] = False  # the second text sees nothing: 0, not NaN, also in the gradients
+    blind[1] = False  # the second text attends to nothing: outputs and gradients must be 0, not NaN
     per_head = seeded(1, HEADS, TOKENS, TOKENS, dtype=torch.float64, seed=3)
     pairs = seeded(2, TOKENS, TOKENS, dtype=torch.float64, seed=4) > -0.5
     for causal in (False, True):
@@ -97,7 +97,7 @@ def test_masks(group: dist.ProcessGroup) -> None:
 
 @on_ranks(1, 2, 4)
 def test_generation_with_a_cache(group: dist.ProcessGroup) -> None:
-    """With and without every score, which must see the whole cache."""
+    """Generation with and without windows, caps, sinks and ALiBi, which apply to the whole cache."""
     full = Attention(2, False, True, RotaryEmbedding(HEAD_DIM), True)
     x = seeded(2, 40, HIDDEN, dtype=torch.float64)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_generation_with_a_cache(group: dist.ProcessGroup) -> None:
 
 
 def converted(full: Attention, **more: Any) -> ParallelAttention:
-    """`full` over a mesh; ALiBi is set after, since modules that from_module knows have none."""
+    """Convert `full` to a mesh; ALiBi is set afterwards, as no module that from_module supports has it."""
     sharded = ParallelAttention.from_module(full, rope=full.rope, **more)
     sharded.alibi_slopes = None if full.slopes is None else tuple(full.slopes.double().tolist())
     return sharded
@@ -173,7 +173,7 @@ def test_generation_with_a_cache_cut_over_ranks(group: dist.ProcessGroup, tp: in
             parts = [sharded(x[:, a:b], kv_cache=cache) for a, b in chunks]
             torch.testing.assert_close(torch.cat(parts, 1), wanted, **EXACT)
             assert cache.length == 23 and cache.lengths == [23, 23]
-        # A prompt of which each rank projects its part, in two chunks of odd lengths.
+        # A prompt in two chunks of odd lengths, of which each rank projects its shard.
         for layout in ("zigzag", "contiguous"):
             sharded.cp_layout = layout
             cache = ContextKVCache(mesh["cp"], block=2)
@@ -211,13 +211,13 @@ def turned_in_fp32(q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Ten
 
 
 @pytest.mark.full
-@on_ranks(2, run=run_fresh)  # whose meshes would number groups otherwise than the rest of the pool does
+@on_ranks(2, run=run_fresh)  # its meshes would get other group numbers than on the rest of the pool
 def test_generation_under_autocast(group: dist.ProcessGroup) -> None:
     """Rotary embeddings may leave q and k in fp32, while v is bf16."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))
     torch.manual_seed(0)
     given: dict[str, Any] = {"causal": True, "rope": turned_in_fp32, "mesh": mesh["tp"]}
-    windowed: dict[str, Any] = {"window": (40, 0)}  # attention by another way, of the same tokens
+    windowed: dict[str, Any] = {"window": (40, 0)}  # another attention path with the same tokens
     x = seeded(2, 23, 16)
     for more in ({}, windowed):
         attention = ParallelAttention(16, 4, **given, **more).eval()
@@ -254,7 +254,7 @@ def test_a_cache_is_not_cut_over_ranks_of_other_heads(group: dist.ProcessGroup) 
 
 
 def dropped(group: dist.ProcessGroup, cp: int, mask: Tensor | None = None) -> list[Tensor]:
-    """The whole y and gradient of x under dropout, over cp ranks of tokens and the rest of heads."""
+    """Full y and gradient of x under dropout, with tokens sharded over cp ranks and heads over the others."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (cp, group.size() // cp), mesh_dim_names=("cp", "tp"))
     full = Attention(4, True, False, None, True)
     sharded = converted(full, mesh=mesh["tp"], **({"cp_group": mesh["cp"]} if cp > 1 else {}))
@@ -263,7 +263,7 @@ def dropped(group: dist.ProcessGroup, cp: int, mask: Tensor | None = None) -> li
     mine = shard_sequence(x, 1, group=mesh["cp"]).requires_grad_()
     torch.manual_seed(11)
     y = sharded(mine, seq_len=TOKENS if cp > 1 else None, attention_mask=mask)
-    assert not torch.equal(y, sharded(mine, seq_len=TOKENS if cp > 1 else None))  # other draws
+    assert not torch.equal(y, sharded(mine, seq_len=TOKENS if cp > 1 else None))  # different random numbers
     y.sum().backward()
     assert mine.grad is not None
     if cp == 1:
@@ -282,7 +282,7 @@ def test_dropout_depends_on_no_number_of_ranks_and_no_mask() -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("documents", [False, True])
 def test_with_context_parallelism(group: dist.ProcessGroup, documents: bool) -> None:
-    """Sequences cut over cp ranks, heads over tp ranks, and with sequence parallelism the sequence again over these."""
+    """Shard sequences over cp ranks and heads over tp ranks; sequence parallelism shards tokens over tp ranks, too."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     rope, tokens = RotaryEmbedding(HEAD_DIM), 11
     full = Attention(4, True, True, rope, True).with_everything()

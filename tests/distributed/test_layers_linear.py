@@ -20,9 +20,9 @@ from tests.distributed.layers import EXACT, assert_same, assert_same_parameters,
 from tests.reference import refuses, seeded
 from tests.workers import device_mesh, on_ranks
 
-# Of x, out_features, gather_output: odd sizes; 3 features over 4 ranks leave one without any; 5 tokens likewise.
+# Shape of x, out_features, gather_output: odd sizes; 3 features over 4 ranks leave one empty, as do 5 tokens.
 COLUMNS = [((2, 5, 6), 9, False), ((7, 5), 3, True), ((1, 1, 1), 1, False)]
-# Of x, out_features.
+# Shape of x, out_features.
 ROWS = [((2, 5, 9), 6), ((7, 3), 5)]
 
 
@@ -55,7 +55,7 @@ def test_embedding_equals_the_unsharded(group: dist.ProcessGroup) -> None:
             layer = VocabParallelEmbedding.from_embedding(full, mesh=device_mesh(group), sequence_parallel=sp)
             ids = torch.randint(vocabulary, (2, 7), generator=torch.Generator().manual_seed(3))
             assert_same(group, full, layer, ids, out_cut=-2 if sp else None)
-            # One term of each sum is not zero: no tolerance.
+            # Each sum has only one nonzero term, so it must be exact.
             assert torch.equal(layer(ids), part(full(ids), -2 if sp else None, group))
 
 
@@ -78,7 +78,7 @@ def test_initial_weights_are_those_of_the_unsharded_layer(group: dist.ProcessGro
     nn.init.ones_(attention.sinks)
     attention.reset_parameters()  # as after to_empty
     assert not attention.sinks.full_tensor().any()
-    # Replicated parameters agree even where random states do not.
+    # Replicated parameters agree even if random states differ.
     torch.manual_seed(group.rank())
     bias = RowParallelLinear(4, 5, mesh=mesh).bias
     assert isinstance(bias, DTensor)
@@ -109,7 +109,7 @@ def test_conversion(group: dist.ProcessGroup) -> None:
     assert not layer.training and not layer.weight.requires_grad and layer.bias is not None and layer.bias.requires_grad
     local = layer.weight.to_local()
     assert local.untyped_storage().nbytes() == linear.weight.untyped_storage().nbytes() // group.size()
-    # Nothing is sent: one rank alone can convert.
+    # Conversion sends nothing, so that a single rank can convert.
     if group.rank() == 0:
         ColumnParallelLinear.from_linear(linear, mesh=mesh)
         RowParallelLinear.from_linear(linear, mesh=mesh)
@@ -209,7 +209,7 @@ def _as_linear(layer: ColumnParallelLinear) -> nn.Linear:
 
 @on_ranks(2)
 def test_a_gradient_of_columns_that_do_not_divide_lies_as_they_do(group: dist.ProcessGroup) -> None:
-    """Of columns that do not divide, from a sum: autograd gives one number for all of it."""
+    """The gradient of a sum is one expanded number; that of unevenly sharded columns must have the weight's strides."""
     weight = RowParallelLinear(5, 4, mesh=device_mesh(group)).weight
     for times in (1, 2):
         local(weight).sum().backward()

@@ -45,7 +45,7 @@ def test_mlp_equals_the_unsharded(group: dist.ProcessGroup) -> None:
         Plain("fc1", "fc2", nn.GELU()),
         Plain("c_fc", "c_proj", nn.GELU(approximate="tanh")),
         Plain("up_proj", "down_proj", nn.ReLU()),
-        Plain("fc1", "fc2", nn.Sequential(nn.PReLU(), nn.Tanh())),  # learnt, from this rank's features
+        Plain("fc1", "fc2", nn.Sequential(nn.PReLU(), nn.Tanh())),  # learnt from local features
     ]
     for module in modules:
         for sequence_parallel in (False, True):
@@ -66,7 +66,7 @@ def test_mlp_equals_the_unsharded(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_hooks_of_projections_run(group: dist.ProcessGroup) -> None:
-    """Something attached to a projection is not bypassed by the shared gather."""
+    """The shared gather does not bypass hooks of a projection."""
     torch.manual_seed(0)
     full = Gated().double()
     sharded = ParallelMLP.from_module(full, mesh=device_mesh(group))
@@ -87,7 +87,7 @@ def test_norms_under_sequence_parallelism(group: dist.ProcessGroup) -> None:
         sharded = sequence_parallel_(copy.deepcopy(full), mesh)
         assert isinstance(sharded, make) and type(sharded).__name__ == make.__name__
         check(group, full, copy.deepcopy(sharded), True)
-        again = copy.deepcopy(full)  # whose own forward calls that of its class: gradients are summed once
+        again = copy.deepcopy(full)  # its patched forward calls the class's forward: gradients are reduced once
         again.forward = lambda x, norm=again: type(norm).forward(norm, x)
         check(group, full, sequence_parallel_(again, mesh), True)
     dropout = nn.Dropout()

@@ -1,4 +1,4 @@
-"""share_gather: one op for all layers of a group, and never a result that calling the layer would not give."""
+"""share_gather: one op for all layers of a group, with the results of calling each layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.workers import device_mesh, on_ranks
 
 
 def counting() -> Any:
-    """Records the multi-weight calls that the layers make."""
+    """Record the multi-weight calls of the layers."""
     module = sys.modules["fused_tp.nn.share_gather"]
     return mock.patch.object(module, "column_forward", wraps=module.column_forward)
 
@@ -32,13 +32,13 @@ def layers_of(calls: mock.Mock) -> list[int]:
 
 
 class CountingBackend:
-    """torch.compile backend "aot_eager" that counts the calls of column_parallel_matmul in what was traced."""
+    """torch.compile backend "aot_eager" that counts calls of column_parallel_matmul in the traced graph."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        for module in graph.modules():  # the bodies of checkpoints are modules inside
+        for module in graph.modules():  # checkpointed regions are submodules
             if isinstance(module, torch.fx.GraphModule):
                 self.calls += sum("column_parallel_matmul" in str(node.target) for node in module.graph.nodes)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
@@ -62,7 +62,7 @@ class Projections(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """`model` inside of a checkpoint; as it is where `use_reentrant` is None."""
+    """`model` inside a checkpoint; unchanged if `use_reentrant` is None."""
 
     def __init__(self, model: Projections, use_reentrant: bool | None) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_never_stale(group: dist.ProcessGroup) -> None:
         q(x)
         same(1, x.clone())
         assert layers_of(counted) == [3, 3]
-    with counting() as counted:  # a part is handed out once
+    with counting() as counted:  # a part is used only once
         x = x.clone()
         for _ in range(3):
             same(0, x)
@@ -130,8 +130,8 @@ def test_never_stale(group: dist.ProcessGroup) -> None:
     x = x.clone()
     with torch.no_grad():
         q(x)
-    assert k(x).requires_grad  # computed under no_grad, asked for under grad
-    with torch.inference_mode():  # nobody counts writes there
+    assert k(x).requires_grad  # gathered under no_grad, used under grad
+    with torch.inference_mode():  # inference tensors have no version counter
         y = seeded(4, 6, dtype=torch.float64)
         q(y)
         y.add_(1)
@@ -155,8 +155,8 @@ def test_nothing_is_kept_alive(group: dist.ProcessGroup) -> None:
     assert held() is None
     x = seeded(4, 6, dtype=torch.float64)
     held = weakref.ref(x)
-    model.linears[0](x)  # interrupted: two parts wait
-    other(seeded(4, 6, dtype=torch.float64))  # another group's turn
+    model.linears[0](x)  # interrupted: two parts are left
+    other(seeded(4, 6, dtype=torch.float64))  # a call of another group
     del x
     gc.collect()
     assert held() is None
@@ -185,7 +185,7 @@ def test_under_compile(group: dist.ProcessGroup) -> None:
         x = x_full.detach().clone().requires_grad_()
         counted = CountingBackend()
         y = torch.compile(run, fullgraph=True, backend=counted)(x)
-        # A checkpointed region may not write to its inputs, so there each layer computes for itself.
+        # A checkpointed region must not mutate its inputs, so each layer computes separately there.
         assert counted.calls == (3 if name == "input of a checkpoint" else 1), name
         y.sum().backward()
         torch.testing.assert_close(y, full(x_full), **EXACT)

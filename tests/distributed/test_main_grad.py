@@ -1,4 +1,4 @@
-"""Gradients that go to `main_grad`: as often as they are asked for, by every way to ask, from ops and from layers."""
+"""Gradients accumulated into `main_grad`: once per backward, in every form of backward, from ops and from layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.workers import device_mesh, on_ranks
 
 
 class Ops(nn.Module):
-    """The ops by themselves."""
+    """Module that calls the ops directly."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Ops(nn.Module):
 
 
 def layers(group: Any) -> nn.Module:
-    """Uneven over three ranks; and parameters that are cut by styles for `parallelize_module`."""
+    """Layers that shard unevenly over three ranks, and modules sharded by styles for `parallelize_module`."""
     mesh, of = device_mesh(group), {"dtype": torch.float64}
     torch.manual_seed(0)
     up, down = ColumnParallelLinear(6, 8, mesh=mesh, **of), RowParallelLinear(8, 6, mesh=mesh, **of)
@@ -83,7 +83,7 @@ def of_both(net: nn.Module, x: Tensor) -> int:
 
 
 def split(net: nn.Module, x: Tensor) -> int:
-    """As torch's pipeline schedules do."""
+    """Run backward in two halves, like torch's pipeline schedules."""
     y = net(x)
     weights = list(net.parameters())
     _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(weights))
@@ -97,7 +97,7 @@ def split_in_halves(net: nn.Module, x: Tensor) -> int:
 
 
 def deferred(net: nn.Module, x: Tensor) -> int:
-    """As torch's pipeline stages do with a `dw_builder`."""
+    """Run backward with deferred weight gradients, like torch's pipeline stages with a `dw_builder`."""
     build = dw_builder(net)
     net(x).sum().backward()
     build()()

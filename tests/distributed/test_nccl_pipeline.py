@@ -1,4 +1,4 @@
-"""Pipelines over NCCL: every op and gradient, equal bits, real overlap. The libraries are doubles, the ranks real."""
+"""Pipelines over NCCL: every op and gradient, equal bits, overlap; real ranks with test doubles of the libraries."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_chunks_suit_the_size() -> None:
 
 
 def movements_case(transport: Any) -> None:
-    """What a transport has besides: shift, all_to_all with sizes that differ, the maximum."""
+    """Further operations of the transport: shift, all_to_all with different sizes, the maximum."""
     world_size, rank = transport.world_size, transport.rank
     blocks = [[seeded((3 * s + 2 * d) % 5, 3, seed=10 * s + d) for d in range(world_size)] for s in range(world_size)]
     sizes = [[len(block) for block in row] for row in blocks]
@@ -72,7 +72,7 @@ def test_movements(group: Any) -> None:
 
 @on_ranks(2, 4, run=nccl_ranks)
 def test_pipelines_can_be_captured(group: Any) -> None:
-    """What a CUDA graph of a GPU would hold: replayed, it moves what is there by then."""
+    """Emulate a CUDA graph: a replay transfers the current contents of the buffers."""
     transport, (driver, _), knobs = transport_of(group), load_doubles(), double_knobs()
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     counts, columns = (3, 2, 0, 4)[:world_size], 5
@@ -107,14 +107,14 @@ def test_pipelines_can_be_captured(group: Any) -> None:
 
 
 def sent_before_it_ended(group: Any) -> tuple[str, float]:
-    """At the end of a program ranks end one after the other: what they have sent arrives all the same."""
+    """Ranks exit one after the other at the end of a program: messages that they have sent must still arrive."""
     rank = dist.get_rank(group)
     transport = transport_of(dist.new_group([0, 1]))
     schedule = NcclPipeline(transport, 2)
     step(schedule, "all_gather_matmul")
     arriving = schedule.all_gather(torch.full((2,), float(rank)), gather_dim=0, gather_size=None)
     transport._peer_lost(1 - rank)
-    time.sleep(0.1)  # what has been lost changes nothing
+    time.sleep(0.1)  # the loss must not affect this exchange
     assert arriving.wait().tolist() == [0.0, 0.0, 1.0, 1.0]
     if rank == 1:
         dist.barrier(group)
@@ -125,7 +125,7 @@ def sent_before_it_ended(group: Any) -> tuple[str, float]:
 
 
 def sent_long_before(group: Any) -> list[float]:
-    """Rank 0's computation comes to the exchange long after rank 1 has sent its part and ended: it arrives."""
+    """Rank 0's stream reaches the exchange long after rank 1 has sent its shard and exited: the shard must arrive."""
     driver, _ = load_doubles()
     transport = transport_of(dist.new_group([0, 1]))
     own, gathered = torch.full((2, 3), 1.0 + transport.rank), torch.zeros(4, 3)
@@ -145,7 +145,7 @@ def sent_long_before(group: Any) -> list[float]:
 
 
 def lost_in_a_graph(group: Any) -> str:
-    """A peer ends while a graph waits for it: no call is made, and the group is known to be broken all the same."""
+    """A peer exits while a graph waits for it: the group is marked as broken without a further call."""
     driver, _ = load_doubles()
     knobs, transport = double_knobs(), transport_of(dist.new_group([0, 1]))
     step(NcclPipeline(transport, 2), "all_gather_matmul")
@@ -172,7 +172,7 @@ def peers_that_end(group: Any) -> tuple[Any, ...]:
 
 
 def test_peer_that_ends_is_lost_and_what_it_has_sent_arrives() -> None:
-    # A world of two: in the pool two of four ranks would make groups.
+    # A world of two, as in the pool only two of four ranks would create groups.
     first, second = (outcome.unwrap() for outcome in nccl_ranks(2, peers_that_end, run=fresh_ranks))
     message, seconds = first[0]
     assert "lost rank 1: the process has ended" in message and seconds < NOTICE_SECONDS

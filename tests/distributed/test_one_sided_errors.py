@@ -1,4 +1,4 @@
-"""An error of one rank inside an op on shared memory ends the op on all ranks, at once, and the others hear why."""
+"""An error of one rank inside an op on shared memory ends the op on all ranks at once, with the reason."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ OPS: dict[str, Callable[[dist.ProcessGroup, torch.Tensor], Any]] = {
 
 
 def fail_to_copy_in(group: dist.ProcessGroup, op: str) -> str:
-    """The last rank cannot get at its own workspace; what each rank then says. In the end the group works again."""
+    """Fail the last rank's access to its own workspace; return each rank's error. Afterwards the group works again."""
     x = torch.ones(3, 5)
     OPS[op](group, x)
     odd = dist.get_rank(group) == dist.get_world_size(group) - 1
     begun = time.perf_counter()
-    # `error` is kept, and with it the frames that it came through: the call must have ended all the same.
+    # `error` keeps the frames of its traceback alive, but the call must have ended nevertheless.
     if odd:
         broken = mock.patch.object(Workspace, "buffer", side_effect=MemoryError("no room to copy"))
         with broken, pytest.raises(MemoryError) as error:
@@ -51,7 +51,7 @@ def fail_to_copy_in(group: dist.ProcessGroup, op: str) -> str:
         with pytest.raises(FusedTPError) as error:
             OPS[op](group, x)
     assert time.perf_counter() - begun < SOON
-    for _ in range(40):  # more calls than the group has slots: the failed one gave its slot back
+    for _ in range(40):  # more calls than the group has slots: the failed call released its slot
         assert gather(group, x).shape == (3 * dist.get_world_size(group), 5)
     return str(error.value)
 
@@ -67,7 +67,7 @@ def test_a_rank_that_cannot_copy_in(op: str, world_size: int) -> None:
 
 
 def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
-    """Rank 1 raises in step 0, before or after its keys are readable; a call of rank 0 that has all its keys ends."""
+    """Rank 1 raises in step 0, before or after its keys are readable; a call of rank 0 that has all keys completes."""
     rank, q, said = dist.get_rank(world), torch.ones(1, 4, 2, 4), []
     for settled, causal in itertools.product((False, True), repeat=2):
         group = dist.new_group([0, 1])
@@ -93,7 +93,7 @@ def fail_in_step_0(world: dist.ProcessGroup) -> list[str]:
 
 
 def test_a_ring_that_fails_in_step_0_is_not_tried_again() -> None:
-    # A world of two: on two of the pool's four ranks new groups would be numbered otherwise than on the others.
+    # A world of two: in the pool, new groups of two ranks would be numbered differently from those of the others.
     outcomes = fresh_ranks(2, fail_in_step_0, env={"FUSED_TP_SCHEDULE": "one_sided"})
     others, own = (outcome.unwrap() for outcome in outcomes)
     assert all("raised MemoryError (no room for scores) half-way" in said for said in own), own
@@ -108,7 +108,7 @@ NATIVE: dict[str, Callable[[ShmTransport], Any]] = {
 
 
 def interrupt_a_wait(world: dist.ProcessGroup, op: str) -> str:
-    """A signal handler of rank 0 raises in its wait for rank 1, which then finds all that it needs of rank 0."""
+    """A signal handler of rank 0 raises in its wait for rank 1, which then finds all data that it needs from rank 0."""
     group = dist.new_group([0, 1])
     transport = shm_transport(resolve_group(group))
     assert transport is not None

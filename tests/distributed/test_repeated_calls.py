@@ -1,4 +1,4 @@
-"""Calls that take the short way as one like them came before: the same bits, and nothing that changes is missed."""
+"""Repeated calls that use a cached plan: equal bits, and every change of state is noticed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def operands(shape: tuple[int, ...], n: int, dtype: torch.dtype, group: Any) -> 
 
 
 def planned(x: Tensor, weight: Tensor, group: Any) -> bool:
-    """Whether a call goes by a plan: then it does not come to `_call`."""
+    """True if a call uses a plan, and so does not reach `_call`."""
     with mock.patch.object(MATMUL_ALL_REDUCE, "_call", side_effect=LookupError):
         try:
             fused_tp.matmul_all_reduce(x, weight, group=group)
@@ -75,7 +75,7 @@ def test_whatever_records_traces_or_casts_takes_the_long_way(group: Any) -> None
     def run(*args: Tensor) -> Tensor:
         return fused_tp.matmul_all_reduce(*args, group=group)
 
-    for _ in range(2):  # the first call of a group finds out what it is
+    for _ in range(2):  # the first call of a group resolves it
         expected = run(x, weight)
     assert planned(x, weight, group)
     # gradients
@@ -100,7 +100,7 @@ def test_whatever_records_traces_or_casts_takes_the_long_way(group: Any) -> None
     with Recorder() as recorder:
         run(x, weight)
     assert torch.ops.fused_tp.matmul_all_reduce.default in recorder.seen
-    # other shapes, dtypes, and arguments that do not fit, at a shape that was seen
+    # other shapes and dtypes, and invalid arguments at a known shape
     assert run(x[:1], weight).shape == (1, 6)
     with pytest.raises(ValueError, match="weight has shape"):
         run(x, weight[:, :7])
@@ -114,7 +114,7 @@ def test_whatever_records_traces_or_casts_takes_the_long_way(group: Any) -> None
     for kind in (list, tuple):
         for _ in range(2):
             fused_tp.ring_attention(q, q, q, group=group, window=kind([1, 0]))
-        with pytest.raises(TypeError, match="each side must be an int"):  # True is 1, but not for the checks
+        with pytest.raises(TypeError, match="each side must be an int"):  # True equals 1, but is no int for the checks
             fused_tp.ring_attention(q, q, q, group=group, window=kind([True, 0]))
     # settings
     os.environ["FUSED_TP_SCHEDULE"] = "plain"
@@ -150,7 +150,7 @@ def test_a_group_whose_first_call_was_refused_is_dropped(group: Any) -> None:
 
 
 def results_are_the_callers(group: Any, tag: str) -> None:
-    """A result may be written to at once, though peers have read it a moment ago."""
+    """The caller may write to a result at once, although peers have just read it."""
     transport = own_transport(group, tag)
     size, rank = transport.world_size, transport.rank
     for i in range(60):
@@ -166,12 +166,12 @@ def test_results_may_be_overwritten_at_once(world_size: int) -> None:
 
 
 def interrupted(group: Any, tag: str) -> None:
-    """Rank 0 is interrupted while rank 1, by hand, has yet to copy its part of the sum; then rank 0 goes on at once."""
+    """Rank 0 is interrupted before rank 1, run step by step, has copied its part of the sum; rank 0 then continues."""
     transport = own_transport(group, tag)
     shape = (2, 30_000)
     with pytest.raises(
         MemoryError if transport.rank == 0 else FusedTPError
-    ):  # before any of it was there: held a while
+    ):  # before any data was there: the memory is held for a while
         transport.all_reduce_of("sum", shape, torch.float32, _no_memory if transport.rank == 0 else Tensor.zero_)
     assert len(transport._held) == 1
     for _ in range(20):
@@ -182,7 +182,7 @@ def interrupted(group: Any, tag: str) -> None:
         with pytest.raises(KeyboardInterrupt), interrupted_after(0.5):
             transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
         others = [transport.empty(shape, torch.float32).fill_(-777.0) for _ in range(2)]
-        with pytest.raises(FusedTPError, match="interrupted half-way"):  # rank 1 would take it for its next sum
+        with pytest.raises(FusedTPError, match="interrupted half-way"):  # else rank 1 would take it for its next sum
             transport.all_reduce_of("sum", shape, torch.float32, lambda y: y.fill_(1.0))
         assert len(transport._held) == 1 and len(others) == 2
         return
@@ -191,7 +191,7 @@ def interrupted(group: Any, tag: str) -> None:
         workspace.signal(1)
         workspace.wait_all(1)
         theirs = workspace.buffer(0, (2 * half,), torch.float32)
-        chunk = 128 * 1024 // 4  # of one rank, in elements: csrc/shm/collectives.cpp
+        chunk = 128 * 1024 // 4  # elements per rank: csrc/shm/collectives.cpp
         assert half < chunk
         mine[half:] += theirs[half:]
         workspace.signal(2)
@@ -228,7 +228,7 @@ def test_with_the_pool_full_of_results_new_ones_come_from_elsewhere(group: Any) 
     x, weight = operands((256, 8), 4096, torch.float32, group)
     expected = fused_tp.matmul_all_reduce(x, weight, group=group)
     kept = []
-    # Rank 1 keeps its results until there is no room for more, and then as many again.
+    # Rank 1 keeps results until the pool is full, and then equally many again.
     for _ in range(16):
         y = fused_tp.matmul_all_reduce(x, weight, group=group)
         assert torch.equal(y, expected)

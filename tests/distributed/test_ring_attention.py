@@ -1,6 +1,6 @@
 """Ring attention on real ranks: every mask, score, layout and dtype against dense fp64, and its contracts.
 
-Contracts that attention by heads has too are tested of both here; test_ulysses has the rest of it.
+Contracts that hold for ulysses_attention, too, are tested for both here; test_ulysses tests the rest of it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_features(world_size: int, route: str) -> None:
 
 @contextmanager
 def small_chunks(rows: int, most: int) -> Iterator[pytest.MonkeyPatch]:
-    """A backward goes in chunks, as those of long shards do."""
+    """Make a backward run in chunks, like that of long shards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_CHUNK", rows)
         patch.setattr("fused_tp.attention.ring._MOST_CHUNKS", most)
@@ -122,13 +122,13 @@ def test_same_bits_in_every_run(route: str) -> None:
     ],
 )
 def test_error_does_not_grow_with_the_group(op: Op, world_size: int, route: str, kv_heads: int) -> None:
-    """Each sum is rounded once: within 1.05x of one rank, as sums in another order differ by a little of it."""
+    """Each sum is rounded once: errors stay within 1.05x of one rank's; the margin is for other summation orders."""
     sizes = {"head_dim": 64, "v_head_dim": 64, "kv_heads": kv_heads}
     one, errors = case(1024, causal=True, dtype=torch.bfloat16, **sizes), []
     wanted = reference(one)
     for size in (1, world_size):
         found = whole(one, [rank[0] for rank in run_ranks(size, results_of, [one], op, env=ROUTES[route])])
-        pairs = [(found[i], wanted[i]) for i in (0, 2, 3, 4)]  # but the log-sum-exp
+        pairs = [(found[i], wanted[i]) for i in (0, 2, 3, 4)]  # without the log-sum-exp
         errors.append([float((a.double() - b).norm() / b.norm()) for a, b in pairs])
     assert all(together <= 1.05 * alone for alone, together in zip(*errors, strict=True)), errors
 
@@ -137,7 +137,7 @@ UNWRITTEN = [FEATURES[name] for name in ("softcap", "cross, causal, more queries
 
 
 def with_unwritten_states(group: dist.ProcessGroup, kernel: str) -> list[list[Tensor | None]]:
-    """Where the first step has all rows of a state, some of them, or there is none."""
+    """Results with NaN in uninitialised states, where the first step writes all rows of a state, some, or none."""
     made = SoftmaxState.uninitialised.__func__  # type: ignore[attr-defined]
 
     def filled(cls: type[SoftmaxState], q: Tensor, v_head_dim: int) -> SoftmaxState:
@@ -169,12 +169,12 @@ def in_all(ranks: list[list[list[int]]]) -> list[list[int]]:
 def test_what_a_mask_hides_does_not_travel() -> None:
     window = case(64, causal=True, window=(3, 0), layout="contiguous", kv_heads=1)
     documents = case(64, causal=True, cu_seqlens=[0, 16, 32, 48, 64], layout="contiguous")
-    # Each rank but the last gives the next its last three tokens, forward and backward, and each but the first gives
-    # three gradients back.
+    # Each rank but the last sends its last three tokens to the next one, forward and backward, and each but the first
+    # returns three gradients.
     wanted = [[6 * _ROW, 0], [9 * _ROW, 0], [9 * _ROW, 0], [3 * _ROW, 0]]
     assert in_all(run_ranks(4, sent, [window, documents], env=ROUTES["pipelined"])) == wanted
-    # Of a neighbour in zigzag both ranks look at eight tokens: where the shards meet, twice. Forward and backward go
-    # the keys, backward come their gradients.
+    # In zigzag each rank needs eight of its neighbour's tokens, around two boundaries of shards. Keys are sent in
+    # forward and in backward, gradients in backward.
     both_sides = case(64, window=(5, 3), kv_heads=1)
     assert in_all(run_ranks(2, sent, [both_sides], env=ROUTES["pipelined"])) == [[3 * 8 * _ROW]] * 2
     for route in ("pipelined", "one_sided"):
@@ -199,7 +199,7 @@ def test_gradients_travel_wide_or_in_the_dtype_of_the_keys(how: str) -> None:
 @on_ranks(3, env=of_route)
 def test_frozen_inputs_two_uses_and_autocast(group: dist.ProcessGroup, op: Op, route: str) -> None:
     full = [seeded(1, 9, 3, 8, seed=i) for i in range(4)]
-    # Only some ranks, or some inputs, need a gradient: messages must match all the same.
+    # Only some ranks, or some inputs, need a gradient, but messages must still match.
     q, k, v, grad = (shard_sequence(t, 1, group=group) for t in full)
     q.requires_grad_()
     v.requires_grad_(dist.get_rank(group) == 0)
@@ -209,7 +209,7 @@ def test_frozen_inputs_two_uses_and_autocast(group: dist.ProcessGroup, op: Op, r
     assert reference[0].grad is not None and q.grad is not None and k.grad is None
     wanted = shard_sequence(reference[0].grad, 1, group=group)
     torch.testing.assert_close(q.grad.double(), wanted, atol=1e-5, rtol=1e-5)
-    # Two calls on the same K/V before either backward, which then run in the other order.
+    # Two calls on the same K/V, then both backwards in the opposite order.
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     first, second = (op(q, k, v, group=group, causal=True, seq_len=9) for _ in range(2))
     alone = torch.autograd.grad(second, (k, v), grad, retain_graph=True)
@@ -256,13 +256,13 @@ def test_no_keys_at_all(group: dist.ProcessGroup, route: str) -> None:
 
 
 def test_nothing_to_attend_to() -> None:
-    """A sink of no weight, and a gradient of lse, where a document has no keys."""
+    """A document without keys, with a sink of weight 0 and a gradient of lse."""
     one = FEATURES["cross, documents without keys"]
     q, k, v, grad, _ = inputs(one)
     sinks = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], requires_grad=True)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     out, lse = ring_attention(*leaves, group=None, sinks=sinks, return_lse=True, **keywords(one))
-    grad_lse = torch.where(lse == -torch.inf, torch.nan, 1.0)  # as logaddexp(lse, another -inf) gives it
+    grad_lse = torch.where(lse == -torch.inf, torch.nan, 1.0)  # the gradient of logaddexp(lse, another -inf)
     grads = torch.autograd.grad((out, lse), (*leaves, sinks), (grad, grad_lse))
     assert all(bool(torch.isfinite(g).all()) for g in grads)
 
@@ -285,13 +285,13 @@ def test_any_sign_of_the_scale(kernel: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def with_a_late_reader(group: dist.ProcessGroup) -> list[list[Tensor | None]]:
-    """Each rank in turn adds the terms that others found for it after all others."""
+    """Results with one late rank at a time, which adds the terms from its peers after all others."""
     one, found = case(64, causal=True, window=(3, 0), heads=1, kv_heads=1), []
     attend = Backward.attend
 
     def slowly(self: Backward, t: int, *tensors: Any) -> None:
         attend(self, t, *tensors)
-        time.sleep(0.1)  # its keys are there for the others to go on with
+        time.sleep(0.1)  # its keys are ready, so that the others continue
 
     for late in range(dist.get_world_size(group)):
         with small_chunks(8, 2) as patch:
@@ -302,13 +302,13 @@ def with_a_late_reader(group: dist.ProcessGroup) -> list[list[Tensor | None]]:
 
 
 def test_a_slot_is_kept_for_its_reader_over_chunks_that_find_nothing() -> None:
-    """In zigzag with a window a rank looks at both neighbours' keys, in the first step and the last."""
+    """Ring in zigzag with a window, where a rank reads both neighbours' keys, in the first step and the last."""
     one = case(64, causal=True, window=(3, 0), heads=1, kv_heads=1)
     check_all([one] * 4, run_ranks(4, with_a_late_reader, env=ROUTES["one_sided"]))
 
 
 def early_and_late(group: dist.ProcessGroup) -> None:
-    """Results have the same bits where peers seem to be in the call before, and step 0 comes first."""
+    """Results have equal bits if peers seem to be still in the previous call, so that step 0 runs first."""
     found = []
     for settled in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -321,7 +321,7 @@ def test_step_0_may_come_before_the_call() -> None:
     run_ranks(3, early_and_late, env=ROUTES["one_sided"])
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- rejected calls ---------------------------------------------------------------------------------------------------
 
 DISAGREEMENTS: dict[str, tuple[Any, Any]] = {  # a keyword, and two values that cannot both be right
     "causal": (True, False),
@@ -329,13 +329,13 @@ DISAGREEMENTS: dict[str, tuple[Any, Any]] = {  # a keyword, and two values that 
     "scale": (0.125, 0.25),
     "softcap": (0.0, 30.0),
     "seq_len_kv": (8, 12),
-    "return_lse": (True, False),  # of attention by heads, which sends it
+    "return_lse": (True, False),  # ulysses_attention sends it
 }
 
 
 def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
-    """(keyword, what is said), in forward and in the ring's backward, where the ranks differ in one keyword only, or in
-    their lengths."""
+    """(keyword, message) for ranks that differ in one keyword, in forward and in the ring's backward; and calls with
+    different lengths."""
     rank, said = dist.get_rank(group), []
     q, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
     for name, values in DISAGREEMENTS.items():
@@ -351,7 +351,7 @@ def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
             with pytest.raises(RankMismatchError) as error:
                 RING_ATTENTION_BACKWARD.named(q, None, q, k, k, q, lse, *rest)
             said.append((name, str(error.value)))
-    x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens, each taken for half of the whole
+    x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens; each rank assumes equal shards
     with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
         op(x, x, x, group=group)
     with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
@@ -366,7 +366,7 @@ def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
 @ON_EVERY_ROUTE
 @pytest.mark.parametrize("op", OPS)
 def test_ranks_that_disagree(op: Op, route: str) -> None:
-    # Shared memory compares always, torch.distributed where it is asked to.
+    # Shared memory always compares, torch.distributed only with FUSED_TP_CHECK.
     check = {"FUSED_TP_CHECK": None if route == "one_sided" else "1"}
     for rank, said in enumerate(run_ranks(2, mismatched, op, env={**ROUTES[route], **check})):
         for name, sentence in said:

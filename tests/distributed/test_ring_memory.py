@@ -1,4 +1,4 @@
-"""What a ring needs on each rank: no more than one rank with as many tokens, and two chunks of K/V."""
+"""Memory of a ring on each rank: at most that of one rank with equally many tokens, plus two chunks of K/V."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.full
 
-TOKENS = 1024  # on a rank; wide and short, which computes little
+TOKENS = 1024  # per rank; few tokens with many features need little compute
 SETTING = Setting(heads=16, head_dim=128)
 
 
 def mib(_: Any, way: str, world_size: int) -> float:
-    ring._FEWEST_ROWS_OF_A_CHUNK = 64  # in eight parts, as longer shards are
+    ring._FEWEST_ROWS_OF_A_CHUNK = 64  # eight parts, as with longer shards
     return peak_mib(way, TOKENS * world_size, world_size, SETTING)
 
 
@@ -31,8 +31,8 @@ def peak(way: str, world_size: int) -> float:
 def test_memory_of_a_rank() -> None:
     ways = list(WAYS)
     alone = peak(ways[0], 1)
-    # In sizes of q: q, k, v, the output and its gradient 5; sums of dq, dk, dv in fp32 6; one of them rounded 1; what
-    # is packed of one head, sums of rows, code that is loaded: below 2.
+    # In sizes of q: q, k, v, the output and its gradient take 5; sums of dq, dk, dv in fp32 take 6; one of them rounded
+    # takes 1; packed data of one head, sums of rows and loaded code take below 2.
     assert alone <= 14 * SETTING.chunk_mib(TOKENS) / 2
     for way in ways:
         assert peak(way, 4) <= alone + 2 * SETTING.chunk_mib(TOKENS), way

@@ -1,4 +1,4 @@
-"""Schedules of GPUs over doubles, in one table: every method at any size, calls in a row, groups at once, overlap."""
+"""Schedules for GPUs on test doubles: every method at any size, repeated calls, concurrent groups, overlap."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ask(name: str, world_size: int, case: Callable[..., None], *args: Any, **how
     ],
 )
 def test_every_method(name: str, world_size: int, dtype: torch.dtype) -> None:
-    # A switch adds in another order; torch's ops round bfloat16 on the way, and before the bias.
+    # A switch adds in another order; torch's ops round bfloat16 in between, and before the bias.
     ask(name, world_size, every_method, dtype, exact=name not in ("multimem", "symm_mem"))
 
 
@@ -62,7 +62,7 @@ def test_many_calls_at_a_random_pace_in_growing_workspaces(name: str, world_size
 
 
 def two_groups(group: Any, name: str) -> None:
-    """All ranks as one group and as two pairs: ops of both are under way at once, and finished the other way round."""
+    """All ranks as one group and as two pairs: ops of both overlap, and finish in the opposite order."""
     rank = dist.get_rank(group)
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     with schedule_on(group, name) as whole, schedule_on(pair, name) as half:
@@ -84,16 +84,16 @@ def test_two_groups_at_once(name: str) -> None:
 
 
 def matmuls_before_anything_moves(group: Any, name: str) -> None:
-    """Who waits for a movement before waits in vain, and raises after 5 s."""
+    """Matmuls run before any transfer completes; a schedule that waits for one earlier raises after 5 s."""
     world_size, stall, module = dist.get_world_size(group), double_knobs().cuda_double_stall, OVERLAPPING[name]
     x, w = seeded(12, 4, seed=1), seeded(5, 4, seed=2)
     with mock.patch.object(nccl_pipeline, "ONE_SHOT_BYTES", 0), schedule_on(group, name) as schedule:
         schedule.matmul_all_reduce([(x, w)], None)
         schedule.chunks = world_size - 1
-        with stalled_until(module, 1):  # the own shard
+        with stalled_until(module, 1):  # the rank's own shard
             (y,), _ = schedule.all_gather_matmul(GatherMatmul(own(schedule, x, 0), [w], [None], 0, 12))
         torch.testing.assert_close(y, x @ w.t())
-        # The blocks of all owners, and what is to run meanwhile.
+        # The blocks of all owners, and the `meanwhile` function.
         stall(1)
         with mock.patch.object(module, "sum_of_products", wraps=module.sum_of_products) as products:
             y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0, meanwhile=lambda: stall(0))

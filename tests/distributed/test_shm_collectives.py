@@ -35,7 +35,7 @@ WORLD_SIZES = [1, 2, 3, 4]
 
 
 def sizes(dtype: torch.dtype) -> list[int]:
-    """0, 1, primes; the one-shot boundary; a chunk of the pipeline and several, all +-1."""
+    """Sizes 0, 1 and primes; the one-shot boundary and a chunk of the pipeline, each +-1; several chunks."""
     boundary, chunk = ONE_SHOT_BYTES // dtype.itemsize, CHUNK_BYTES // dtype.itemsize
     if dtype in (torch.bfloat16, torch.float32, torch.uint8):
         return [0, 1, 13, 997, boundary - 1, boundary, boundary + 1, chunk - 1, chunk, chunk + 1, 3 * chunk + 13]
@@ -74,7 +74,7 @@ def test_collectives_that_move(group: Any) -> None:
                 if dtype != torch.bool:
                     scattered = transport.reduce_scatter(whole[rank], parts)
                     assert_same_bits(scattered, summed(whole)[mine], f"reduce_scatter {what}")
-                # Row b of the table is what rank b sends: parts, turned by b places.
+                # Row b of the table holds the parts that rank b sends: `parts`, rotated by b places.
                 table = [parts[r:] + parts[:r] for r in range(size)]
                 receive = [table[r][rank] for r in range(size)]
                 exchanged = transport.all_to_all(whole[rank], table[rank], receive)
@@ -84,7 +84,7 @@ def test_collectives_that_move(group: Any) -> None:
 
 
 def uneven(rows: int, size: int) -> list[int]:
-    """Everything but one row on the last rank, which makes the others' chunks short or empty."""
+    """Sizes with all rows but one on the last rank, so that the others' chunks are short or empty."""
     first = min(1, rows)
     return [first, *[0] * (size - 2), rows - first] if size > 1 else [rows]
 
@@ -113,7 +113,7 @@ def test_all_reduce_rms_norm(world_size: int) -> None:
 
 @on_ranks(3)
 def test_nan_and_infinity(group: Any) -> None:
-    """On one rank, at every position of a vector and of its tail."""
+    """NaN and infinity on one rank, at every position of a vector and of its tail."""
     transport = transport_of(group)
     for dtype in FLOATS:
         for special in (math.nan, math.inf, -math.inf):
@@ -130,7 +130,7 @@ def test_nan_and_infinity(group: Any) -> None:
         assert_same_bits(out, summed([largest] * transport.world_size), f"overflow of {dtype}")
 
 
-# Loads the core by its path: neither torch nor fused_tp, whose imports would cost seconds per instruction set.
+# Loads the core by its path, since importing torch and fused_tp would cost seconds per instruction set.
 KERNELS_UNDER_ISA = """
 import importlib.util, sys, zlib
 import numpy as np
@@ -174,7 +174,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
 
 AVX2 = {"avx2", "fma", "f16c"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-CPUS = {  # features and FUSED_TP_ISA: what is used
+CPUS = {  # features and FUSED_TP_ISA -> instruction set in use
     (frozenset(), ""): "plain",
     (frozenset(AVX2 - {"fma"}), ""): "plain",
     (frozenset(AVX2), "avx512"): "avx2",
@@ -197,7 +197,7 @@ def test_an_instruction_set_is_used_where_the_cpu_has_all_of_it() -> None:
 
 
 def same_name_case(group: Any, folder: str) -> list[float]:
-    """destroy_process_group and a second init reuse the name of the group, and here even its store."""
+    """A second init after destroy_process_group reuses the name of the group, and here even its store."""
     rank, size, gone = dist.get_rank(group), dist.get_world_size(group), dist.group.WORLD
     dist.destroy_process_group()
     results = []
@@ -229,7 +229,7 @@ def test_bad_input_is_refused_before_anything_is_sent(group: Any) -> None:
         ("not torch.complex64", lambda: transport.all_reduce(x.to(torch.complex64))),
         ("floating", lambda: transport.all_reduce_rms_norm(x.int(), x.int(), x[0].int(), 1e-5)),
     ]
-    for words, call in refused[: 2 + transport.rank]:  # whichever of them was refused, the ranks are still in step
+    for words, call in refused[: 2 + transport.rank]:  # ranks make different numbers of these, and stay in step
         with pytest.raises(TypeError, match=words):
             call()
     out: Tensor = transport.all_reduce(x)

@@ -1,4 +1,4 @@
-"""Ranks that disagree: RankMismatchError on all of them, naming both sides; the group goes on working afterwards."""
+"""Ranks that disagree: RankMismatchError on all of them, naming both sides; the group works afterwards."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def swapped(transport: Any, odd: bool) -> None:
 
 
 def parts(transport: Any, odd: bool) -> None:
-    """Of equal total."""
+    """Reduce-scatter with other parts on the odd rank, of equal total."""
     sizes = [40 - 10 * (transport.world_size - 1), *[10] * (transport.world_size - 1)]
     transport.reduce_scatter(X, sizes[::-1] if odd else sizes)
 
 
 def all_to_all(transport: Any, odd: bool) -> None:
-    """The last rank sends one row less to rank 0 than that expects."""
+    """All-to-all in which the last rank sends one row less than rank 0 expects."""
     send = [2 - odd, *[2] * (transport.world_size - 1)]
     transport.all_to_all(X[: sum(send)], send, [2] * transport.world_size)
 
@@ -55,7 +55,7 @@ KINDS: dict[str, Callable[[Any, bool], object]] = {
 
 
 def disagree(group: Any, tag: str) -> dict[str, str]:
-    """Every kind in turn on one group, which must be in step again after each; with the odd one early and late."""
+    """Try every kind of mismatch on one group, with the odd rank early and late; ranks must stay in step."""
     transport = own_transport(group, tag)
     last = transport.rank == transport.world_size - 1
     said = {}

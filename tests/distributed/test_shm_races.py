@@ -1,4 +1,4 @@
-"""The core under sanitizers: ranks are threads of one process, so that they see both sides of every access."""
+"""The core under sanitizers: ranks are threads of one process, so that a sanitizer sees both sides of every access."""
 
 from __future__ import annotations
 

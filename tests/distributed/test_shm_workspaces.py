@@ -1,4 +1,4 @@
-"""Calls in flight, the pool behind them, and every way not to get shared memory."""
+"""Calls in flight, their memory pool, and every failure to set up shared memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INLINE_BYTES = 64 * 1024  # larger workspaces come from the pool
 
 
 def in_flight(group: Any, tag: str) -> str:
-    """As many calls as there may be, ended in another order on every rank, small and large ones in turns."""
+    """Maximum number of calls in flight, alternately small and large, ended in a different order on every rank."""
     transport = own_transport(group, tag)
     size, rank = transport.world_size, transport.rank
     for round_ in range(6):
@@ -71,7 +71,7 @@ def pool_use(group: Any, tag: str) -> tuple[int, int, int]:
         assert transport.core_group.bytes_in_use > 0
         del out
         if i in (199, 999):
-            for _ in range(LIMIT + 1):  # ranks may be that far apart; then all have ended what came before
+            for _ in range(LIMIT + 1):  # the most that ranks can be apart, so that all have ended earlier calls
                 transport.barrier()
             marks.append(transport.core_group.high_water_bytes)
             in_use = transport.core_group.bytes_in_use
@@ -79,7 +79,7 @@ def pool_use(group: Any, tag: str) -> tuple[int, int, int]:
 
 
 def test_the_pool_reuses_memory() -> None:
-    # What 17 calls, the most that ranks can be apart, and one output can need.
+    # Memory of 17 calls, the most that ranks can be apart, and of one output.
     most = 18 * (INLINE_BYTES + 8 * 4096) + 200_000
     for in_use, _, after in run_ranks(3, pool_use, new_tag()):
         assert in_use == 0, "memory of ended calls has not come back"
@@ -87,14 +87,14 @@ def test_the_pool_reuses_memory() -> None:
 
 
 def behind(group: Any, tag: str) -> list[tuple[bool, int]]:
-    """Twice: rank 1 is still in a call that rank 0 has ended; then a next one, with and without `reuse`."""
+    """Rank 0 starts a call, with and without `reuse`, while rank 1 is still in the previous one."""
     transport, found = own_transport(group, tag), []
     for reuse in (True, False):
         with transport.begin("first", (), torch.uint8, 16 * INLINE_BYTES) as workspace:
             workspace.wait_all(0)
             if transport.rank == 1:
                 dist.barrier(group)
-                time.sleep(0.1)  # what waits for this call waits, most likely
+                time.sleep(0.1)  # most likely, rank 0 waits for this call if it has to
         settled = transport.settled
         if transport.rank == 0 and reuse:  # it would wait for rank 1
             dist.barrier(group)
@@ -103,7 +103,7 @@ def behind(group: Any, tag: str) -> list[tuple[bool, int]]:
                 dist.barrier(group)
             workspace.wait_all(0)
         found.append((settled, transport.core_group.high_water_bytes // (16 * INLINE_BYTES)))
-        for _ in range(LIMIT + 1):  # until all have ended what came before
+        for _ in range(LIMIT + 1):  # until all have ended earlier calls
             transport.barrier()
         assert transport.settled
     return found
@@ -137,11 +137,11 @@ def test_tensors_outlive_their_group() -> None:
 
 
 def wrong_address(group: Any, tag: str, how: str) -> str:
-    """Rank 1 publishes an address that is not its own, as a rank on another host would seem to the others."""
+    """Rank 1 publishes a wrong address, which looks to its peers like that of a rank on another host."""
     real = shm._core
 
     class Stranger:
-        """The core's group but for the address."""
+        """The core's group with a changed address."""
 
         def __init__(self, *arguments: Any) -> None:
             self._group = real.Group(*arguments)
@@ -196,10 +196,10 @@ def test_unreachable_peers_give_all_ranks_the_same_reason(how: str, said: str) -
 
 
 def small_reserve(group: Any) -> list[str]:
-    """1 MiB. A call that cannot fit says so, on all ranks; what only has to wait for earlier calls does."""
+    """Pool of 1 MiB: a call that cannot fit raises on all ranks; a call that has to wait for earlier ones waits."""
     transport = transport_of(group)
     said = []
-    for late in range(transport.world_size):  # on one rank alone: the others are told instead of left waiting
+    for late in range(transport.world_size):  # too large on one rank: the others raise, too, instead of waiting
         try:
             with transport.begin("too_large", (), torch.uint8, 2 << 20 if transport.rank == late else 8) as workspace:
                 workspace.signal(1)
@@ -219,7 +219,7 @@ def small_reserve(group: Any) -> list[str]:
             workspace.signal(1)
             if transport.rank and i % 10 == 0:
                 workspace.wait(0, 1)
-    # Outputs live as long as their users like: past the pool they come from elsewhere.
+    # Users may keep outputs for any time: when the pool is full, outputs are allocated elsewhere.
     kept = [transport.empty((100_000,), torch.float32).fill_(i) for i in range(8)]
     assert all(t.eq(i).all() for i, t in enumerate(kept))
     kept.clear()
@@ -247,7 +247,7 @@ def bad_reserve(group: Any, text: str) -> str:
 
 
 def test_a_reserve_that_cannot_be() -> None:
-    for text in ("lots", str(2**64 - 4096)):  # the second wraps around with what lies before the reserve
+    for text in ("lots", str(2**64 - 4096)):  # the second overflows with the memory before the reserve
         (outcome,) = fresh_ranks(1, bad_reserve, text)
         wanted = f"ValueError: FUSED_TP_SHM_RESERVE is '{text}'; set it to a positive number of bytes, at most 2**56."
         assert outcome.unwrap() == wanted

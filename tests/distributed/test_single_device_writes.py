@@ -1,4 +1,4 @@
-"""Initialisation of sharded parameters: the values of one process with the same random state."""
+"""Initialisation of sharded parameters: same values as on one process with the same random state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "normal": lambda w: init.normal_(w, std=0.02),
     "uniform": lambda w: init.uniform_(w, -1, 1),
     "truncated": lambda w: init.trunc_normal_(w, std=0.02),
-    "kaiming": init.kaiming_uniform_,  # of the whole fan-in
+    "kaiming": init.kaiming_uniform_,  # uses the unsharded fan-in
     "xavier": init.xavier_normal_,
     "data": lambda w: w.data.normal_(),
     "generator": lambda w: w.data.uniform_(generator=torch.Generator().manual_seed(5)),

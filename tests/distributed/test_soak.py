@@ -1,4 +1,4 @@
-"""One short round of `make soak` each way, so that the soak itself keeps working; a sample of its faults."""
+"""A short round of each mode of `make soak`, which tests the soak itself; and a sample of its faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`grad_input` and `grad_weight` of an op: together its backward, to the bit, with nothing communicated twice."""
+"""`grad_input` and `grad_weight` of an op: together equal to its backward bit for bit, without extra communication."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.workers import error_of, on_ranks
 
 
 class Context:
-    """What autograd gives `setup_context`."""
+    """Fake context of autograd, as passed to `setup_context`."""
 
     saved_tensors: tuple[Tensor, ...]
 
@@ -89,7 +89,7 @@ def test_input_and_weight_gradients_apart_are_those_of_a_backward(group: dist.Pr
 
 
 class Net(nn.Module):
-    """All ops with weights, one after the other."""
+    """Module that applies all ops with weights, one after the other."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Net(nn.Module):
         for i, name in enumerate(("up", "gate", "down", "joint", "out", "last", "norm")):
             shape = (6,) if name == "norm" else (6, 6)
             self.register_parameter(name, nn.Parameter(seeded(*shape, dtype=torch.float64, seed=10 * i + rank)))
-        # Two: torch (2.13) computes wrong groups for a parameter that is shared by nodes with parameters of their own.
+        # Two biases: torch (2.13) computes wrong groups if nodes with parameters of their own share another one.
         self.bias, self.shift = (nn.Parameter(seeded(6, dtype=torch.float64, seed=seed)) for seed in (5, 6))
         experts = seeded(2, 6, 6, dtype=torch.float64, seed=70 + rank)
         self.experts, self.back = nn.Parameter(experts), nn.Parameter(experts.transpose(1, 2).contiguous())
@@ -149,7 +149,7 @@ def test_autograd_runs_the_half_that_is_asked_for_and_communicates_once(group: d
         return [x.grad, *grads_of(net)]
 
     def in_halves() -> list[Tensor | None]:
-        """As a zero-bubble schedule has it."""
+        """Run backward in two halves, like a zero-bubble schedule."""
         y, weights = net(x).sin().sum(), list(net.parameters())
         x.grad = None
         (_, groups), of_inputs = counted(lambda: stage_backward_input([y], None, [x], iter(weights)))
@@ -179,7 +179,7 @@ def test_autograd_runs_the_half_that_is_asked_for_and_communicates_once(group: d
         y = net(x).sum()
     x.grad = None
     torch.autograd.grad(y, [x], 2 * torch.ones(()), retain_graph=True)
-    # What the half of inputs has kept is of other gradients.
+    # The half for inputs has kept values for other gradients, which must not be used.
     of_weights = torch.autograd.grad(y, list(net.parameters()))
     assert_equal(list(of_weights), list(torch.autograd.grad(net(x).sum(), list(net.parameters()))), "other gradients")
     build = dw_builder(net)
@@ -236,12 +236,12 @@ def test_halves_let_go_of_their_tensors(group: dist.ProcessGroup) -> None:
         if run:
             y.sum().backward()
         del x, y
-    assert [one() for one in gone] == [None] * 4  # by counts of references alone
+    assert [one() for one in gone] == [None] * 4  # freed by reference counts alone
 
 
 @on_ranks(1)
 def test_a_deferring_module_leaves_others_alone(group: dist.ProcessGroup) -> None:
-    """Also where its backward has raised, or nobody has asked for its weights' gradients."""
+    """Other modules run normally, even if the deferring module's backward raised or its weight gradients never ran."""
     one, other = Net(group), Net(group)
     x = seeded(4, 6, dtype=torch.float64, seed=3).requires_grad_()
     other(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Ranks that agree through the group's store, one of which does not come: the others need not wait for the deadline."""
+"""Agreement through the group's store if one rank does not arrive: the others need not wait for the deadline."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ ONE_SIDED = {"FUSED_TP_SCHEDULE": "one_sided", "FUSED_TP_TIMEOUT": "20"}
 
 
 def join_alone(group: Any) -> list[str]:
-    """A second attempt could only wait in vain, and says so at once."""
+    """Rank 0 joins alone, twice; the second attempt cannot succeed, and raises at once."""
     said = []
     for _ in range(2 if dist.get_rank(group) == 0 else 0):
         with pytest.raises(CollectiveTimeoutError) as error:
@@ -87,7 +87,7 @@ def join_alone(group: Any) -> list[str]:
 
 @beside(lambda: fresh_ranks(3, join_alone, env={**ONE_SIDED, "FUSED_TP_TIMEOUT": "1.5"}, expect_deaths=True))
 def test_ranks_that_do_not_join_the_rendezvous_are_named(outcome: list[Outcome]) -> None:
-    """They live, so that only the deadline can tell."""
+    """The missing ranks are alive, so that only the deadline reveals them."""
     first, again = outcome[0].unwrap()
     said = "Ranks 1 and 2 did not take part in the first call of group '0' within 1.5 s"
     assert said in first and "is unusable since its first call failed" in again
@@ -97,7 +97,7 @@ def join_late(group: Any) -> float:
     begun = time.perf_counter()
     assert closed_peers(group) == [] and time.perf_counter() - begun < 1.0  # lazy connections are not probed
     if dist.get_rank(group) == 1:
-        time.sleep(1.7)  # the others look for its death three times
+        time.sleep(1.7)  # the others check three times whether it is alive
     total = fused_tp.all_reduce(torch.ones(2), group=group)
     dist.all_reduce(total, group=group)
     dist.barrier(group)
@@ -107,23 +107,23 @@ def join_late(group: Any) -> float:
 @beside(lambda lazy: fresh_ranks(3, join_late, env={**ONE_SIDED, "TORCH_GLOO_LAZY_INIT": lazy}))
 @pytest.mark.parametrize("lazy", ["0", "1"])
 def test_a_rank_that_joins_the_rendezvous_late_is_waited_for(outcome: list[Outcome], lazy: str) -> None:
-    """And the receives that looked for its death harm nothing."""
+    """The late rank can join, and the receives that probed whether it is alive have no side effect."""
     assert [one.unwrap() for one in outcome] == [9.0] * 3
 
 
 def join_after_a_receive_that_timed_out(group: Any) -> float:
-    """That closes gloo's connections, on both sides; nobody has died, and two ranks come late."""
+    """Ranks join late after a timed-out receive, which closes gloo's connections on both sides; all ranks are alive."""
     rank = dist.get_rank(group)
     if rank == 0:
         receive = dist.irecv(torch.empty(1), group=group, group_src=1)
         assert receive is not None
         with pytest.raises(RuntimeError, match="Timed out"):
             receive.wait(timedelta(milliseconds=50))
-        time.sleep(0.9)  # the other side sees it, and nobody has begun to join
+        time.sleep(0.9)  # the peer notices it before any rank has begun to join
     elif rank == 1:
         time.sleep(3.0)  # later than rank 0 would wait for a peer that has closed its connection
     else:
-        time.sleep(2.5)  # rank 0 waits for two that have not come
+        time.sleep(2.5)  # so that rank 0 waits for two missing ranks
     return fused_tp.all_reduce(torch.ones(2), group=group)[0].item()
 
 

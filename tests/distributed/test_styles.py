@@ -114,7 +114,7 @@ def test_dtensors_in_and_out(group: dist.ProcessGroup) -> None:
         },
     )
     assert all(p.placements == (Replicate(),) for p in (*model[0].parameters(), *model[4].parameters()))
-    # 4 tokens a rank; torch's own modules in between take DTensors
+    # 4 tokens per rank; torch's own modules in between take DTensors
     x_full = seeded(2, 4 * group.size(), 6, dtype=torch.float64).requires_grad_()
     x = distribute_tensor(x_full.detach(), mesh, [Replicate()]).requires_grad_()
     y_full, y = full(x_full), model(x)
@@ -128,14 +128,14 @@ def test_dtensors_in_and_out(group: dist.ProcessGroup) -> None:
     assert isinstance(norm, DTensor) and norm.placements == (Replicate(),)
     for name, grad in full_grads(model).items():
         torch.testing.assert_close(grad, full.get_parameter(name).grad, **EXACT)
-    x_full = seeded(2, 4 * group.size() + 1, 6, dtype=torch.float64)  # which no two ranks cut equally
+    x_full = seeded(2, 4 * group.size() + 1, 6, dtype=torch.float64)  # not divisible by the ranks
     y = model[0](distribute_tensor(x_full, mesh, [Shard(1)]))
     torch.testing.assert_close(y.full_tensor(), full[0](x_full), **EXACT)
 
 
 @on_ranks(2)
 def test_a_plan_with_both_kinds(group: dist.ProcessGroup) -> None:
-    """Ours and torch's in one plan, with torch's PrepareModuleInput in front."""
+    """One plan with fused and torch's styles, after torch's PrepareModuleInput."""
     mesh = device_mesh(group)
     full = Block().double()
     model = parallelize_module(
@@ -158,7 +158,7 @@ def test_a_plan_with_both_kinds(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2, 3)
 def test_what_is_sent(group: dist.ProcessGroup) -> None:
-    """The collectives of forward and backward, by what torch's own styles send of the same plan."""
+    """Compare the collectives of forward and backward with those of torch's own styles in the same plan."""
     mesh = device_mesh(group)
     tokens = 2 * group.size()
     gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -202,7 +202,7 @@ class _Projections(nn.Module):
 
 @on_ranks(2)
 def test_whose_weights(group: dist.ProcessGroup) -> None:
-    """Like torch's: rank 0's copy is what counts, or each rank's own with src_data_rank=None."""
+    """Weights come from rank 0, or with src_data_rank=None from each rank's own copy, like with torch's styles."""
     mesh = device_mesh(group)
     for source in (0, None):
         torch.manual_seed(group.rank())

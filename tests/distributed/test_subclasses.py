@@ -1,4 +1,4 @@
-"""Weights of subclasses: those that show their memory as it is take the kernels of a plain tensor."""
+"""Weights of Tensor subclasses: subclasses that expose their memory unchanged use the kernels for plain tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.workers import on_ranks
 
 
 class Loaded(nn.Parameter):
-    """As loaders make them."""
+    """Parameter subclass like those of checkpoint loaders."""
 
 
 class Delegating(nn.Parameter):
-    """As vLLM makes them."""
+    """Parameter subclass like vLLM's."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

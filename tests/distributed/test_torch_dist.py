@@ -1,4 +1,4 @@
-"""Messages over torch.distributed: ranks that wait for survivors, works that end late, another default device."""
+"""Messages over torch.distributed: waits for survivors, works that end late, another default device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.workers import Outcome, fresh_ranks, run_ranks
 
 
 class LateWork:
-    """One that ends just after a slice of the wait has timed out: well, or with `error`."""
+    """Work that ends just after a slice of the wait has timed out, successfully or with `error`."""
 
     def __init__(self, error: str = "") -> None:
         self._ends = iter(["Operation timed out!", error])
@@ -76,7 +76,7 @@ def test_the_default_device_is_of_no_matter(outcome: list[Outcome]) -> None:
 
 
 def shift_between_two_of_three(group: Any) -> list[int]:
-    """On torch's NCCL, for which gloo stands here: how many ranks have made its communicator by then."""
+    """Sizes of the groups that create a communicator before a shift over torch's NCCL, here emulated by gloo."""
     with mock.patch("fused_tp.transport.torch_dist.backend_of", lambda group, device_type: "nccl"):
         transport, rank = TorchDist(resolve_group(group), "cpu"), dist.get_rank(group)
     met, real = [], dist.all_reduce
@@ -97,7 +97,7 @@ def test_all_ranks_make_the_communicator_of_nccl_before_some_of_them_use_it() ->
 
 
 def shift_by_way_of_the_host(group: Any) -> None:
-    """Messages as of a GPU, which gloo cannot send: tensors of the CPU go through the same copies."""
+    """Messages of GPU tensors, which gloo cannot send; here CPU tensors take the same copies through the host."""
     transport = TorchDist(resolve_group(group), "cuda", "gloo")
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     assert transport._by_host and not TorchDist(resolve_group(group), "cpu")._by_host
@@ -106,7 +106,7 @@ def shift_by_way_of_the_host(group: Any) -> None:
         return (torch.arange(6) + 10 * (source % world) + 100 * number).to(dtype).view(3, 2)
 
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool):
-        # Two are under way, in both directions; each is sent as it was, and received where the wait is.
+        # Two messages in flight, in both directions: each sends the values at the call, and arrives at the wait.
         sent = [of(rank, number, dtype) for number in range(2)]
         outs = [torch.full((3, 2), -1.0).to(dtype) for _ in range(2)]
         untouched = outs[0].clone()
@@ -119,7 +119,7 @@ def shift_by_way_of_the_host(group: Any) -> None:
         for number, step in ((1, -1), (0, 1)):
             assert moving[number].wait() is outs[number]
             assert torch.equal(outs[number], of(rank - step, number, dtype))
-    # In place, and where some have nothing.
+    # In place, and with empty tensors on some ranks.
     x = of(rank, 0, torch.float32)
     assert torch.equal(transport.shift("shift", x, x, 1).wait(), of(rank - 1, 0, torch.float32))
     x, out = torch.full((3 if rank == 0 else 0,), 7.0), torch.empty(3 if rank == 1 else 0)
@@ -132,7 +132,7 @@ def test_messages_of_a_gpu_over_gloo_go_by_way_of_the_host(world: int) -> None:
 
 
 def ring_by_way_of_the_host(group: Any, by_host: bool) -> list[Tensor]:
-    """A ring of ring attention by messages, forward and backward: out and gradients."""
+    """Run ring attention by messages, forward and backward; return out and gradients."""
     transport = torch_dist(resolve_group(group), "cpu")
     rank = dist.get_rank(group)
     torch.manual_seed(rank)
@@ -163,7 +163,7 @@ def test_rings_of_a_gpu_over_gloo_go_by_way_of_the_host() -> None:
 
 
 def wait_for_a_survivor(group: Any) -> tuple[str, float]:
-    """Rank 0 waits for a message of rank 2, which dies; rank 1 only for one of rank 0, which lives and gives up."""
+    """Rank 0 waits for a message of rank 2, which dies; rank 1 waits for rank 0, which is alive and gives up."""
     rank = dist.get_rank(group)
     transport = torch_dist(resolve_group(group), "cpu")
     x, out = torch.ones(4), torch.empty(4)
@@ -176,9 +176,9 @@ def wait_for_a_survivor(group: Any) -> tuple[str, float]:
     with pytest.raises(PeerLostError) as error:
         transport.shift("shift", x[:0], out, 1).wait()
     seconds = time.perf_counter() - begun
-    # Rank 0 has closed its connection to rank 1 itself, which tells nothing of rank 1.
+    # Rank 0 itself has closed its connection to rank 1, which does not mean that rank 1 has died.
     assert closed_peers(group) == ([2] if rank == 0 else [0, 2])
-    return str(error.value), seconds  # this process lives until all have answered: its end would tell the others too
+    return str(error.value), seconds  # this process must outlive the answers of all, as its end would notify peers, too
 
 
 @beside(lambda: fresh_ranks(3, wait_for_a_survivor, expect_deaths=True))
@@ -192,7 +192,7 @@ def test_a_wait_for_a_message_of_a_survivor_ends_too(outcome: list[Outcome]) -> 
 # ---- killed in the middle of a message, which gloo does not notice ---------------------------------------------------
 
 ELEMENTS = 32 * 1024 * 1024
-NOTICE_SECONDS = 12.0  # 2 to 6 s, and where many processes share a core; the deadline is 60 s
+NOTICE_SECONDS = 12.0  # usually 2 to 6 s; longer if many processes share a core; the deadline is 60 s
 OPS: dict[str, Callable[[TorchDist, Tensor], Any]] = {
     "shift": lambda transport, x: transport.shift("shift", x, torch.zeros_like(x), 1),
     "all_gather": lambda transport, x: transport.all_gather("all_gather", x),
@@ -203,7 +203,7 @@ OPS: dict[str, Callable[[TorchDist, Tensor], Any]] = {
 
 
 def lose(_: Any, op: str) -> tuple[str, float, float]:
-    """What a survivor raises, how long after the victim's death, and how long the group's end takes then."""
+    """Error of a survivor, its delay after the victim's death, and the time that destroying the group takes."""
     transport = TorchDist(resolve_group(None), "cpu")
     last = transport.world_size - 1
     pids: list[Any] = [None] * transport.world_size
@@ -213,7 +213,7 @@ def lose(_: Any, op: str) -> tuple[str, float, float]:
     died = [0.0]
 
     def kill() -> None:
-        time.sleep(0.02)  # about in the middle; where it is not, the case is an easier one
+        time.sleep(0.02)  # about in the middle of the message; otherwise the case is easier
         died[0] = time.time()
         os.kill(pids[last], signal.SIGKILL)
 

@@ -1,6 +1,6 @@
-"""Schedule `symm_mem`: torch's own ops in the place of ours, how calls come to run on them, and what is said of it.
+"""Schedule `symm_mem`: torch's own ops instead of fused_tp's, the choice of this schedule, and its messages.
 
-`symm_mem_double` says which of torch's code runs here, and what has doubles.
+`symm_mem_double` describes which code of torch runs here, and which parts are test doubles.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def even_sizes(group: Any, dtype_name: str) -> set[str]:
-    """Forward and gradients of every op against fp64, where torch's ops serve all of it. Returns the names of those."""
+    """Test every op against fp64 at sizes that torch's ops support; return the names of torch's ops that ran."""
     dtype = getattr(torch, dtype_name)
     CALLED.clear()
     for op in MATMULS:
@@ -69,13 +69,12 @@ def test_forward_and_gradients(world_size: int, dtype_name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("world_size", "dtype_name"), [(2, "bfloat16"), (3, "float32"), (4, "float16")])
 def test_odd_sizes(world_size: int, dtype_name: str) -> None:
-    """And strided ones, several weights, a gathered x that is returned: torch's ops have some, plain collectives the
-    rest."""
+    """Odd sizes, strides, several weights, a returned gathered x: torch's ops run some, plain collectives the rest."""
     run_variant("symm_mem", world_size, all_cases, dtype_name, world_size == 2)
 
 
 def chosen_ops(group: Any) -> dict[str, list[str]]:
-    """torch's ops by call: nothing where no op serves it."""
+    """torch's ops by call; empty if none supports the call."""
     found: dict[str, list[str]] = {}
     world = group.size()
 
@@ -117,7 +116,7 @@ def test_what_torch_does_not_serve_goes_by_plain_collectives() -> None:
 
 
 def sums(group: Any, switch: bool) -> dict[str, str]:
-    """The op for each size and dtype, after its sum was compared: torch's kernels round in this way."""
+    """Op for each size and dtype, after a comparison of its sum with the rounding of torch's kernels."""
     found, world = {}, group.size()
     with symm_mem_on_cpu(switch=switch):
         described = resolve_group(group)
@@ -139,7 +138,7 @@ def sums(group: Any, switch: bool) -> dict[str, str]:
                 dist.all_gather(list(every.unbind()), total, group=group)
                 assert all(torch.equal(theirs, total) for theirs in every)
                 found[f"{what} {dtype}"] = name
-                total.add_(1.0)  # its own memory, which the next sum leaves alone
+                total.add_(1.0)  # the result has its own memory, which the next sum does not change
     return found
 
 
@@ -148,7 +147,7 @@ def sums(group: Any, switch: bool) -> dict[str, str]:
     [
         (2, False, {"one_shot_all_reduce"}, {"two_shot_all_reduce_"}),
         pytest.param(2, True, {"multimem_one_shot_all_reduce"}, {"multimem_all_reduce_"}, marks=pytest.mark.full),
-        # Of three terms only a switch that is asked once gives all ranks the same bits.
+        # With three terms, only a single reduction by the switch has equal bits on all ranks.
         (3, True, {"one_shot_all_reduce", "multimem_all_reduce_"}, {"multimem_all_reduce_"}),
     ],
 )
@@ -163,7 +162,7 @@ def test_all_reduces(world_size: int, switch: bool, small: set[str], large: set[
 
 
 def test_torch_has_the_ops_with_these_arguments() -> None:
-    """Those of this torch, which tells of another one by failing here."""
+    """The ops exist in the installed torch; this test fails if another version changes them."""
     assert {*PYTHON_OPS, *KERNELS} == {*transport.NEEDED, *transport.OPTIONAL}
     with symm_mem_on_cpu():
         for name in (*PYTHON_OPS, *KERNELS):
@@ -171,7 +170,7 @@ def test_torch_has_the_ops_with_these_arguments() -> None:
 
 
 def as_torchs_fakes(group: Any) -> None:
-    """Results have the shapes that torch's own fakes say."""
+    """Results have the shapes of torch's own fake implementations."""
     rows, world, name = 8 * group.size(), group.size(), group.group_name
     ops = torch.ops.symm_mem
     x, w = seeded(rows, 4), seeded(6, 4, seed=1)
@@ -219,7 +218,7 @@ def test_an_op_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_some(group: Any) -> Any:
-    """Rank 0 lacks what the schedule can do without, rank 1 what it cannot."""
+    """Rank 0 lacks optional ops of the schedule, rank 1 required ones."""
     described, spec = resolve_group(group), registry.SCHEDULES["symm_mem"]
     missing = ("_low_contention_all_gather", "_low_contention_reduce_scatter") if group.rank() == 0 else ()
     with symm_mem_on_cpu(without=missing):
@@ -249,7 +248,7 @@ def test_ranks_take_the_ops_that_all_of_them_have() -> None:
 
 
 def capturing(group: Any) -> list[str]:
-    """What is said where memory would have to grow during the capture of a CUDA graph."""
+    """Errors of calls that would grow memory during the capture of a CUDA graph."""
     said = []
     with schedule_on(group, "symm_mem") as schedule:
         few, many = seeded(64, 4), seeded(1 << 17, 4)
@@ -273,7 +272,7 @@ def test_memory_does_not_grow_while_a_graph_is_captured() -> None:
 
 
 def short_of_memory(group: Any) -> None:
-    """One rank has no memory for what torch's ops would work in: all of them go by plain collectives, and on."""
+    """One rank has no memory for the workspaces of torch's ops: all ranks fall back to plain collectives."""
     x, few, w = seeded(1 << 17, 4), seeded(64, 4), torch.eye(4)
 
     def refuse(*_: Any) -> Any:
@@ -290,7 +289,7 @@ def short_of_memory(group: Any) -> None:
             torch.testing.assert_close(schedule.all_reduce(x), 2 * x)
             y = schedule.matmul_reduce_scatter([(x, w)], None, scatter_dim=0)
         torch.testing.assert_close(y, own(schedule, 2 * x, 0))
-        torch.testing.assert_close(schedule.all_reduce(x), 2 * x)  # nor is it tried again
+        torch.testing.assert_close(schedule.all_reduce(x), 2 * x)  # the allocation is not tried again
         assert CALLED == []
         schedule.all_reduce(few)
         assert CALLED == ["one_shot_all_reduce"]
@@ -301,7 +300,7 @@ def test_a_rank_without_memory_for_it() -> None:
 
 
 def refused_on_one(group: Any) -> str:
-    """Allocating on a GPU of which one rank has no memory left; torch's part of it is replaced."""
+    """Allocate on GPUs, one of which has no memory left; torch's functions are replaced by mocks."""
     empty = mock.Mock(side_effect=RuntimeError("CUDA out of memory\nmore") if group.rank() else None)
     with (
         mock.patch.object(torch_symmetric_memory._SymmetricMemory, "empty_strided_p2p", empty),
@@ -327,7 +326,7 @@ def test_no_rank_waits_for_one_that_cannot_allocate() -> None:
 
 
 def in_turn(group: Any) -> None:
-    """Each op runs in its turn: all of them use one workspace from its beginning on."""
+    """Ops run one at a time, as all of them use one workspace from its start."""
     open_turns: list[int] = []
     asked: list[int] = []
     real = TorchSymmMem.in_turn
@@ -378,7 +377,7 @@ def test_the_workspace_of_a_destroyed_group_is_forgotten() -> None:
 
 @contextmanager
 def with_nvlink(**environment: str) -> Iterator[None]:
-    """CPU ranks as if they were GPUs with NVLink: the table is asked for them, and they have torch's ops."""
+    """Treat CPU ranks as GPUs with NVLink: they use that part of the dispatch table, and torch's ops."""
     unset = {name: os.environ.pop(name, None) for name in ("FUSED_TP_AUTOTUNE", "FUSED_TP_SCHEDULE", "FUSED_TP_TABLE")}
     with ExitStack() as patches:
         patches.enter_context(symm_mem_on_cpu())
@@ -396,7 +395,7 @@ def kept_in(folder: str) -> dict[str, Any]:
 
 
 def online(group: Any, folder: str) -> list[Any]:
-    """Calls of ranks with NVLink where no variable is set."""
+    """Calls of ranks with NVLink while no variable is set."""
     measured = mock.Mock(wraps=autotune._measured)
     x, w = seeded(32, 64), seeded(64, 64, seed=1)
     ask: dict[str, Any] = {"dtype": FP32, "group": group}
@@ -407,7 +406,7 @@ def online(group: Any, folder: str) -> list[Any]:
         torch.testing.assert_close(y, 2 * (x @ w.t()))
         after = str(fused_tp.explain("matmul_all_reduce", (32, 64), (64, 64), **ask))
         once = measured.call_count
-        # torch has nothing for it, so that there is no choice.
+        # torch has no op for this dtype, so that there is nothing to choose.
         fused_tp.all_reduce(x.double(), group=group)
         assert measured.call_count == once
     dist.barrier(group)
@@ -426,7 +425,7 @@ def test_ranks_with_nvlink_choose_by_time(tmp_path: Path) -> None:
         assert "until the autotuner (FUSED_TP_AUTOTUNE) measures the first such call" in before
         assert "because measured here: " in after and measured == 1
         assert words.endswith(", where FUSED_TP_AUTOTUNE is not set") and set(tried) == {"plain", "symm_mem"}
-    # The next program finds the choice.
+    # The next program reads the choice from the file.
     for outcome in fresh_ranks(2, online, str(tmp_path)):
         assert outcome.unwrap()[2] == 0
 
@@ -444,7 +443,7 @@ def test_the_choice_can_be_turned_off() -> None:
 
 
 def nearly_full(group: Any) -> None:
-    """Where one rank is short of memory nothing is measured on any, and the table decides."""
+    """No rank measures if one is short of memory; the table decides."""
     free = 0.0 if group.rank() else float("inf")
     with with_nvlink(), mock.patch.object(autotune, "_free_bytes", lambda device: free):
         for _ in range(2):
@@ -459,7 +458,7 @@ def test_nothing_is_measured_where_memory_is_short(tmp_path: Path) -> None:
 
 
 def captured_first(group: Any) -> None:
-    """Nothing is measured, and nothing exchanged for it, while a graph is captured."""
+    """Calls neither measure nor exchange measurements while a graph is captured."""
     with (
         with_nvlink(),
         mock.patch.object(autotune, "is_capturing", lambda device: True),
@@ -475,7 +474,7 @@ def test_nothing_is_measured_in_a_capture(tmp_path: Path) -> None:
 
 
 def joined(group: Any, folder: str) -> list[Any]:
-    """Our own schedules are measured, too, once they were found right here, and no more once found wrong."""
+    """fused_tp's own schedules are measured, too, after a check has found them right, and no longer if found wrong."""
     found: list[Any] = []
     x, described = seeded(64, 64), resolve_group(group)
 
@@ -560,7 +559,7 @@ def test_the_shipped_table_follows_what_was_published(
     place: dict[str, Any] = {"world_size": ranks, "transport": "nvlink", "arch": "sm_90"}
     found = explain_for(op, (own_rows, 4096), (4096, 4096), dtype=dtype, **place).forward
     assert found is not None and found.schedule == schedule and reason in found.reason
-    # Without memory of all ranks NCCL goes on as before.
+    # Without symmetric memory, NCCL's choices stay as before.
     found = explain_for(op, (own_rows, 4096), (4096, 4096), dtype=dtype, **{**place, "transport": "nccl"}).forward
     assert found is not None and found.schedule in ("plain", "pipelined") and "sm_90/default" in found.reason
 
@@ -578,7 +577,7 @@ def test_what_is_refused_by_the_size_of_a_group_and_by_dtype(monkeypatch: pytest
 
 
 def compiled(group: Any) -> None:
-    """The schedule runs inside of our custom ops, so that compiled code and fakes see nothing of it."""
+    """The schedule runs inside fused_tp's custom ops, so that compiled code and fake tensors do not see it."""
     x, w = seeded(32, 64), seeded(64, 64, seed=1)
 
     def step(x: Tensor, w: Tensor) -> Tensor:

@@ -24,14 +24,14 @@ DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 
 def own_part(t: Tensor | None, dim: int, group: Any) -> Tensor:
-    """This rank's part of a whole tensor (or gradient, which must be there) along `dim`."""
+    """Shard on this rank of a full tensor (or of a gradient, which must exist) along `dim`."""
     assert t is not None
     start, stop = shard_range(t.shape[dim], dist.get_world_size(group), dist.get_rank(group))
     return t.narrow(dim, start, stop - start)
 
 
 def leaf(t: Tensor, strided: bool = False) -> Tensor:
-    """A leaf that requires grad; `strided` makes it a transposed view of other memory."""
+    """Copy t to a leaf that requires grad; `strided` makes it a transposed view of other memory."""
     own = t.detach().clone()
     if strided and t.ndim >= 2:
         own = own.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -39,7 +39,7 @@ def leaf(t: Tensor, strided: bool = False) -> Tensor:
 
 
 def problem(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [B, M, K], weight [N, K], bias [N] and the output's gradient [B, M, N], the same on every rank."""
+    """x [B, M, K], weight [N, K], bias [N] and the output's gradient [B, M, N], equal on every rank."""
     b, m, k, n = shape
     return (
         seeded(b, m, k, dtype=dtype, seed=1),
@@ -50,13 +50,13 @@ def problem(shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def check(name: str, actual: Tensor | None, wanted: Tensor | None, dtype: torch.dtype, reduced_over: int) -> None:
-    """Twice the rounding of one op: that of the terms of a sum over ranks, and that of the result."""
+    """Compare with twice the rounding error of one op: the terms of a sum over ranks are rounded, and the result."""
     assert actual is not None and wanted is not None, f"{name} has no gradient"
     assert_within_dtype_error(actual, wanted, dtype, reduced_over=max(1, reduced_over), roundings=2, name=name)
 
 
 class Matmul(NamedTuple):
-    """How one op cuts x, weight, bias and output: a dim, "tokens" for each dim of tokens in turn, None for whole."""
+    """Sharding of x, weight, bias and output of an op: a dim, "tokens" to try each dim of tokens, None: replicated."""
 
     run: Callable[..., Any]
     x: Any
@@ -114,7 +114,7 @@ def matmul_case(group: Any, op: str, shape: Shape, dtype: torch.dtype, strided: 
 
 
 def several_weights_case(group: Any, dtype_name: str, sequence_parallel: bool) -> None:
-    """Three weights of different widths share one gather (or one sum of dx); one of them has no bias."""
+    """Three weights of different widths share one gather (or one reduction of dx); one of them has no bias."""
     dtype = getattr(torch, dtype_name)
     x, _, _, _ = problem((2, 7, 6, 1), dtype)
     widths = (5, 8, 4)
@@ -135,7 +135,7 @@ def several_weights_case(group: Any, dtype_name: str, sequence_parallel: bool) -
     torch.autograd.backward(outs, [own_part(d, -1, group) for d in ds])
     assert x64.grad is not None and x_own.grad is not None
     dx = own_part(x64.grad, 1, group) if sequence_parallel else x64.grad
-    # Each product is rounded when it is added to the one before.
+    # Each product is rounded when it is added to the previous one.
     assert_within_dtype_error(x_own.grad, dx, dtype, reduced_over=17, roundings=4, name="dx")
     for i, (out, out64, w, w64) in enumerate(zip(outs, outs64, ws_own, ws64, strict=True)):
         assert w64.grad is not None
@@ -146,7 +146,7 @@ def several_weights_case(group: Any, dtype_name: str, sequence_parallel: bool) -
 
 
 def rms_norm_case(group: Any, shape: Shape, dtype: torch.dtype, strided: bool = False) -> None:
-    """Both RMS norm ops. new_residual is compared first; the norm of it is what the rounded new_residual gives."""
+    """Both RMS norm ops. new_residual is compared first; the reference norm is that of the rounded new_residual."""
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     b, m, _, n = shape
     x, w, _, _ = problem(shape, dtype)
@@ -201,7 +201,7 @@ def test_forward_and_gradients(variant: str, world_size: int, dtype_name: str) -
     run_variant(variant, world_size, all_cases, dtype_name, strided)
 
 
-# Schedules of GPUs, over doubles; tests/kernels has those of the fused kernels.
+# Schedules for GPUs, on test doubles; tests/kernels tests those of the fused kernels.
 ON_DOUBLES = [
     *(("one_shot", 2, "bfloat16"), ("two_shot", 3, "float32"), ("multimem", 4, "float16"), ("two_shot", 2, "float64")),
     *(("copy_engine-chunked", 2, "float32"), ("copy_engine-chunked", 3, "bfloat16"), ("nccl_pipeline", 4, "float64")),
@@ -222,7 +222,7 @@ def test_one_rank(dtype_name: str) -> None:
 
 
 def gathered_gradient_case(group: Any) -> None:
-    """The gathered x is an output like any other: what flows into it comes back to the shard, summed over ranks."""
+    """The gathered x is a differentiable output: its gradient is reduced over ranks into that of the shard."""
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     x, w, _, d = problem((2, 5, 3, 4), torch.float64)
     extra = [seeded(2, 5, 3, dtype=torch.float64, seed=50 + r) for r in range(world_size)]
@@ -240,7 +240,7 @@ def gathered_gradient_case(group: Any) -> None:
 
 
 def partly_used_case(group: Any) -> None:
-    """An output that nobody uses and tensors that need no gradient take no part in backward."""
+    """Backward leaves out unused outputs and tensors that need no gradient."""
     x, w, b, d = problem((1, 6, 4, 6), torch.float64)
     _, (dx, dw, _) = gradients64(matmul64, (x, w, b), d)
     assert dx is not None and dw is not None
@@ -287,7 +287,7 @@ def test_same_bits_on_every_rank_and_run(variant: str, dtype_name: str) -> None:
     assert all(result == runs[0][0] for run in runs for result in run)
 
 
-# -- vocab_parallel_cross_entropy against F.cross_entropy of the whole logits ------------------------------------------
+# -- vocab_parallel_cross_entropy against F.cross_entropy of the full logits -------------------------------------------
 
 
 def cross_entropy_cases(group: Any, dtype_name: str) -> None:
@@ -315,7 +315,7 @@ def cross_entropy_cases(group: Any, dtype_name: str) -> None:
                 loss.backward(d.to(wide))
                 assert whole.grad is not None and shard.grad is not None
                 name = f"{shape} {reduction} {smoothing}"
-                # Logits of +-16 in exp: relative errors of their size times eps.
+                # exp of logits up to +-16 has relative errors of 16 eps.
                 assert_within_dtype_error(
                     loss, wanted.detach().reshape(loss.shape), wide, reduced_over=vocab, roundings=32, name=name
                 )
@@ -348,7 +348,7 @@ def test_extreme_logits(group: Any) -> None:
     logits[0, 1] = 2.0
     logits[0, 3] = 1.0
     logits[1] = torch.tensor([3e38, -3e38, 3e38, 0.0])
-    logits[2, 0] = 0.0  # the other ranks have nothing but -inf
+    logits[2, 0] = 0.0  # all other logits of the row are -inf
     target = torch.tensor([1, 2, 0])
     whole = logits.double().requires_grad_()
     wanted = torch.nn.functional.cross_entropy(whole, target, reduction="none")

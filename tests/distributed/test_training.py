@@ -1,4 +1,4 @@
-"""Tensor parallel models with what people train with: optimizers, clip_grad_norm_, FSDP2, checkpoints of both kinds."""
+"""Tensor parallel models in training: optimizers, clip_grad_norm_, FSDP2, checkpoints of both kinds."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def under_fsdp(model: Model, mesh: DeviceMesh, sequence_parallel: bool) -> Model
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
-# fp64, 3 steps of Adam. Where a gradient is near 0 Adam divides small by small, so errors of 1e-15 grow.
+# fp64, 3 steps of Adam. For a gradient near 0, Adam divides two small numbers, so that errors of 1e-15 grow.
 TRAINED = {"rtol": 1e-6, "atol": 1e-8}
 
 
 def train(model: torch.nn.Module, batches: list[torch.Tensor]) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of a few steps."""
+    """Train a few steps; return losses and gradient norms."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for ids in batches:
@@ -77,7 +77,7 @@ def test_training_equals_that_of_one_process(group: dist.ProcessGroup) -> None:
     full = Model()
     batches = [tokens(2, 9, seed) for seed in range(3)]
     for sequence_parallel in (False, True):
-        if sequence_parallel:  # whole parts: a model has no place to say how long the sequence is
+        if sequence_parallel:  # equal shards, since the model has no argument for seq_len
             batches = [tokens(2, 2 * group.size(), seed) for seed in range(3)]
         sharded = shard_model(copy.deepcopy(full), device_mesh(group), sequence_parallel)
         assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())
@@ -110,7 +110,7 @@ def test_gather_state_dict(group: dist.ProcessGroup) -> None:
         assert type(state[name]) is torch.Tensor
         assert torch.equal(state[name], tensor)
     assert state["embed.weight"] is state["head.weight"]
-    # no memory in common, also where the parameter is replicated
+    # The state shares no memory with the model, even for a replicated parameter.
     before = sharded.norm.weight.to_local().clone()
     state["norm.weight"].zero_()
     assert torch.equal(sharded.norm.weight.to_local(), before)
@@ -123,7 +123,7 @@ def test_gather_state_dict(group: dist.ProcessGroup) -> None:
 @on_ranks(2, run=run_fresh, env={"FUSED_TP_TIMEOUT": "0.5"})
 def test_who_gathers_alone_is_told_who_did_not_come(group: dist.ProcessGroup) -> None:
     model = shard_model(Model(), device_mesh(group), False)
-    if dist.get_rank() == 0:  # as one would who saves on the main process
+    if dist.get_rank() == 0:  # a common mistake when saving on the main process
         with pytest.raises(CollectiveTimeoutError, match=r"Rank 1 did not take part in gather_state_dict of group"):
             gather_state_dict(model)
     dist.barrier()
@@ -131,7 +131,7 @@ def test_who_gathers_alone_is_told_who_did_not_come(group: dist.ProcessGroup) ->
 
 @on_ranks(2)
 def test_a_full_state_dict_loads(group: dist.ProcessGroup) -> None:
-    """Such as of the unsharded model, by torch's own helper."""
+    """A full state dict, such as that of the unsharded model, loads by torch's own helper."""
     full = Model()
     sharded = shard_model(Model(), device_mesh(group), True)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def load(group: dist.ProcessGroup, folder: str, fsdp: bool) -> dict[str, torch.T
 
 
 def test_saved_at_two_ranks_loads_at_one_four_and_under_fsdp(tmp_path: Path) -> None:
-    """KV heads are 2: cut at 1 and 2 ranks, repeated at 4, so the placements of the weights differ too."""
+    """The 2 KV heads are sharded over 1 and 2 ranks and repeated over 4, so that placements of weights differ, too."""
     folder = str(tmp_path / "checkpoint")
     wanted = Model()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Attention by heads, and by heads inside of a ring, on real ranks: every mask and score against fp64."""
+"""Attention sharded by heads, alone and inside a ring, on real ranks: every mask and score against fp64."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ HEADS: list[Case] = [
     {"heads": 6, "kv_heads": 2, "alibi": True, "sinks": True, "dropout_p": 0.2, "grad_lse": True, "seq_len_kv": 17},
 ]
 OVER_THREE = [case(37, causal=True, batch=2, **heads) for heads in HEADS]
-# Fewer tokens than ranks, than chunks, primes.
+# Fewer tokens than ranks, fewer than chunks, and primes.
 SHORT = [case(n, causal=True, layout=one, heads=6) for n in (2, 3, 5, 13) for one in ("zigzag", "contiguous")]
 
 
@@ -103,7 +103,7 @@ def test_every_element_travels_once_to_who_needs_it() -> None:
 
 
 def block(x: Tensor, weight: Tensor, run: Op, seq_len: int, how: dict[str, Any]) -> Tensor:
-    """An attention block on a shard of the tokens, with positions."""
+    """Attention block on a shard of the tokens, with positions."""
     positions = sequence_positions(seq_len, **{name: how[name] for name in ("group", "layout", "cu_seqlens")})
     x = x + positions.to(x.dtype)[None, :, None].sin()
     q, k, v = (x @ weight).unflatten(-1, (6, 8)).split([4, 1, 1], dim=2)
@@ -123,7 +123,7 @@ def block(x: Tensor, weight: Tensor, run: Op, seq_len: int, how: dict[str, Any])
 def test_compile_and_activation_checkpointing(
     group: dist.ProcessGroup, op: Op, world_size: int, lengths: tuple[int, ...]
 ) -> None:
-    """The second length compiles for all lengths."""
+    """Compilation for the second length covers all further lengths."""
     torch._dynamo.reset()
     run = by_mesh(group) if op is context_parallel_attention else op
     fn = torch.compile(block, fullgraph=True, backend="aot_eager")
@@ -153,9 +153,9 @@ def test_compile_and_activation_checkpointing(
             "two_shot",
             [
                 case(16, causal=True, layout="contiguous", batch=2),
-                case(16, causal=True, batch=2, grad_lse=True),  # to be sorted on arrival
-                case(16, causal=True, kv_heads=1),  # a key head for two ranks goes by messages
-                case(15, causal=True, dtype=torch.float64),  # and so does all that is not even
+                case(16, causal=True, batch=2, grad_lse=True),  # must be sorted on arrival
+                case(16, causal=True, kv_heads=1),  # a key head shared by two ranks is sent in messages
+                case(15, causal=True, dtype=torch.float64),  # uneven shards are sent in messages
             ],
         ),
     ],
@@ -207,7 +207,7 @@ def test_causal_work_is_as_equal_as_that_of_zigzag_over_the_ring_alone(strided: 
     assert max(work) <= 1.01 * sum(work) / 3
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- rejected arguments -----------------------------------------------------------------------------------------------
 
 
 @on_ranks(4, env=ROUTES["one_sided"])
@@ -235,4 +235,4 @@ def test_bad_arguments(group: dist.ProcessGroup) -> None:
     ]
     for arguments, kind, message in bad_dims:
         refuses(kind, message, context_parallel_attention, **given, **{"mesh": mesh, **arguments})
-    assert ulysses_attention(q, k, k, group=group).shape == q.shape  # nothing was sent before, the ranks are in step
+    assert ulysses_attention(q, k, k, group=group).shape == q.shape  # nothing was sent before, so the ranks are in step

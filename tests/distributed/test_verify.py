@@ -1,4 +1,4 @@
-"""`fused_tp.ops.verify` and `fused-tp tune`: what is wrong on a schedule is found, named, kept and never chosen."""
+"""`fused_tp.ops.verify` and `fused-tp tune`: wrong schedules are found, named, stored and never chosen."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from tests.reference import seeded
 from tests.workers import fresh_ranks
 
 SIZE = (10, 64, 96)
-LATE_SECONDS = 0.4  # more than a call takes on a machine that does other things
+LATE_SECONDS = 0.4  # more than a call takes on a busy machine
 
 
 class Stale(Plain):
-    """Now and then what a call before has left."""
+    """Schedule that sometimes returns the result of the previous call."""
 
     calls = 0
     before: Tensor | None = None
@@ -49,7 +49,7 @@ class Stale(Plain):
 
 
 class Hurried(Plain):
-    """Wrong where a peer is late."""
+    """Schedule that is wrong if a peer is late."""
 
     def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         begun = time.perf_counter()
@@ -58,13 +58,13 @@ class Hurried(Plain):
 
 
 class Disturbed(Plain):
-    """Wrong where torch.distributed moves something at the same time."""
+    """Schedule that is wrong while torch.distributed transfers data."""
 
     moving = False
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        Disturbed.moving = False  # of checks of other schedules
+        Disturbed.moving = False  # ignores transfers in checks of other schedules
 
     def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         found = super()._matmul_sum(products, *rest)
@@ -73,14 +73,14 @@ class Disturbed(Plain):
 
 
 class Backward(Plain):
-    """Right but for gradients: the sum in the backward of a gather."""
+    """Schedule that is right except for gradients: the reduction in the backward of a gather."""
 
     def _matmul_scatter(self, *given: Any) -> Tensor:
         return super()._matmul_scatter(*given) * 1.05
 
 
 class GivesUp(Plain):
-    """Rank 1 raises; its peers wait."""
+    """Schedule in which rank 1 raises while its peers wait."""
 
     def _matmul_sum(self, products: list[Product], *rest: Any) -> Tensor:  # type: ignore[override]
         if self.rank == 1:
@@ -89,7 +89,7 @@ class GivesUp(Plain):
 
 
 class Ends(Plain):
-    """A call ends the program: as a crash does, or as a user does."""
+    """Schedule whose call ends the program, like a crash or an interrupt by the user."""
 
     how: type[BaseException] = SystemExit
 
@@ -99,7 +99,7 @@ class Ends(Plain):
 
 @contextmanager
 def shorter(op: str, **environment: str) -> Iterator[None]:
-    """Only this op is checked."""
+    """Check only one op."""
     made = verify.examples_of
 
     def one(*given: int) -> list[verify.Example]:
@@ -118,7 +118,7 @@ def told(move: Any) -> Any:
 
 
 def found(group: Any, folder: str, op: str, kinds: dict[str, type[Plain]], seconds: str) -> dict[str, str]:
-    """Problems by schedule."""
+    """Run the checks and return the problems by schedule."""
     with (
         shorter(op, FUSED_TP_AUTOTUNE=folder, FUSED_TP_TIMEOUT=seconds),
         only(**kinds),
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_found_and_kept(world_size: int, tmp_path: Path) -> Non
     (file,) = tmp_path.iterdir()
     wrong = json.loads(file.read_text())["wrong"]
     assert wrong["stale: matmul_all_reduce in float32"] == first["stale"]
-    assert not [what for what in wrong if what.startswith(("plain", "right"))]  # what is right leaves no line
+    assert not [what for what in wrong if what.startswith(("plain", "right"))]  # right schedules leave no entry
 
 
 def test_gradients_are_checked(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_what_ended_the_program_is_not_tried_again(how: type[BaseException], kep
 
 
 def chosen(group: Any, folder: str) -> str:
-    """What FUSED_TP_AUTOTUNE takes, where a schedule has been found wrong that is the fastest."""
+    """Schedules that FUSED_TP_AUTOTUNE measures after the fastest one has been found wrong."""
     with mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder), only(plain=Plain, hurried=Hurried):
         what = ("hurried", "matmul_all_reduce", torch.float32)
         assert "late" in autotune.known_problem(resolve_group(group), torch.device("cpu"), *what)
@@ -220,7 +220,7 @@ def test_other_bits_are_right_where_those_of_the_plain_schedule_differ_too(tmp_p
 
 
 def on_doubles(group: Any, folder: str, double: str) -> dict[str, set[str]]:
-    """Problems by schedule, of all ops."""
+    """Run the checks of all ops on test doubles, and return the problems by schedule."""
     problems: dict[str, set[str]] = {}
     with (
         doubles(double),
@@ -245,7 +245,7 @@ def on_doubles(group: Any, folder: str, double: str) -> dict[str, set[str]]:
     ],
 )
 def test_schedules_of_gpus(double: str, schedules: set[str], environment: dict[str, str], tmp_path: Path) -> None:
-    """On doubles of the driver and of NCCL, the CPU build of the kernels, and Triton's interpreter."""
+    """Check schedules for GPUs on doubles of the driver and NCCL, the kernels' CPU build, and Triton's interpreter."""
     if environment:
         pytest.importorskip("triton", reason="needs Triton")
     outcomes = fresh_ranks(2, on_doubles, str(tmp_path), double, env=environment, timeout=200)

@@ -1,4 +1,4 @@
-"""Schedules that this machine cannot have: refused with the reason where asked for, passed over in a table."""
+"""Schedules that are unavailable on this machine: an error with the reason if forced, skipped in a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GPU_ONLY = {
 
 
 def asked_for(_: Any) -> list[str]:
-    group, said = dist.new_group(list(range(4))), []  # that no other test has asked
+    group, said = dist.new_group(list(range(4))), []  # a new group, without cached schedules
     for name in (*GPU_ONLY, "one_sided", "fastest"):
         with patch.dict("os.environ", FUSED_TP_SCHEDULE=name), pytest.raises(ValueError) as caught:
             fused_tp.matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=group)
@@ -76,7 +76,7 @@ def test_a_table_that_names_them_all_comes_to_what_there_is(tmp_path: Path) -> N
 
 
 def of_mixed_gpus(group: Any) -> list[str]:
-    """What each rank chooses for its own GPU, where they differ."""
+    """Choices of ranks with different GPUs."""
     described = resolve_group(dist.new_group(list(range(4))))
     own = ("sm_100", "sm_90", "sm_120", "sm_100")[described.rank]
     chosen = []
@@ -88,7 +88,7 @@ def of_mixed_gpus(group: Any) -> list[str]:
             device = torch.device("cuda", described.rank)
             schedule = select_schedule(DispatchKey("all_reduce", torch.float32, device, rows, None, 8), described)
             chosen.append(schedule.name)
-    assert exchanged.call_count == 2  # settings, and these
+    assert exchanged.call_count == 2  # one for settings, one for GPUs
     return chosen
 
 
@@ -101,7 +101,7 @@ def test_ranks_of_mixed_gpus_choose_alike(tmp_path: Path) -> None:
 
 
 def asked_with_its_own_gpu(_: Any) -> list[str]:
-    """Each rank has another GPU; that there is none is the answer, but all must come to it together."""
+    """Each rank asks with its own device; no schedule for GPUs is available, and all ranks must find out together."""
     described = resolve_group(dist.new_group(list(range(4))))
     with (
         patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),

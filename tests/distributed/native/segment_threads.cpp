@@ -1,5 +1,5 @@
-// Stand-in for segment.cpp: ranks are threads of one process that share one mapping, so that ThreadSanitizer sees both
-// sides of every access (it goes by address; two mappings of one memfd would look unrelated to it).
+// Test double of segment.cpp: ranks are threads of one process that share one mapping. ThreadSanitizer then sees both
+// sides of every access (it compares addresses, and could not relate two mappings of one memfd).
 #include <unistd.h>
 
 #include <atomic>

@@ -53,7 +53,7 @@ void play(Group& group, int calls, unsigned seed) {
           require(all[i] == value(i % count + rank * count, static_cast<int>(i / count), call), "all_to_all");
         break;
       }
-      case 3: {  // in memory that is the caller's again at once
+      case 3: {  // in memory that the caller may reuse at once
         const size_t offset = group.allocate(count * sizeof(float) + 8);
         Signature signature{};
         const auto summing = group.begin(signature, count * sizeof(float) + 8, true, false, &offset);
@@ -66,7 +66,7 @@ void play(Group& group, int calls, unsigned seed) {
         group.heap()->release(offset);
         break;
       }
-      default: {  // a few calls in flight, ended in another order
+      default: {  // several calls in flight, ended in a different order
         std::vector<std::unique_ptr<Call>> flying;
         Signature signature{};
         for (int i = 0; i < 4; ++i) {
