@@ -99,7 +99,7 @@ class Tile(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """For each row of a tile: the interval that it sees, its place (for slopes) and its index (for dropout)."""
+    """Vectors over the rows of a tile: the interval that a row sees, its place (slopes) and its index (dropout)."""
 
     first: Any
     last: Any

@@ -49,7 +49,7 @@ from .launch import (
 from .ring_keys import GROUP_DONE, OP, KeysLayout, KeysPuller, RingWorkspace, arrived_flag, done_flag
 
 CHUNK_COLUMNS = tl.constexpr(3)  # of a chunk: source, row in own keys or in a slot, first of its k_indices
-BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of what needs no mask
+BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of the blocks without a mask
 
 RING_ODD = (
     *("chunk_count", "queries", "own_rows", "slots_row", "slot_rows", "slots", "first_group", "last_group"),
