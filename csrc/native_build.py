@@ -46,7 +46,7 @@ A_LATER_TOOLKIT = "a CUDA toolkit that does (or name other GPUs in FUSED_TP_CUDA
 
 
 class NotBuiltError(Exception):
-    """Raised if a build is not possible here; the message says why. `needs` names the package to install, if any."""
+    """Raised if a build is not possible here, with the reason. `needs`: a package to install, if that would help."""
 
     def __init__(self, why: str, needs: str = "") -> None:
         super().__init__(why)

@@ -67,7 +67,7 @@ struct GenericLanes {
   using Mask = Integers;
   using Operands = Vector;  // operands of all lanes in one step
 
-  static Vector broadcast(Real x) { return x - Vector{}; }  // not 0 + x, which costs an addition: it turns -0 into 0
+  static Vector broadcast(Real x) { return x - Vector{}; }  // not 0 + x, an addition that remains: it turns -0 into 0
   static Vector zero() { return Vector{}; }
   static Vector load(const Real* p) {
     Vector v{};

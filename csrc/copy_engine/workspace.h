@@ -1,6 +1,6 @@
 // Gathers and scatters of one group by the GPU's copy engines: the work of each stream, and the events between them.
 //
-// Nothing but `quiet` waits on the host, and all but `offer` may be captured in a CUDA graph. Steps are in `steps.h`:
+// Calls do not wait on the host, and all but `offer` may be captured in a CUDA graph. Steps are those of `steps.h`:
 // - `out`, a stream of our own, copies shards to this rank's stage and blocks to slots of the peers;
 // - more streams, `in`, copy the peers' shards; peers are distributed over these streams in turn;
 // - the caller's stream waits for shards, one by one, for the blocks of all, and passes the gates at the end.

@@ -3,8 +3,8 @@
 //   in[p] ──push, packed──> slot [r] of rank p ──flag (0, block, r)──> slots ──copy, spread out──> out
 //
 // So a change of layout, as from sequence to heads in Ulysses attention, costs no separate pass. The memory order is
-// that of all_gather.cu. out may be in if both layouts are the same: a block writes only what it alone has read before
-// (the barrier in `wait`).
+// that of all_gather.cu. out may be in if both layouts are the same: a block writes only bytes that it alone has read
+// before (the barrier in `wait`).
 #include "copy.cuh"
 #include "launch.cuh"
 

@@ -134,7 +134,7 @@ class Owned {
 enum class Priority {
   kLeast,     // the default of streams
   kHigh,      // below the greatest, if the device has a level between
-  kGreatest,  // for work that running kernels wait for: no kernel that does not fit may be placed first
+  kGreatest,  // for work that running kernels wait for: it overtakes kernels that find no room
 };
 
 // A stream that does not wait for the default stream.

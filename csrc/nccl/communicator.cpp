@@ -545,7 +545,7 @@ void Communicator::end(double seconds) {
   }
   set_timeout(std::min(timeout(), seconds));
   check();
-  // Finalizing sends what NCCL's own threads still have to send.
+  // Finalizing completes the pending sends of NCCL's own threads.
   const auto finalize = [this] {
     return handle_->comm == nullptr ? Result::kSuccess : library_->functions().comm_finalize(handle_->comm);
   };

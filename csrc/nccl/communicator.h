@@ -83,8 +83,8 @@ class Communicator {
 
   // `stream` continues once the op has ended.
   void wait(const Ticket& ticket, Stream stream);
-  // True if the op waits for nothing on this rank but the op before it, or if it has ended. Always true for an op of a
-  // CUDA graph. Any thread may call them.
+  // has_begun: the op waits for nothing on this rank but the op before it. has_ended: the op has ended. Both are always
+  // true for an op of a CUDA graph. Any thread may call them.
   bool has_begun(const Ticket& ticket) const { return ticket.captured || !ticket.begun || done(*ticket.begun); }
   bool has_ended(const Ticket& ticket) const { return ticket.captured || done(*ticket.ended); }
 

@@ -53,8 +53,7 @@ std::shared_ptr<Segment> Segment::create(size_t bytes) {
 std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   std::shared_ptr<Segment> segment(new Segment);
-  segment->fd_ =
-      ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);  // the path might be any kind of file
+  segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);  // it might be any kind of file
   if (segment->fd_ < 0) fail("cannot open the shared memory of process " + std::to_string(address.pid));
   struct stat status;
   if (::fstat(segment->fd_, &status) != 0) fail("cannot look at the shared memory of a peer");

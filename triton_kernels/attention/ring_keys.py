@@ -290,7 +290,7 @@ class KeysPuller:
         self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
 
     def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> LaunchOf:
-        """The relay between two copies: it signals the copy `before` and waits until the one `behind` may run."""
+        """The relay between two copies: it signals the copy `before` and waits until the copy `behind` may run."""
         layout, chunks = self.layout, self.layout.chunks
         told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
         if before is not None:

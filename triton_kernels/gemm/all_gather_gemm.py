@@ -201,7 +201,7 @@ def all_gather_gemm(
         rows: M, number of rows over all ranks.
         rows_per_rank: c, if it is not ceil(M / W).
         biases: [N_i] each, or None.
-        gathered: whether to return gathered x too.
+        gathered: True to return gathered x too.
 
     Raises:
         ValueError: the workspace is too small. No kernel has been launched then.
