@@ -1,4 +1,4 @@
-// What the native core throws; bindings/module.cpp turns each into the Python class of the same name.
+// Exceptions of the native core; bindings/module.cpp translates each to the Python class of the same name.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Whether this process is a forked child of the one that made something.
+// Detection of forks: objects of a parent process must not be used in its forked child.
 #pragma once
 
 #include <pthread.h>
@@ -8,8 +8,8 @@
 
 namespace fused_tp {
 
-// How often this process is a fork of another. A forked child has its parent's memory and runs its exit handlers: it
-// must neither speak for the parent's rank nor touch the parent's CUDA handles, also not in destructors.
+// Number of forks between the first process and this one. A forked child has its parent's memory and runs its exit
+// handlers: it must neither act for the parent's rank nor touch the parent's CUDA handles, not even in destructors.
 inline uint32_t count_forks() {
   static std::atomic<uint32_t> forks{0};
   static const int registered = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });

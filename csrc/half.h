@@ -1,5 +1,5 @@
-// Elements of 16 bits to fp32 and back, one at a time; compilers make vectors of loops over these. Internal linkage:
-// files of several instruction sets include this, and must not share what the compiler makes of it.
+// Conversion of 16-bit elements to fp32 and back, one at a time; compilers vectorise loops over these. Internal
+// linkage: files of several instruction sets include this, and must not share the compiled code.
 #pragma once
 
 #include <cmath>
@@ -23,7 +23,7 @@ inline uint32_t bits_of_float(float value) {
 
 inline float bf16_to_f32(uint16_t bits) { return float_of_bits(static_cast<uint32_t>(bits) << 16); }
 
-// The exponent is rebased by a product, which is exact for subnormals too; infinities and NaN get their exponent.
+// A product rebases the exponent, which is exact for subnormals too; the exponent of infinities and NaN is set.
 inline float f16_to_f32(uint16_t bits) {
   const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
   const uint32_t special = (bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;

@@ -1,5 +1,5 @@
-// Which instruction set the kernels of csrc/shm, csrc/attention and csrc/matmul use. Not for files compiled with the
-// flags of one.
+// Choice of the instruction set for the kernels of csrc/shm, csrc/attention and csrc/matmul. Not for files compiled
+// with the flags of one.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@ enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Bf16 };  // each includes those 
 
 using CpuFeatures = std::set<std::string>;  // as __builtin_cpu_supports names them
 
-// The highest one that a CPU with `features` runs, but none above the one that `asked` names. Throws
-// std::invalid_argument where it names none.
+// The highest instruction set that a CPU with `features` supports, but none above `asked`. Throws std::invalid_argument
+// if `asked` names none.
 inline Isa isa_of(const CpuFeatures& features, const std::string& asked) {
   static const struct {
     std::string name;
@@ -38,7 +38,7 @@ inline Isa isa_of(const CpuFeatures& features, const std::string& asked) {
   return static_cast<Isa>(best);
 }
 
-// The same of this CPU; what is asked for is FUSED_TP_ISA where `asked` is empty.
+// The same for this CPU; if `asked` is empty, FUSED_TP_ISA is used.
 inline Isa isa_here(const std::string& asked = "") {
   CpuFeatures features;
 #if FUSED_TP_X86

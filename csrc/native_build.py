@@ -1,8 +1,8 @@
-"""Compiles what is in csrc, for setup.py: the native core with the C++ compiler, the device kernels with nvcc.
+"""Compile csrc for setup.py: the native core with the C++ compiler, the device kernels with nvcc.
 
-Both are lists of commands. Ninja runs those whose inputs, headers or flags have changed; without ninja all of them run.
-Commands run in the folder that they write to and name our files relative to it, so that a copy of a tree with its build
-folder has nothing to compile.
+Each build is a list of commands. Ninja runs those whose inputs, headers or flags have changed; without ninja all of
+them run. Commands run in their output folder and name our files relative to it, so that a copy of a tree with its build
+folder recompiles nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CORE_FOLDERS = ("bindings", "attention", "matmul", "threads", "shm", "driver", "
 
 # -ffp-contract=off: a multiply and an add fuse only where the source says fma, so all instruction sets round alike.
 COMPILE_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
-# Bindings copy arguments and call: optimised for longer they compile for longer and are no faster.
+# Bindings only copy arguments and call: more optimisation takes longer to compile and makes them no faster.
 FOLDER_FLAGS = {"bindings": ["-O1"]}
 X86_FLAGS = {
     "_avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -46,7 +46,7 @@ A_LATER_TOOLKIT = "a CUDA toolkit that does (or name other GPUs in FUSED_TP_CUDA
 
 
 class NotBuiltError(Exception):
-    """It cannot be built here; the message says why. `needs` is what to install so that it can be, where that helps."""
+    """Raised if a build is not possible here, with the reason. `needs`: a package to install, if that would help."""
 
     def __init__(self, why: str, needs: str = "") -> None:
         super().__init__(why)
@@ -54,11 +54,11 @@ class NotBuiltError(Exception):
 
 
 class SettingError(ValueError):
-    """An environment variable asks for what cannot be; the message says so. Never left out of a build: it is wrong."""
+    """Raised for an invalid environment variable. It always fails the build; nothing is left out instead."""
 
 
 def switch(name: str) -> bool | None:
-    """Whether a variable is on, None where it is not set; with the words of `fused_tp.runtime.settings`."""
+    """True or False if a variable is on or off, None if it is not set; the words are `fused_tp.runtime.settings`'."""
     text = os.environ.get(name, "")
     word = text.strip().lower()
     if word in ("1", "true", "on", "yes"):
@@ -71,24 +71,24 @@ def switch(name: str) -> bool | None:
 
 
 def core_folder() -> Path:
-    """Where the core is compiled for this Python; later builds find the objects again, also editable ones."""
+    """Folder in which the core is compiled for this Python; later builds, also editable ones, reuse its objects."""
     return CSRC.parent / "build" / f"native-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 
 def cuda_folder(archs: str = "") -> Path:
-    """Where the device kernels are compiled for these architectures; empty for the default ones."""
+    """Folder in which the device kernels are compiled for `archs`; empty for the default ones."""
     return CSRC.parent / "build" / "-".join(["cuda", sysconfig.get_platform(), *re.findall(r"\w+", archs)])
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command of a build, which writes `output`. Paths are as seen from the folder that it runs in."""
+    """One command of a build, which writes `output`. Paths are relative to the folder in which it runs."""
 
     output: str
     inputs: Sequence[str]
     command: Sequence[str]
     headers_too: bool = False  # the command writes the headers that it read to `output`.d
-    log: str = ""  # where what it prints goes; shown if it fails
+    log: str = ""  # file for its output, which is shown if it fails
 
     @property
     def shell(self) -> str:
@@ -120,7 +120,7 @@ class CoreBuild:
         return [source for source in found if self.x86 or not isa_of(source)]
 
     def run(self, output: Path, folder: Path) -> None:
-        """Compiles what has changed into `folder` and links `output`."""
+        """Compile changed sources into `folder` and link `output`."""
         steps = []
         for source in self.sources():
             own = [*FOLDER_FLAGS.get(source.parent.name, []), *X86_FLAGS.get(isa_of(source), [])]
@@ -135,7 +135,7 @@ class CoreBuild:
 
 @dataclass(frozen=True)
 class Arch:
-    """A GPU architecture as nvcc calls it: 80, 90a. With `ptx` later GPUs can use what is built for it, too."""
+    """A GPU architecture by nvcc's name: 80, 90a. With `ptx`, later GPUs can use its code too."""
 
     name: str
     ptx: bool = False
@@ -149,7 +149,7 @@ class Arch:
         real = f"arch=compute_{self.name},code=sm_{self.name}"
         if not self.ptx:
             return ["-gencode", real]
-        # PTX of an architecture with a letter runs nowhere else.
+        # PTX of an architecture with a letter runs on no other one.
         return ["-gencode", real, "-gencode", f"arch=compute_{self.number},code=compute_{self.number}"]
 
 
@@ -157,10 +157,10 @@ class CudaBuild:
     """The compile and link commands of the library of device kernels.
 
     Args:
-        archs: as in `FUSED_TP_CUDA_ARCHS`; empty for the default, less what this nvcc does not know.
+        archs: as in `FUSED_TP_CUDA_ARCHS`; empty for the default ones that this nvcc knows.
 
     Raises:
-        NotBuiltError: there is nothing to build it with, or nvcc does not know one of `archs`.
+        NotBuiltError: sources or tools are missing, or nvcc does not know one of `archs`.
         SettingError: `archs` cannot be parsed.
     """
 
@@ -196,33 +196,33 @@ class CudaBuild:
 
     @property
     def built_for(self) -> str:
-        """What the library says about itself; `fused_tp.transport.native_kernels` reads it."""
+        """Description that is compiled into the library; `fused_tp.transport.native_kernels` reads it."""
         names = [f"sm_{arch.name}" for arch in self.archs]
         names += [f"compute_{arch.number}" for arch in self.archs if arch.ptx]
         return f"{' '.join(names)}, nvcc {self.version}"
 
     @property
     def host_compiler(self) -> list[str]:
-        """nvcc takes one program. Where the user has not named one, it looks for one that it supports."""
+        """Flags that set nvcc's host compiler to $CXX, if that is one program. By default nvcc looks for one itself."""
         chosen = os.environ.get("CXX") and not os.environ.get("NVCC_CCBIN") and len(self.compiler) == 1
         return ["-ccbin", self.compiler[0]] if chosen else []
 
     def logs(self, folder: Path) -> list[Path]:
-        """What nvcc and ptxas said about each source, once `run` has compiled it into `folder`."""
+        """Logs of nvcc and ptxas for each source, once `run` has compiled it into `folder`."""
         return [folder / f"{source.stem}.o.log" for source in self.sources]
 
     def run(self, output: Path, folder: Path, threads: int | None = None) -> None:
-        """Compiles what has changed into `folder` and links `output`.
+        """Compile changed sources into `folder` and link `output`.
 
         Args:
-            threads: for how many architectures a source is compiled at once. None: for one, unless there are more
-                processors than sources. The results are the same, so that it does not count as a change.
+            threads: number of architectures for which a source is compiled at once. None: one, unless there are more
+                processors than sources. It does not affect the results, so a new value recompiles nothing.
         """
         codes = [flag for arch in self.archs for flag in arch.flags]
         if threads is None:
             threads = max(1, min(len(codes) // 2, jobs() // len(self.sources)))
         csrc = os.path.relpath(CSRC, folder)
-        # A sixth of the size. Drivers of CUDA 13, which code of that toolkit needs anyway, can unpack it.
+        # A sixth of the size. Drivers of CUDA 13 can unpack it, and code of that toolkit needs these anyway.
         small = ["--compress-mode=size"] if int(self.version.split(".")[0]) >= 13 else []
         command = [str(self.nvcc), *self.host_compiler, *NVCC_FLAGS, *small, f"-I{csrc}", *codes]
         steps = []
@@ -240,7 +240,7 @@ class CudaBuild:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler: $CXX, else c++, g++ or clang++; one that cannot compile a trivial file counts as none."""
+    """The C++ compiler: $CXX, else c++, g++ or clang++. One that cannot compile a trivial file is skipped."""
     candidates = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
     for command in candidates:
         if shutil.which(command[0]) and compiles(command, []):
@@ -250,7 +250,7 @@ def find_compiler() -> list[str]:
 
 
 def compiles(compiler: list[str], flags: list[str]) -> bool:
-    """Whether the compiler takes these flags."""
+    """True if the compiler accepts these flags."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
         source.write_text("#include <cstddef>\nint main() { return 0; }\n")
@@ -259,7 +259,7 @@ def compiles(compiler: list[str], flags: list[str]) -> bool:
 
 
 def target_is_x86_64(compiler: list[str]) -> bool:
-    """Asks the compiler, not this machine: it may be a cross compiler."""
+    """True if the compiler's target is x86-64; asks the compiler, since it may be a cross compiler."""
     answer = subprocess.run([*compiler, "-dumpmachine"], capture_output=True, text=True, check=False)
     machine = answer.stdout.split("-")[0] if answer.returncode == 0 else platform.machine()
     return machine in ("x86_64", "amd64", "AMD64")
@@ -270,7 +270,7 @@ def isa_of(source: Path) -> str:
 
 
 def find_nvcc() -> Path:
-    """That of $CUDA_HOME or $CUDA_PATH where one is set, and then no other; else of PATH, else of the usual place."""
+    """nvcc of $CUDA_HOME or $CUDA_PATH if one is set, and then no other; else of PATH, else of TOOLKIT."""
     named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
     home = os.environ[named] if named is not None else TOOLKIT
     in_path = shutil.which("nvcc") if named is None else None
@@ -287,7 +287,7 @@ def find_nvcc() -> Path:
 
 
 def nvcc_version(nvcc: Path) -> str:
-    """Such as 13.0.88; empty where this is no nvcc that runs."""
+    """Version of nvcc, such as 13.0.88; empty if it does not run or is no nvcc."""
     try:
         done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
     except OSError:
@@ -316,7 +316,7 @@ def visible_archs() -> str:
 
 
 def parse_archs(text: str) -> list[Arch]:
-    """`80;90a;100a+PTX`, as FUSED_TP_CUDA_ARCHS has it."""
+    """Parse architectures in the format of FUSED_TP_CUDA_ARCHS: `80;90a;100a+PTX`."""
     words = [word for word in re.split(r"[;,\s]+", text.lower()) if word]
     found = [re.fullmatch(r"(?:sm_)?(\d+)\.?(\d[af]?)(\+ptx)?", word) for word in words]
     archs = [Arch(one[1] + one[2], ptx=bool(one[3])) for one in found if one is not None]
@@ -329,7 +329,7 @@ def parse_archs(text: str) -> list[Arch]:
 
 
 def jobs() -> int:
-    """How many commands may run at once."""
+    """Number of commands that may run at once."""
     text = os.environ.get("MAX_JOBS", "").strip()
     if not text:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -339,16 +339,16 @@ def jobs() -> int:
 
 
 def run_steps(steps: Sequence[Step], folder: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Runs in `folder` those whose inputs or commands have changed; all of them where there is no ninja.
+    """Run in `folder` the steps whose inputs or commands have changed; all steps if there is no ninja.
 
     Args:
-        environment: more variables for the commands, a change of which runs nothing again.
+        environment: additional variables for the commands; a change of them reruns nothing.
     """
-    import fcntl  # here, because there is none on Windows, where setup.py says so in a sentence
+    import fcntl  # imported here, since Windows has none: setup.py explains that in one sentence
 
     limit = ["-j", str(jobs())] if os.environ.get("MAX_JOBS") else []
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:  # another build may be under way in the same folder
+    with open(folder / "lock", "w") as lock:  # another build may be running in the same folder
         fcntl.flock(lock, fcntl.LOCK_EX)
         ninja = find_ninja()
         if ninja is None:
@@ -391,7 +391,7 @@ def check_run(command: list[str], folder: Path, environment: Mapping[str, str] |
 
 
 def replace(source: Path, destination: Path) -> None:
-    """A copy, not the file itself, and put in place at once: a process that has the old one mapped keeps it."""
+    """Replace a file atomically by a copy of `source`: a process that has mapped the old one keeps it."""
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = destination.with_name(destination.name + ".new")
     shutil.copy2(source, temporary)

@@ -1,4 +1,4 @@
-// FUSED_TP_UNROLL before a loop of constant length: it is gone when the compiler decides what lies in registers.
+// FUSED_TP_UNROLL before a loop of constant length: the loop is unrolled before the compiler allocates registers.
 #pragma once
 
 #if defined(__clang__)

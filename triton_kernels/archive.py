@@ -1,8 +1,8 @@
-"""Compiled kernels as one file that travels: packed from Triton's disk cache, and found there on another machine.
+"""Archives of compiled kernels: packed from Triton's disk cache, unpacked into the cache of another machine.
 
-Triton finds a kernel by a key of its source, of the constants, the compiler and the GPU's architecture. `cache_keys`
-makes that key the same in all processes, so a kernel that was compiled elsewhere, without a GPU, is found where this
-Triton would compile it. An archive of another version is harmless: nothing asks for its keys.
+Triton looks a kernel up by a key made of its source, its constants, the compiler and the GPU's architecture.
+`cache_keys` makes that key the same in all processes, so Triton finds a kernel that was compiled elsewhere, without a
+GPU, and does not compile it again. An archive of another version is harmless: its keys are never looked up.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import triton
 
-SHIPPED = Path(__file__).with_name("compiled")  # a folder of archives, where a wheel has some
-_KEPT = (".cubin", ".json")  # of what a compilation leaves; the rest is for reading
+SHIPPED = Path(__file__).with_name("compiled")  # folder of archives that a wheel may contain
+_KEPT = (".cubin", ".json")  # files of a compilation to pack; the others are for people to read
 _GROUP = "__grp__"
 
 
@@ -39,7 +39,7 @@ def pack(cache: Path, archive: Path) -> int:
         for group in sorted(cache.glob(f"*/{_GROUP}*.json")):
             names = [name for name in json.loads(group.read_text())["child_paths"] if name.endswith(_KEPT)]
             if not any(name.endswith(".cubin") for name in names):
-                continue  # a launcher, or something that is made for the machine
+                continue  # a launcher, or another file built for this machine
             _add(tar, f"{group.parent.name}/{group.name}", json.dumps(sorted(names)).encode())
             for name in sorted(names):
                 _add(tar, f"{group.parent.name}/{name}", (group.parent / name).read_bytes())
@@ -49,16 +49,16 @@ def pack(cache: Path, archive: Path) -> int:
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    info = tarfile.TarInfo(name)  # of no time and no owner: the same kernels make the same archive
+    info = tarfile.TarInfo(name)  # no time and no owner, so that equal kernels produce equal archives
     info.size = len(content)
     tar.addfile(info, BytesIO(content))
 
 
 def unpack(archive: Path, cache: Path) -> int:
-    """Put the kernels of `archive` where this machine's Triton looks for them, and return the number of new ones.
+    """Copy the kernels of `archive` into Triton's disk cache `cache`, and return the number of new ones.
 
     Raises:
-        ValueError: the file is no such archive.
+        ValueError: the file is not an archive of kernels.
     """
     try:
         # All of it first: tarfile stops before the checksum, and a kernel with a wrong bit must not run.
@@ -79,7 +79,7 @@ def unpack(archive: Path, cache: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         for one in paths:
             _write(folder / one, files[f"{key}/{one}"])
-        _write(folder / group, json.dumps({"child_paths": paths}).encode())  # last: it makes the kernel be found
+        _write(folder / group, json.dumps({"child_paths": paths}).encode())  # last: Triton finds a kernel by this file
         count += 1
     return count
 
@@ -96,9 +96,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def install_shipped() -> int:
-    """Unpack the archives that this installation came with, each once for a cache. Returns the number of new kernels.
+    """Unpack the archives shipped with this installation, once per cache, and return the number of new kernels.
 
-    A cache that cannot be written stays as it is: Triton says so itself when it compiles.
+    A cache that cannot be written is left alone: Triton reports it when it compiles.
     """
     count = 0
     for archive in sorted(SHIPPED.glob("*.tar.xz")) if SHIPPED.is_dir() else ():

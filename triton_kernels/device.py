@@ -1,4 +1,4 @@
-"""What kernels are launched on, in which dtypes, and how TMA loads what they are given."""
+"""Devices that kernels are launched on, their dtypes, and TMA descriptors of their arguments."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .language import INTERPRETED
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # and Triton's names of them
-# The same, fp32 by how it is multiplied: "ieee", or "tf32" (tensor cores, 10 bits of mantissa).
+# The same, with fp32 split by how it is multiplied: "ieee" or "tf32" (tensor cores, 10 bits of mantissa).
 KINDS = ("bf16", "fp16", "tf32", "ieee")
-LEAST_SHARED_BYTES = 99 << 10  # of a program; what every GPU since sm_80 has
+LEAST_SHARED_BYTES = 99 << 10  # per program, available on every GPU since sm_80
 
 
 class AssumedGpu(NamedTuple):
-    """A GPU that need not be there, for what compiles for it.
+    """A GPU to compile for, which need not be present.
 
     Attributes:
         arch: compute capability as in sm_90.
         sms: multiprocessors.
-        shared_bytes: shared memory that a program may have.
+        shared_bytes: shared memory available to a program.
     """
 
     arch: int
@@ -44,7 +44,7 @@ _assumed: AssumedGpu | None = None
 
 @contextlib.contextmanager
 def assumed(gpu: AssumedGpu) -> Iterator[None]:
-    """A context in which tensors of the CPU count as those of `gpu`. What is launched there must not run."""
+    """Treat CPU tensors as tensors of `gpu` in this context, to compile for it. Kernels must not run there."""
     global _assumed
     before, _assumed = _assumed, gpu
     try:
@@ -64,7 +64,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def arch_of(device: torch.device) -> int:
-    """The architecture whose configs are taken, 80, 90 or 100; 0 under the interpreter, and of a GPU before sm_80."""
+    """The architecture whose configs are used: 80, 90 or 100; 0 under the interpreter and for GPUs before sm_80."""
     if _assumed is not None:
         return kernels_of(_assumed.arch)
     if device.type != "cuda" or INTERPRETED.value:
@@ -74,46 +74,46 @@ def arch_of(device: torch.device) -> int:
 
 
 def kernels_of(capability: int) -> int:
-    """The architecture whose configs a GPU takes: 80, 90 or 100; 0 before sm_80."""
+    """The architecture whose configs a GPU of this compute capability uses: 80, 90 or 100; 0 before sm_80."""
     major = capability // 10
-    # sm_120 has neither wgmma nor tcgen05: mma.sync and asynchronous copies, as sm_80.
+    # sm_120 has neither wgmma nor tcgen05. It uses mma.sync and asynchronous copies, as sm_80.
     return {8: 80, 9: 90, 10: 100}.get(major, 80 if major > 8 else 0)
 
 
 def sms_of(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 4 on CPU, so that interpreted launches have several programs."""
+    """Number of multiprocessors; 4 on a CPU, so that interpreted launches have several programs."""
     if _assumed is not None:
         return _assumed.sms
     return int(_properties(device.index).multi_processor_count) if device.type == "cuda" else 4
 
 
 def shared_bytes_of(device: torch.device) -> int:
-    """Shared memory that a program may have on a GPU."""
+    """Shared memory available to a program, in bytes."""
     if _assumed is not None:
         return _assumed.shared_bytes
     return int(getattr(_properties(device.index), "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context in which kernels are launched where x is: Triton launches on the current GPU."""
+    """Context that makes the GPU of x current, since Triton launches on the current GPU."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else contextlib.nullcontext()
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:
-    """One of KINDS."""
+    """Entry of KINDS for a dtype and a precision of fp32."""
     return precision if dtype == torch.float32 else DTYPES[dtype]
 
 
 def fits_tma(x: Tensor) -> bool:
-    """Whether TMA can load blocks of x, whose last dim is dense: it and its rows begin at multiples of 16 bytes."""
+    """True if TMA can load blocks of x (dense last dim): x and its rows begin at multiples of 16 bytes."""
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
     return x.numel() > 0 and aligned and x.data_ptr() % 16 == 0
 
 
 def tma_descriptor(x: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """Of such blocks of x, which `fits_tma`."""
-    # torch lets the stride of a dimension of one element be anything; TMA wants a multiple of 16 bytes.
+    """TMA descriptor of blocks of x, which must pass `fits_tma`."""
+    # torch allows any stride for a dimension of one element; TMA requires a multiple of 16 bytes.
     row = -(-x.shape[-1] // 16) * 16
     strides = [stride if size > 1 else row for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))

@@ -1,4 +1,4 @@
-"""What kernels need besides Triton's language, and what its interpreter (`TRITON_INTERPRET=1`) gets wrong."""
+"""Helpers for all kernels, and workarounds for bugs of Triton's interpreter (`TRITON_INTERPRET=1`)."""
 
 import re
 
@@ -9,7 +9,7 @@ from .cache_keys import fix_cache_keys
 
 
 def interpreter_obstacle() -> str | None:
-    """Why kernels cannot be interpreted with the numpy that is installed, or None. Compiled ones need nothing of it."""
+    """Reason why the installed numpy cannot interpret kernels, or None. Compiled kernels do not use numpy."""
     import numpy
 
     def version(text: str) -> tuple[int, ...]:
@@ -23,7 +23,7 @@ def interpreter_obstacle() -> str | None:
     return None
 
 
-# Decided when @triton.jit is, at import. (knobs.runtime.interpret is TRITON_INTERPRET=1.)
+# Read at import, when @triton.jit reads it too. (knobs.runtime.interpret is TRITON_INTERPRET=1.)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 if INTERPRETED.value and (_why := interpreter_obstacle()):
     raise ImportError(f"{_why}.")
@@ -31,16 +31,16 @@ if INTERPRETED.value and (_why := interpreter_obstacle()):
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """fp32 [ROWS, COLUMNS] of zeros. (A field of a constexpr is a constexpr as an argument, not inside of a tuple.)"""
+    """fp32 zeros [ROWS, COLUMNS]. (A field of a constexpr stays constexpr as an argument, but not inside a tuple.)"""
     return tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
 
 
 @triton.jit
 def rounded(values, DTYPE: tl.constexpr):
-    """fp32 `values` in DTYPE, to the nearest even.
+    """fp32 `values` rounded to DTYPE, to the nearest even.
 
-    `.to` does that on the GPU. The interpreter's (Triton 3.6, 3.7) truncates bf16, so there the bits are rounded here;
-    NaN keeps its sign and top bits, of which one must stay set.
+    On the GPU `.to` rounds. In the interpreter (Triton 3.6, 3.7) it truncates bf16, so the bits are rounded here. A NaN
+    keeps its sign and top bits; one bit of its mantissa is set, so that it stays NaN.
     """
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
@@ -53,12 +53,12 @@ def rounded(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def dot(x, w, total, C: tl.constexpr):
-    """total + x @ w in fp32, in the precision that the constants of a kernel name (C.PRECISION).
+    """total + x @ w in fp32, multiplied in the precision C.PRECISION of the kernel's constants.
 
-    It takes all of C, not the string in it: Triton 3.6 passes no string from one function to another.
+    The argument is C, not the string: Triton 3.6 cannot pass a string from one function to another.
 
-    The interpreter keeps bf16 as the integers of its bits and its dot multiplies those (Triton 3.6, 3.7), so there the
-    operands go to fp32 first: exact, and products of 8 and 11 bit mantissas are exact in fp32 on the GPU too.
+    The interpreter (Triton 3.6, 3.7) stores bf16 as integers, and its dot multiplies these, so the operands are
+    converted to fp32 first. That is exact; products of 8 and 11 bit mantissas are exact in fp32 on the GPU too.
     """
     if INTERPRETED:
         x = x.to(tl.float32)
@@ -68,14 +68,14 @@ def dot(x, w, total, C: tl.constexpr):
 
 @triton.jit
 def halves(values):
-    """The left and the right columns of a tile: storing them in turn takes the shared memory and registers of one."""
+    """(left, right) columns of a tile. Storing them in turn needs the shared memory and registers of one half."""
     pairs = tl.reshape(values, (values.shape[0], 2, values.shape[1] // 2))
     return tl.split(tl.permute(pairs, (0, 2, 1)))
 
 
 @triton.jit
 def or_nan(values, good):
-    """`values`, or NaN where something they are made of did not arrive: no result is silently wrong."""
+    """`values` if `good`, else NaN: a result whose input did not arrive is never silently wrong."""
     return tl.where(good, values, float("nan"))
 
 

@@ -1,4 +1,4 @@
-// Who computes which block, in which order; the arithmetic is in the tables of kernels.h.
+// Distribution of blocks over threads, and their order; the arithmetic is in the tables of kernels.h.
 //
 // Sums over keys or queries add block after block in ascending order, whichever thread computes a block, so that the
 // number of threads changes no bit.
@@ -17,7 +17,7 @@
 namespace fused_tp::attention {
 namespace {
 
-constexpr int64_t kChunk = 16;  // blocks of queries that a pass of the backward takes: with their dq they fit a cache
+constexpr int64_t kChunk = 16;  // blocks of queries in a pass of the backward: with their dq they fit a cache
 
 int64_t blocks(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
@@ -28,8 +28,8 @@ struct Unit {
 
 Unit unit(const Shape& shape, int64_t number) { return {number / shape.kv_heads, number % shape.kv_heads}; }
 
-// Of the blocks of keys that a block of queries sees, the how manieth each one is; -1 for the others. Takes time and
-// room for the range of what is seen, not for all keys.
+// Number of each block of keys among those that a block of queries sees; -1 if it is not seen. Time and memory grow
+// with the range of seen blocks, not with all keys.
 class Visits {
  public:
   Visits(const Problem& step, int64_t first_query_block, int64_t query_blocks) {
@@ -45,7 +45,7 @@ class Visits {
     numbers_.assign(query_blocks * count(), -1);
     seen_.assign(count(), 0);
     for (int64_t i = 0; i < query_blocks; ++i) {
-      int64_t next = begin_;  // both ends ascend, so that no row sees a block that an earlier one has passed by
+      int64_t next = begin_;  // both ends ascend, so that no row sees a block that an earlier row has passed
       int32_t number = 0;
       for (int64_t row = first_row + i * kQueries; row < std::min(first_row + (i + 1) * kQueries, rows); ++row) {
         if (!sees(row)) continue;
@@ -71,7 +71,7 @@ class Visits {
   std::vector<char> seen_;
 };
 
-// Whose turn it is to add to a block's dq.
+// Order of the threads that add to a block's dq: each waits for its turn.
 class Turn {
  public:
   void begin() { next_.store(0, std::memory_order_relaxed); }
@@ -109,7 +109,7 @@ void forward(const Forward& step, int threads, const char* isa) {
     parallel_for(count * per_unit, threads, [&](int64_t task, int worker) {
       const int64_t number = task / per_unit, head = task % per_unit / query_blocks;
       const Unit at = unit(shape, first + number);
-      // The last queries, which see most under a causal mask, first.
+      // The last queries first: under a causal mask they see most.
       kernels.forward_block(step, at.batch, at.kv_head * group + head, query_blocks - 1 - task % query_blocks,
                             keys + number * unit_bytes, scratch + worker * sizes.scratch);
     });
@@ -152,7 +152,7 @@ void backward(const Backward& step, int threads, const char* isa) {
           kernels.pack_queries(step, unit(shape, first + number).batch, head(number), chunk + i, query_block(number, i),
                                scratch + worker * sizes.scratch);
         });
-        // Neighbouring tasks are of different units where there are several, and do not wait for each other.
+        // Neighbouring tasks belong to different units, if there are several, and so do not wait for each other.
         parallel_for(count * visits.count(), threads, [&](int64_t task, int worker) {
           const int64_t number = task % count, j = visits.begin() + task / count;
           double& slope_term = slope_terms[number * key_blocks + j];

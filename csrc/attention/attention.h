@@ -1,4 +1,4 @@
-// Flash attention on CPUs: one step of a ring, folded into sums that callers carry from step to step.
+// Flash attention on CPUs: one step of a ring, folded into sums that the caller keeps from step to step.
 //
 //   score = cap(scale * q.k) - slope * |place of q - index of k|,   p = exp(score - highest),
 //   weighted += p' v,   total += p        (p' is p after dropout)
@@ -10,8 +10,8 @@
 // (Dao et al., "FlashAttention", arXiv:2205.14135; "FlashAttention-2", arXiv:2307.08691.) Every query sees one interval
 // of keys, [start, stop), both ends ascending; blocks that no query sees are skipped. Sums are fp32, fp64 for fp64.
 //
-// The lanes of all vectors are queries: maxima and sums of a row need no shuffles, and neither of the products with
-// probabilities needs these transposed.
+// The lanes of all vectors are queries: maxima and sums of a row need no shuffles, and no product with probabilities
+// needs them transposed.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 
 namespace fused_tp::attention {
 
-// Of rows of `dim` dense elements: [batch, rows, heads, dim] in any order. Counted in elements.
+// Strides, in elements, of rows of `dim` dense elements: [batch, rows, heads, dim] in any order.
 struct Strides {
   int64_t batch, row, head;
 };
@@ -40,9 +40,9 @@ struct Shape {
   int64_t batch, heads, kv_heads, rows, keys, dim, v_dim;
 };
 
-// int32 vectors: of queries where their interval of keys starts and stops, where they stand on the axis of the keys,
-// and which ones of the whole they are; of keys which ones of the whole they are. The last three may be null where
-// there are neither slopes nor dropout.
+// int32 vectors. Per query: start and stop of its interval of keys, its position on the axis of the keys, and its index
+// in the whole sequence. Per key: its index in the whole sequence. The last three may be null if there are neither
+// slopes nor dropout.
 struct Seen {
   const int32_t* starts;
   const int32_t* stops;
@@ -56,8 +56,8 @@ struct Scores {
   double softcap;      // 0: none
   const void* slopes;  // [heads] in the type of the sums; null: none
   bool dropout;
-  uint32_t threshold;  // random bits below it are dropped
-  double keep_factor;  // what is kept is multiplied by it
+  uint32_t threshold;  // elements with random bits below it are dropped
+  double keep_factor;  // factor of kept elements
   uint64_t seed;
   int32_t first_head;
 };

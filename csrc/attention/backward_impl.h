@@ -3,7 +3,7 @@
 //   S^T = K Q^T,  P^T = exp2(S^T - lse),  G^T = V g^T,  D^T = P^T (G^T - sums)
 //   dv += P^T g,  dk += D^T Q,  dq^T += K^T D^T
 //
-// See forward_impl.h for why it all has internal linkage.
+// Everything here has internal linkage, for the reason in forward_impl.h.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ template <class L>
 struct BackwardKeys : Layout<L> {
   using Layout<L>::Layout;
   using typename Layout<L>::Operand;
-  bool* finite = this->template take<bool>(1);  // K; its columns are cleaned
+  bool* finite = this->template take<bool>(1);  // K was finite; its columns are cleaned
   Operand* k_rows = this->operands(kKeys * this->dim);
   Operand* k_columns = this->operands(kKeys * this->dim);
   Operand* v_rows = this->operands(kKeys * this->v_dim);
@@ -33,7 +33,7 @@ struct BackwardQueries : Layout<L> {
   using Layout<L>::Layout;
   using typename Layout<L>::Real, typename Layout<L>::Operand;
   Rows* rows = this->template take<Rows>(1);
-  bool* finite = this->template take<bool>(1);  // q and g; their pairs are cleaned
+  bool* finite = this->template take<bool>(1);  // q and g were finite; their pairs are cleaned
   Real* lse = this->reals(kQueries);            // in units of ln 2
   Real* sums = this->reals(kQueries);
   Operand* q_lanes = this->operands(kQueries * this->dim);
@@ -182,7 +182,7 @@ void differentiate(const Backward& step, const Rule<L>& rule, int64_t batch, int
   }
 }
 
-// The three products of infinities and NaN, which were left out of the blocks, where they are seen.
+// Adds the three products of infinities and NaN, which cleaning removed from the blocks, for the pairs that are seen.
 template <class L>
 void add_special(const Shape& shape, const Part& part, const BackwardKeys<L>& keys, const BackwardQueries<L>& queries,
                  const BackwardScratch<L>& mine) {
@@ -224,7 +224,7 @@ void backward_pair(const Backward& step, int64_t batch, int64_t head, int64_t bl
   multiply<L, false>(keys.v_rows + part.low * v_width, v_width, count, queries.g_lanes, kQueries * L::kPair, kQueries,
                      v_width / L::kPair, mine.g + part.low * kQueries, kQueries);
   if (rule.plain) {
-    // Padding among the queries has products too: 0 times an infinity of a key.
+    // Padding queries must be masked too: a product may be 0 times an infinity of a key.
     if (part.masked || queries.rows->count < kQueries) {
       differentiate<L, true, true>(step, rule, batch, head, queries, part, mine);
     } else {

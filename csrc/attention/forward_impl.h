@@ -17,15 +17,15 @@
 namespace fused_tp::attention {
 namespace {
 
-// A maximum may grow by this, in units of ln 2, before what has been summed is scaled to it: sums are exact to the same
-// number of digits whatever they are relative to, and far from overflow.
+// A maximum may grow by this, in units of ln 2, before the sums are rescaled to it: their relative precision does not
+// depend on the reference, and they stay far from overflow.
 constexpr int kSlack = 8;
 
 template <class L>
 struct ForwardKeys : Layout<L> {
   using Layout<L>::Layout;
   using typename Layout<L>::Operand;
-  bool* finite = this->template take<bool>(1);       // V, before it was cleaned
+  bool* finite = this->template take<bool>(1);       // V was finite before cleaning
   Operand* k = this->operands(kKeys * this->dim);    // rows
   Operand* v = this->operands(kKeys * this->v_dim);  // columns
 };
@@ -59,7 +59,7 @@ void pack_keys_forward(const Forward& step, int64_t batch, int64_t kv_head, int6
   rows_to_columns<L>(mine.rows, kKeys, shape.v_dim, keys.v, mine.rows + kKeys * padded(shape.v_dim));
 }
 
-// Products become scores, and -inf where a key is not seen.
+// Converts products to scores, and to -inf where a key is not seen.
 template <class L, bool kPlain>
 void score_block(const Problem& step, const Rule<L>& rule, const Rows& rows, const Part& part, typename L::Real* s) {
   using Vector = typename L::Vector;
@@ -82,13 +82,13 @@ void score_block(const Problem& step, const Rule<L>& rule, const Rows& rows, con
   }
 }
 
-// O^T and the sums so far become relative to higher maxima, lane by lane.
+// Rescales O^T to higher maxima, lane by lane.
 template <class L>
 inline void rescale(typename L::Vector factor, int64_t v_dim, typename L::Real* o) {
   for (int64_t d = 0; d < padded(v_dim); ++d) L::store(o + d * kQueries, L::load(o + d * kQueries) * factor);
 }
 
-// P^T = exp2(factor S^T - highest); `highest` and `total` go along.
+// P^T = exp2(factor S^T - highest); updates `highest` and `total`.
 template <class L, bool kDropout>
 void exponentials(const Forward& step, int64_t batch, int64_t head, const Rows& rows, const Part& part,
                   typename L::Vector factor, const ForwardScratch<L>& mine, typename L::Real* highest,
@@ -128,7 +128,7 @@ void exponentials(const Forward& step, int64_t batch, int64_t head, const Rows& 
   }
 }
 
-// O^T += V^T P^T of infinities and NaN, which were left out of the block, for those queries that see them.
+// O^T += V^T P^T for infinities and NaN, which cleaning removed from the block, for the queries that see them.
 template <class L>
 void add_special(const Forward& step, int64_t batch, int64_t kv_head, const Rows& rows, const Part& part,
                  const ForwardScratch<L>& mine) {
@@ -201,7 +201,7 @@ void forward_block(const Forward& step, int64_t batch, int64_t head, int64_t blo
     if (rows.starts[i] >= rows.stops[i]) continue;
     Real& sum = state_total[i * step.total.strides.row];
     sum = sum * keep[i] + total[i];
-    // One that has not grown stays as it is, to the last bit.
+    // A maximum that has not grown keeps all its bits.
     if (highest[i] != before[i]) state_highest[i * step.highest.strides.row] = highest[i] * static_cast<Real>(kLn2);
     to[i] = at(step.weighted) + i * step.weighted.strides.row;
   }

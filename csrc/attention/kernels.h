@@ -1,6 +1,6 @@
-// The work on blocks of queries and keys: one table of functions per instruction set and kind of operands.
+// Kernels for blocks of queries and keys: one table of functions per instruction set and kind of operands.
 //
-// What they keep about a block is theirs alone; callers give memory, aligned to kAlignment.
+// The data format of a block is private to a table; callers provide the memory, aligned to kAlignment.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 
 namespace fused_tp::attention {
 
-constexpr int kQueries = 48;  // of a block: lanes
-constexpr int kKeys = 64;     // of a block
+constexpr int kQueries = 48;  // per block: lanes
+constexpr int kKeys = 64;     // per block
 constexpr size_t kAlignment = 64;
 
-// Memory of a thread, or of a block, for problems of this shape.
+// Bytes of a block, and of a thread's scratch, for problems of one shape.
 struct Sizes {
   size_t key_block, query_block, scratch;
 };
@@ -34,21 +34,21 @@ struct Kernels {
                              char* scratch);
   void (*pack_queries)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block,
                        char* scratch);
-  // The sums of one block of keys, kept in `scratch`, begin at 0,
+  // Zeroes the sums of one block of keys, which are kept in `scratch`.
   void (*begin_keys)(const Shape& shape, char* scratch);
-  // gain the terms of one block of queries, whose dq gains those of these keys,
+  // Adds the terms of one block of queries to these sums, and the terms of these keys to the dq of the queries.
   void (*backward_pair)(const Backward& step, int64_t batch, int64_t head, int64_t block, const char* key_block,
                         char* query_block, char* scratch);
-  // and are added to dk and dv; the result is their term of d_slopes[head].
+  // Adds the sums to dk and dv, and returns their term of d_slopes[head].
   double (*add_keys)(const Backward& step, int64_t batch, int64_t kv_head, int64_t block, char* scratch);
   void (*add_queries)(const Backward& step, int64_t batch, int64_t head, int64_t block, char* query_block);
 };
 
-// The best table for this dtype that this CPU can run; `isa`, or where that is empty FUSED_TP_ISA, asks for a lesser
-// one (see isa.h).
+// The best table for this dtype that this CPU can run. `isa`, or FUSED_TP_ISA if that is empty, selects a lesser one
+// (see isa.h).
 const Kernels& kernels_for(DType dtype, const char* isa);
 
-// Whether the CPU multiplies matrices in tiles, which these kernels do not use.
+// True if the CPU has instructions for matrix tiles, which these kernels do not use.
 bool has_matrix_tiles();
 
 const Kernels& kernels_plain(DType dtype);

@@ -15,7 +15,7 @@ struct Avx2Lanes : GenericLanes<float, 32> {
     return (Integers)_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
   static Vector exp2(Vector x) {
-    // max gives its second operand where one is NaN.
+    // max returns its second operand if one is NaN.
     const Vector y = _mm256_min_ps(_mm256_set1_ps(127), _mm256_max_ps(_mm256_set1_ps(-126), x));
     const Vector whole = _mm256_round_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23);

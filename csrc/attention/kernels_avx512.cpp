@@ -32,7 +32,7 @@ struct Avx512Lanes : GenericLanes<float, 64> {
   }
   static float sum(Vector v) { return _mm512_reduce_add_ps(v); }
   static Vector exp2(Vector x) {
-    const Vector y = _mm512_max_ps(_mm512_set1_ps(-200), x);  // the second operand where one is NaN
+    const Vector y = _mm512_max_ps(_mm512_set1_ps(-200), x);  // the second operand if one is NaN
     const Vector whole = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     return _mm512_scalef_ps(exp2_fraction<Avx512Lanes>(y - whole), whole);
   }
@@ -44,7 +44,7 @@ struct Avx512Lanes : GenericLanes<float, 64> {
     low = (Integers)_mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
     high = (Integers)_mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
   }
-  // Rows pair by pair, four by four, and then in fours of 128 bits.
+  // Interleaves rows pair by pair, then four by four, then in fours of 128 bits.
   static constexpr bool kTransposes = true;
   static void transpose(const uint32_t* from, int64_t from_stride, uint32_t* to, int64_t to_stride) {
     __m512i pairs[16], fours[16];
@@ -75,7 +75,7 @@ struct Avx512Lanes : GenericLanes<float, 64> {
   }
 };
 
-// Operands of bf16: two products and both sums, in fp32, per lane and step.
+// bf16 operands: two products and both sums, in fp32, per lane and step.
 struct Bf16Lanes : Avx512Lanes {
   using Operand = uint16_t;
   using Operands = __m512i;

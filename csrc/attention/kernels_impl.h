@@ -1,4 +1,4 @@
-// The table of one kind of lanes.
+// Table of kernels for one kind of lanes.
 #pragma once
 
 #include "attention/backward_impl.h"

@@ -1,8 +1,8 @@
-// Vectors of fp32 or fp64 in terms of the compiler's own vector types: any CPU. Instruction sets replace what they have
-// something better for.
+// Vectors of fp32 or fp64 as the compiler's own vector types, for any CPU. Instruction sets override the operations
+// that they do better.
 //
-// A `Lanes` also says what its products take: `Operand` elements, of which one step of a product takes kPair per lane,
-// and how many rows and vectors of a result are kept in registers.
+// A `Lanes` also describes its products: their elements `Operand`, of which one step of a product uses kPair per lane,
+// and the number of rows and vectors of a result that are kept in registers.
 #pragma once
 
 #include <cmath>
@@ -45,7 +45,7 @@ inline typename L::Vector tanh_single(typename L::Vector x) {
                               horner<L>(square, -0.005905867423758888, 0.020805383843692706, -0.053786683385498496,
                                         0.13331958241007352, -0.3333329927202725),
                               x);
-  // Where it is 1 to all digits; a NaN is kept.
+  // From 20 on tanh is 1 to all digits; a NaN is kept.
   const Vector bounded = L::select(L::greater(magnitude, L::broadcast(20)), L::broadcast(20), magnitude);
   const Vector power = L::exp2(bounded * L::broadcast(2.8853900817779268f));
   const Vector outer = L::broadcast(1) - L::broadcast(2) / (power + L::broadcast(1));
@@ -65,9 +65,9 @@ struct GenericLanes {
   typedef Real Vector __attribute__((vector_size(kBytes)));
   typedef Integer Integers __attribute__((vector_size(kBytes)));
   using Mask = Integers;
-  using Operands = Vector;  // what one step takes of all lanes
+  using Operands = Vector;  // operands of all lanes in one step
 
-  static Vector broadcast(Real x) { return x - Vector{}; }  // not 0 + x, which is computed: it makes 0 of -0
+  static Vector broadcast(Real x) { return x - Vector{}; }  // not 0 + x, an addition that remains: it turns -0 into 0
   static Vector zero() { return Vector{}; }
   static Vector load(const Real* p) {
     Vector v{};
@@ -81,7 +81,7 @@ struct GenericLanes {
     return v;
   }
   static Vector fma(Vector a, Vector b, Vector c) { return a * b + c; }
-  // b where one of them is NaN
+  // b if one of them is NaN
   static Vector max(Vector a, Vector b) { return a > b ? a : b; }
   static Vector select(Mask mask, Vector a, Vector b) { return mask ? a : b; }
   static Mask greater(Vector a, Vector b) { return a > b; }
@@ -141,7 +141,7 @@ struct GenericLanes {
       low[i] = static_cast<Integer>(product & 0xffffffffu);
     }
   }
-  // Which 32 bits, unsigned, are at least as large.
+  // Lanes whose 32 bits, unsigned, are at least `threshold`.
   static Mask at_least(Integers bits, uint32_t threshold) {
     Mask mask{};
     for (int i = 0; i < kWidth; ++i) mask[i] = static_cast<uint32_t>(bits[i]) >= threshold ? -1 : 0;
@@ -155,7 +155,7 @@ struct GenericLanes {
   // to[j][i] = from[i][j] for a square of 16 elements of 4 bytes a side; strides in elements.
   static constexpr bool kTransposes = false;
   static void transpose(const uint32_t*, int64_t, uint32_t*, int64_t) {}
-  // Vectors a and b of rows 0 and 1: each to its row; or so that the elements of both rows stand kPair by kPair.
+  // Store vectors a and b of rows 0 and 1: each to its row, or with the elements of both rows interleaved by kPair.
   static void store_rows(Operand* row0, Operand* row1, Vector a, Vector b) {
     store(row0, a);
     store(row1, b);

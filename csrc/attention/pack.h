@@ -52,11 +52,11 @@ inline bool is_finite(typename L::Operand x) {
   }
 }
 
-// Replaces infinities and NaN by 0; whether there were none. A product along rows takes cleaned ones, since 0 times
-// what is not seen must be 0, and what is seen of the others is added on its own.
+// Replaces infinities and NaN by 0; true if there were none. Products along rows use cleaned values, since 0 times an
+// unseen value must be 0; infinities and NaN that are seen are added separately.
 template <class L>
 inline bool clean(typename L::Operand* values, int64_t count) {
-  // As wide as the values, or compilers look at them one by one.
+  // As wide as the values, else compilers do not vectorise the loop.
   using Flag =
       std::conditional_t<sizeof(*values) == 2, uint16_t, std::conditional_t<sizeof(*values) == 4, uint32_t, uint64_t>>;
   Flag found = 0;
@@ -72,21 +72,21 @@ inline const char* row_of(const Source& source, DType dtype, int64_t batch, int6
   return static_cast<const char*>(source.data) + at * static_cast<int64_t>(element_size(dtype));
 }
 
-// Row `row` of a tensor.
+// Reads row `row` of a tensor.
 template <class L>
 inline void read_row(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t row, int64_t dim,
                      typename L::Operand* packed) {
   convert_row<L>(row_of(source, dtype, batch, head, row), dtype, dim, packed);
 }
 
-// The rows of a head lie far apart: the hardware does not see which one comes next.
+// Rows of a head are far apart: the hardware does not predict the next one.
 constexpr int64_t kRowsAhead = 12, kLine = 64;
 
 inline void prefetch(const void* memory, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(static_cast<const char*>(memory) + i);
 }
 
-// [rows][dim] of a tensor, from row `first` on, as [block_rows][padded(dim)].
+// Packs [rows][dim] of a tensor, from row `first` on, as [block_rows][padded(dim)].
 template <class L>
 inline void pack_rows(const Source& source, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
                       int64_t block_rows, int64_t dim, typename L::Operand* packed) {
@@ -122,7 +122,7 @@ inline void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
   for (int64_t i = 0; i < rows; i += kSquare) transpose_rows<L>(from + i * columns, columns, columns, to + i, rows);
 }
 
-// Adds columns [dim][kQueries] to rows that others keep: row = keep row + factor column, for those with a pointer.
+// Adds columns [dim][kQueries] to rows of the caller: row = keep row + factor column, for those with a pointer.
 template <class L>
 inline void add_columns(const typename L::Real* columns, int64_t dim, const typename L::Real* keep,
                         typename L::Real factor, typename L::Real* const* rows) {
@@ -148,7 +148,7 @@ inline void add_columns(const typename L::Real* columns, int64_t dim, const type
     }
 }
 
-// What one step of a product takes from one lane, as one number.
+// Elements of one lane in one step of a product, as one number.
 template <class L>
 using Step = std::conditional_t<L::kPair == 2, uint32_t, typename L::Operand>;
 
@@ -182,7 +182,7 @@ inline void rows_to_pairs(const typename L::Operand* rows, int64_t block_rows, i
   }
 }
 
-// By way of pairs, for which `room` is.
+// Converts rows to pairs in `room`, and these to columns.
 template <class L>
 inline void rows_to_columns(const typename L::Operand* rows, int64_t block_rows, int64_t dim,
                             typename L::Operand* columns, typename L::Operand* room) {
@@ -190,7 +190,7 @@ inline void rows_to_columns(const typename L::Operand* rows, int64_t block_rows,
   transpose<L>(steps<L>(room), block_rows / L::kPair, padded(dim), steps<L>(columns));
 }
 
-// Memory of a block or a thread: members of derived classes take their pieces, all aligned, as they are declared.
+// Memory of a block or a thread: members of derived classes take aligned pieces of it in order of declaration.
 template <class L>
 class Layout {
  public:
@@ -209,7 +209,7 @@ class Layout {
   }
   Real* reals(int64_t count) { return take<Real>(count); }
   Operand* operands(int64_t count) { return take<Operand>(count); }
-  // For what is computed element by element from `reals` [kKeys][kQueries]: in their place, where it is of their type.
+  // Operands computed elementwise from `reals` [kKeys][kQueries]: in their place, if they have the same type.
   Operand* in_place_of(Real* reals) {
     if constexpr (std::is_same_v<Operand, Real>) return reals;
     return operands(kKeys * kQueries);

@@ -1,4 +1,4 @@
-// C (+)= A B, the one product that everything here is made of.
+// C (+)= A B, the only matrix product of attention.
 //
 // A: `rows` x K, row by row. B: K x lanes, kPair rows interleaved, so that one step of the product reads kPair elements
 // per lane: B[k / kPair][lane][k % kPair]. C: rows x lanes in the type of the sums. `rows` is a multiple of kRows.
@@ -22,7 +22,7 @@ inline void tile(const typename L::Operand* a, int64_t a_row, const typename L::
     for (int v = 0; v < kVectors; ++v) sums[r][v] = kAdd ? L::load(c + r * c_row + v * L::kWidth) : L::zero();
   }
   int64_t s = 0;
-  do {  // a loop that may end before it begins costs copies of all sums
+  do {  // a loop that may run zero times costs copies of all sums
     typename L::Operands of_b[kVectors];
     FUSED_TP_UNROLL
     for (int v = 0; v < kVectors; ++v) of_b[v] = L::load_operand(b + s * b_step + v * L::kWidth * L::kPair);

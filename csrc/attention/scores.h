@@ -1,4 +1,4 @@
-// What becomes of the products of a block of queries and one of keys before and after the exponential: lane by lane.
+// Scores of a block of queries and a block of keys, before and after the exponential, lane by lane.
 //
 // Scores are in units of ln 2 here: log2(e) * score, whose powers of two are the probabilities.
 #pragma once
@@ -17,9 +17,9 @@ constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
 struct Rows {
   alignas(64) int32_t starts[kQueries], stops[kQueries], places[kQueries], indices[kQueries];
   int32_t count;
-  int32_t first, last;          // of all keys that any of these queries sees
-  int32_t all_first, all_last;  // those that all of them see; none where last <= first
-  int64_t at;                   // of the first of these queries
+  int32_t first, last;          // keys that any of these queries sees
+  int32_t all_first, all_last;  // keys that all of them see; none if last <= first
+  int64_t at;                   // row of the first of these queries
 
   Rows(const Problem& step, int64_t block) : at(block * kQueries) {
     const int64_t left = step.shape.rows - at;
@@ -34,7 +34,7 @@ struct Rows {
     measure();
   }
 
-  // A query that is to have no part in it.
+  // Excludes a query.
   void blind(int i) { starts[i] = stops[i] = 0; }
 
   void measure() {
@@ -77,7 +77,7 @@ struct Rule {
   using Vector = typename L::Vector;
   bool plain;     // a score is the product times `factor`, which is positive
   Vector factor;  // of a plain score
-  Vector scale;   // of the product, before the cap where there is one: over softcap
+  Vector scale;   // of the product; with a cap, divided by softcap
   bool capped;
   Vector cap;  // log2(e) softcap
   bool sloped;
@@ -94,7 +94,7 @@ struct Rule {
     if (sloped) slope = L::broadcast(static_cast<Real>(-kLog2E * static_cast<const Real*>(scores.slopes)[head]));
   }
 
-  // The score of a product; `bend` becomes the derivative of the cap.
+  // Score of a product; sets `bend` to the derivative of the cap.
   Vector score(Vector product, Vector distance, Vector& bend) const {
     Vector x = product * scale;
     if (capped) {
@@ -106,7 +106,7 @@ struct Rule {
   }
 };
 
-// Philox4x32-10 (Salmon et al., SC 2011), whose four words are for four keys in a row.
+// Philox4x32-10 (Salmon et al., SC 2011), whose four words serve four consecutive keys.
 template <class L>
 class Draw {
  public:
@@ -120,7 +120,7 @@ class Draw {
         batch_(static_cast<uint32_t>(batch)),
         keep_(L::broadcast(static_cast<typename L::Real>(scores.keep_factor))) {}
 
-  // What the probabilities of this key are multiplied by.
+  // Dropout factor of the probabilities of this key.
   Vector factor(int32_t k_index) {
     if (k_index / 4 != known_) mix(known_ = k_index / 4);
     return L::select(L::at_least(words_[k_index % 4], scores_.threshold), keep_, L::zero());
@@ -144,7 +144,7 @@ class Draw {
     }
     words_[0] = c0, words_[1] = c1, words_[2] = c2, words_[3] = c3;
   }
-  // 32 bits of a lane, which may be wider and then has zeros above.
+  // 32 bits in a lane, which may be wider: its upper bits are zero then.
   static typename L::Integer word(uint32_t x) { return static_cast<typename L::Integer>(x); }
 
   const Scores& scores_;

@@ -1,6 +1,6 @@
-// What the files of this folder share. They alone know pybind11; everything else in csrc is plain C++ or CUDA.
-// Tensors come as addresses, sizes and dtype numbers: the module needs no torch to build or to load, so one wheel
-// serves every torch version. Two files, not one for each part: pybind11's headers take a compiler seconds.
+// Helpers for the files of this folder. Only they use pybind11; everything else in csrc is plain C++ or CUDA.
+// Tensors are passed as addresses, sizes and dtype numbers: the module needs no torch to build or to load, so one wheel
+// serves every torch version. There are two files, not one per part, since pybind11's headers take seconds to compile.
 #pragma once
 
 #include <pybind11/functional.h>
@@ -27,7 +27,7 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// The plain struct that `packed` is the bytes of.
+// Converts the bytes `packed` to a plain struct.
 template <typename T>
 T unpacked(const py::bytes& packed, const char* name) {
   const std::string bytes = packed;
@@ -41,7 +41,7 @@ T unpacked(const py::bytes& packed, const char* name) {
 
 DType to_dtype(int number);
 
-// What Python gives for a parameter of type T, and how it becomes one.
+// The type that Python passes for a parameter of type T, and its conversion to T.
 template <typename T>
 struct From {
   using Given = T;
@@ -63,7 +63,7 @@ struct From<DType> {
   static DType value(int given) { return to_dtype(given); }
 };
 
-// A function, or a method, for Python.
+// Wraps a function, or a method, for Python.
 template <typename Result, typename... Parameters>
 auto bound(Result (*function)(Parameters...)) {
   return [function](typename From<Parameters>::Given... given) { return function(From<Parameters>::value(given)...); };

@@ -1,4 +1,4 @@
-// GPUs: the CUDA driver, NCCL, copy engines and the library of device kernels, all of them loaded when asked for.
+// GPUs: the CUDA driver, NCCL, copy engines and the library of device kernels, all of them loaded on demand.
 // Streams are the driver's handles, as ints; 0 is the default stream.
 #include <dlfcn.h>
 
@@ -64,7 +64,7 @@ Stream to_stream(Address handle) { return pointer<CUstream_st>(handle); }
 
 // ---- the driver ------------------------------------------------------------------------------------------------
 
-// Whether everything in the stream has ended, after at most that many seconds. In slices, for Ctrl-C.
+// True if everything in the stream has ended after at most that many seconds. Waits in slices, for Ctrl-C.
 bool synchronize(const Driver& driver, int device, Address stream, double seconds) {
   const auto begun = std::chrono::steady_clock::now();
   while (true) {
@@ -95,8 +95,8 @@ using nccl::Communicator;
 using nccl::Ticket;
 using nccl::Transfer;
 
-// Its end may take as long as its ops in flight, so the last owner waits without the GIL, whether it held the GIL or
-// not.
+// Destruction may take as long as the ops in flight, so the last owner waits without the GIL, whether it held the GIL
+// or not.
 std::shared_ptr<Communicator> ending_without_gil(std::shared_ptr<Communicator> made) {
   Communicator* const raw = made.get();
   return std::shared_ptr<Communicator>(raw, [kept = std::move(made)](Communicator*) mutable {
@@ -127,7 +127,7 @@ std::shared_ptr<Communicator> join(const std::shared_ptr<nccl::Library>& library
   Communicator::Options options;
   options.timeout_seconds = timeout_seconds;
   options.interrupted = [] {
-    if (Py_IsInitialized()) check_signals();  // else the interpreter has gone before the communicator
+    if (Py_IsInitialized()) check_signals();  // else the interpreter has ended before the communicator
   };
   py::gil_scoped_release release;
   return ending_without_gil(Communicator::create(library, driver, device, id, rank, size, std::move(options)));
@@ -207,15 +207,15 @@ void bind_communicator(py::module_& m) {
 
 // ---- copy engines ----------------------------------------------------------------------------------------------
 
-// In a forked child the watchdog's thread is missing, and what it waits in can never be destroyed: all is left alone.
+// A forked child has no watchdog thread, and the condition variable of that thread can never be destroyed there: the
+// workspace is leaked.
 struct NotInForks {
   void operator()(copy_engine::Workspace* workspace) const {
     if (!workspace->forked()) delete workspace;
   }
 };
 
-// All without the GIL: on the double of the driver the default stream runs everything at once, waits for peers
-// included.
+// All without the GIL: in the tests' fake driver the default stream runs everything at once, including waits for peers.
 void bind_copy_engine(py::module_& m) {
   using copy_engine::Workspace;
   using Holder = std::unique_ptr<Workspace, NotInForks>;
@@ -314,7 +314,7 @@ struct From<cuda::Bias> {
   static cuda::Bias value(const Given& given) { return {pointer<>(given.first), given.second}; }
 };
 
-// A struct that lives as long as the call that is given a pointer to it.
+// A struct that lives as long as the call that receives a pointer to it.
 template <typename Struct>
 struct Held {
   Struct held;
@@ -337,7 +337,7 @@ struct From<const cuda::RmsNorm*> {
 
 namespace {
 
-// Stays loaded until the process ends: kernels may run in it until then, and the CUDA runtime in it ends with it.
+// Stays loaded until the process ends: its kernels may run until then, and its CUDA runtime ends if it is unloaded.
 class DeviceKernels {
  public:
   explicit DeviceKernels(const std::string& path) {
@@ -353,8 +353,8 @@ class DeviceKernels {
                                ": install fused_tp again, so that both are built alike.");
   }
 
-  // Calls a launcher and throws what CUDA says. Without the GIL: a launch waits for no other rank, but may wait for
-  // room in the queue of a GPU.
+  // Calls a launcher and throws CUDA's error. Without the GIL: a launch waits for no other rank, but may wait for room
+  // in the queue of a GPU.
   template <typename... Parameters>
   static auto launching(const char* op, int32_t (*Launchers::*launcher)(Parameters...)) {
     return [op, launcher](const DeviceKernels& self, typename From<Parameters>::Given... given) {
@@ -411,7 +411,7 @@ void bind_kernels(py::module_& m) {
 }
 
 // Blocks to launch for an op on data of one size, at most `most`, the same on all ranks, and the smallest workspace for
-// them. `count` and `chunk` are those of its launcher: elements where something is summed, else bytes. For
+// them. `count` and `chunk` are those of its launcher: elements if the op sums, else bytes. For
 // all_reduce_rms_norm `chunk` is the columns, for all_to_all the bytes of a part.
 std::pair<int32_t, int64_t> device_plan(const std::string& op, int algorithm, int64_t count, int64_t chunk, int dtype,
                                         int world, int most) {

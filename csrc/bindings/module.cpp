@@ -75,8 +75,8 @@ class Memory {
   size_t bytes_;
 };
 
-// Memory of this rank's pool; goes back to the pool with the last tensor over it. It keeps no group, and with it the
-// segments of peers: results may outlive the group for as long as a caller likes.
+// Memory of this rank's pool, returned to the pool with the last tensor over it. It does not keep the group, and so the
+// segments of peers, alive: results may outlive the group.
 class PooledMemory : public Memory {
  public:
   PooledMemory(Group& group, size_t offset, size_t bytes)
@@ -165,7 +165,7 @@ void bind_group(py::module_& m) {
           [](Group& group, size_t bytes) {
             return std::make_unique<PooledMemory>(group, group.allocate(bytes), bytes);
           },
-          NoGil())  // another thread may begin a call, and want the GIL while it waits
+          NoGil())  // another thread may begin a call, and need the GIL while it waits
       .def(
           "at",
           [](const std::shared_ptr<Group>& group, int rank, size_t offset, size_t bytes) {
@@ -196,7 +196,7 @@ void bind_group(py::module_& m) {
   m.attr("MAX_CALLS_IN_FLIGHT") = shm::kSlots;
 }
 
-// Signatures have the op and the shape as the user knows them: ranks must agree on those, not on counts alone.
+// Signatures hold the op and the shape as the user passes them: ranks must agree on those, not on counts alone.
 void bind_collectives(py::module_& m) {
   m.def("all_reduce", bound(&shm::all_reduce), NoGil());
   m.def("sum_workspaces", bound(&shm::sum_workspaces), NoGil(),

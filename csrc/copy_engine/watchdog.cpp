@@ -13,12 +13,12 @@ constexpr microseconds kIdleLook{50'000};
 constexpr microseconds kLook{10'000};
 constexpr microseconds kRescueLook{300};
 constexpr int64_t kReadGatesNs = 100'000'000;
-// A peer that has ended leaves nothing behind that is still to come, but what it has sent may be on its way.
+// A peer that has ended sends nothing more, but its last data may still be in flight.
 constexpr int64_t kLostNs = 100'000'000;
 constexpr size_t kNanBytes = 256 * 1024;
 constexpr double kSettleSeconds = 1;
 constexpr std::chrono::seconds kCloseSeconds{5};
-// Copies to the gates take microseconds, but may queue behind large ones: as long as a peer may take, within bounds.
+// Copies to the gates take microseconds, but may queue behind large ones: the limit is the timeout within these bounds.
 constexpr double kLeastGateSeconds = 5, kMostGateSeconds = 60;
 
 const char* name_of(uint64_t call) {
@@ -68,13 +68,13 @@ StreamWatchdog::~StreamWatchdog() {
   bool stuck = true, stopped = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    stopped = stopping_;  // then its streams may have other owners already
+    stopped = stopping_;  // if true, its streams may already have other owners
   }
   try {
     Driver::Device guard(*driver_, device_);
     const auto until = Clock::now() + kCloseSeconds;
     while (!stopped && under_way() && Clock::now() < until) {
-      // What is still under way has no reader, and streams that wait for ever would hold up the whole device.
+      // Calls that still run have no reader, and streams that wait for ever would block the whole device.
       if (failure() == Failure::kNone) abort("it was closed while calls were under way");
       std::this_thread::sleep_for(kRescueLook);
     }
@@ -82,7 +82,7 @@ StreamWatchdog::~StreamWatchdog() {
   } catch (const std::exception&) {  // the device is gone; there is nothing left to wait for
   }
   stop();
-  // To free it, the driver would wait for streams that may never end, and they may still write there.
+  // Freeing it would wait for streams that may never end, and that may still write there.
   if (stuck) pinned_.leave();
 }
 
@@ -140,10 +140,10 @@ void StreamWatchdog::run() {
       pause = round();
       if (stuck_) return;
     } catch (const std::exception& error) {
-      if (failure() != Failure::kNone) return;  // an end of the process, or a device that is broken: nothing helps
+      if (failure() != Failure::kNone) return;  // the process ends, or the device is broken: nothing helps
       std::lock_guard<std::mutex> lock(mutex_);
       sentence_ = std::string("its streams can no longer be looked after: ") + error.what() + ".";
-      gates_closed_ = true;  // no thread may wait for that
+      gates_closed_ = true;  // no thread may wait for the gates
       failure_.store(Failure::kAborted, std::memory_order_release);
       changed_.notify_all();
       return;
@@ -181,7 +181,7 @@ microseconds StreamWatchdog::look(int64_t now_ns) {
     return kRescueLook;
   }
   if (told(expired_word(world)) != 0) {
-    // Its deadline is longer than that of the streams, which have not even begun to wait.
+    // The kernel's deadline is longer than that of the streams, so the streams have not even begun to wait.
     fail({Failure::kTimeout, protocol_.rank()}, "A kernel of rank " + std::to_string(protocol_.rank()) +
                                                     " waited in vain for copies of its own rank, which did not run.");
     return kRescueLook;
@@ -261,7 +261,7 @@ void StreamWatchdog::fail(const Closing& closing, const std::string& sentence) {
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    gates_closed_ = true;  // or never will be: no thread may wait for that
+    gates_closed_ = true;  // or cannot be closed: no thread may wait for the gates
   }
   changed_.notify_all();
 }
@@ -275,12 +275,12 @@ bool StreamWatchdog::under_way() const {
                      [this](Stream side) { return !driver_->capturing(side) && !driver_->idle(side); });
 }
 
-// Lets the streams go on by one step. True while there is something to do.
+// Advances the streams by one step. True while there is something to do.
 bool StreamWatchdog::rescue() {
   if (!under_way()) return false;
   const Layout& layout = protocol_.layout();
   const DeviceAddress own = addresses_[static_cast<size_t>(protocol_.rank())];
-  // All of Protocol::force in one: the flags are side by side.
+  // All of Protocol::force in one copy: the flags are contiguous.
   driver_->copy(own + 8 * static_cast<size_t>(layout.first_flag()), pinned(ones_),
                 8 * static_cast<size_t>(layout.flags()), rescue_);
   const uint64_t progress = told(kGateProgress) & ~driver::GraphDeadline::kSeen;
@@ -301,7 +301,7 @@ bool StreamWatchdog::rescue() {
   return true;
 }
 
-// By copies from memory of the host: those go on where kernels find no room and streams are held up by others.
+// Writes by copies from host memory, which make progress where kernels find no room and other streams are blocked.
 void StreamWatchdog::write(const Steps& steps) {
   for (const Step& step : steps)
     driver_->copy(addresses_[static_cast<size_t>(step.rank)] + 8 * static_cast<size_t>(step.word),

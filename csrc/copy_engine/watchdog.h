@@ -1,8 +1,8 @@
-// The watchdog of a workspace's streams: none waits for a peer beyond the deadline, and what such a wait was for
-// becomes NaN. It has a thread of its own and knows nothing of Python.
+// The watchdog of a workspace's streams: no stream waits for a peer beyond the deadline, and the results of an expired
+// wait are set to NaN. It has a thread of its own and does not use Python.
 //
-// It is no driver::Watch, which goes by events: no event tells whether a call that a CUDA graph replays is under way.
-// Streams write progress numbers to words of pinned memory instead, in graphs as elsewhere.
+// It is not a driver::Watch, which uses events: no event shows whether a call that a CUDA graph replays is running.
+// Instead, streams write progress numbers to words of pinned memory, in graphs as elsewhere.
 #pragma once
 
 #include <atomic>
@@ -35,7 +35,7 @@ struct Memory {
 
 enum class Failure : int { kNone = 0, kTimeout = 1, kLost = 2, kAborted = 3 };
 
-// What a closed gate holds: the rank that gave up first, and why. Ranks that read it pass it on.
+// Value of a closed gate: the rank that gave up first, and why. Ranks that read it close all gates with the same value.
 struct Closing {
   Failure why;
   int rank;
@@ -45,13 +45,13 @@ struct Closing {
   }
 };
 
-// Calls by number, which name their op.
+// Number of a call, which includes its op.
 enum class Op : int { kAllGather, kAllGatherMatmul, kMatmulReduceScatter, kMatmulAllReduce, kReduceScatter, kOther };
 constexpr uint64_t call_number(uint64_t count, Op op) { return count * 8 + static_cast<uint64_t>(op); }
 
 class StreamWatchdog {
  public:
-  // `addresses`: of the ranks' workspaces. `sides`: streams that are to go on too. `rescue`: a stream in which nothing
+  // `addresses`: those of the ranks' workspaces. `sides`: more streams to watch. `rescue`: a stream in which nothing
   // waits.
   StreamWatchdog(std::shared_ptr<const Driver> driver, int device, Protocol protocol,
                  std::vector<DeviceAddress> addresses, std::vector<Stream> sides, Stream rescue);
@@ -59,35 +59,35 @@ class StreamWatchdog {
   StreamWatchdog(const StreamWatchdog&) = delete;
   StreamWatchdog& operator=(const StreamWatchdog&) = delete;
 
-  // Where progress word `word`, or another that is told there, is for the device, and what it holds.
+  // Device address and value of progress word `word`, or of another word in the same memory.
   DeviceAddress progress(int word) const { return pinned_.device_address() + 8 * static_cast<size_t>(word); }
   uint64_t told(int number) const { return word(number).load(std::memory_order_acquire); }
 
-  // From now on the longest wait.
+  // Sets the longest wait from now on.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
-  // Before the passage is enqueued: what becomes NaN if it may not pass. `captured`: it may come more than once.
+  // Called before the passage is enqueued. `results` become NaN if it may not pass. `captured`: it may be repeated.
   void expect(uint64_t passage, std::vector<Memory> results, bool captured);
 
-  // That rank's process has ended: waits for it end soon, unless what they wait for has come.
+  // That rank's process has ended: waits for it expire soon, unless its data has arrived.
   void lose(int rank);
-  // Gives up, and makes the others.
+  // Gives up, and makes the peers give up.
   void abort(const std::string& why);
 
-  // Of the first failure; the sentence names op, call and ranks.
+  // The first failure; its sentence names op, call and ranks.
   Failure failure() const { return failure_.load(std::memory_order_acquire); }
   std::string sentence() const;
 
-  // Held while a graph is made in `sides`: the driver ends a capture whose stream is asked whether it is idle.
+  // Held while a graph is captured in `sides`: a query of a stream invalidates the capture in it.
   std::mutex& capturing() { return capturing_; }
 
-  // Ends the thread: nothing is looked after any more.
+  // Ends the thread: streams are no longer watched.
   void stop();
 
  private:
   using Clock = std::chrono::steady_clock;
 
   void run();
-  // One round; how long until the next.
+  // Runs one round; returns the time until the next.
   std::chrono::microseconds round();
   std::chrono::microseconds look(int64_t now_ns);
   void read_gates(int64_t now_ns);
@@ -108,13 +108,14 @@ class StreamWatchdog {
   Protocol protocol_;
   std::vector<DeviceAddress> addresses_;
   std::vector<Stream> sides_;
-  // Progress words; what is copied elsewhere: 1 for each flag, what a closed gate says, 0xFF; gates as last read.
+  // Offsets in `pinned_`, after the progress words: a 1 per flag, the value of a closed gate, the gates as last read,
+  // bytes of 0xFF.
   size_t ones_, closed_, gates_, nan_;
   driver::PinnedMemory pinned_;
   Stream rescue_;
   std::vector<driver::GraphDeadline> deadlines_;
   bool reading_gates_ = false;
-  bool stuck_ = false;  // not even the gates can be closed; of the thread alone
+  bool stuck_ = false;  // not even the gates can be closed; used by the thread alone
   int64_t gates_read_ns_ = 0;
   uint32_t forks_;
 
@@ -123,10 +124,10 @@ class StreamWatchdog {
   std::atomic<Failure> failure_{Failure::kNone};
 
   mutable std::mutex capturing_;
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::string sentence_;
-  std::string aborted_;        // why, asked for and not done yet
+  std::string aborted_;        // reason of an abort that is not done yet
   bool gates_closed_ = false;  // no peer reads this rank's data any more, or `stuck_`
   bool stopping_ = false;
   struct Passage {

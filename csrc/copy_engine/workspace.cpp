@@ -10,9 +10,9 @@
 namespace fused_tp::copy_engine {
 namespace {
 
-// More gain nothing: a GPU has a few copy engines, and its links are shared by all of them.
+// More streams gain nothing: a GPU has a few copy engines, which share its links.
 constexpr int kMostIn = 4;
-// Each takes some memory of the device's; training repeats what one step does.
+// Each graph takes some device memory; training repeats the calls of one step.
 constexpr size_t kMostGraphs = 512;
 
 Place in_private(const Memory& memory) { return {kPrivate, static_cast<int64_t>(memory.address)}; }
@@ -42,7 +42,7 @@ Workspace::Workspace(std::shared_ptr<const Driver> driver, int device, int rank,
     static_cast<uint64_t*>(words.data())[word] = layout().first_value(word);
   driver_->copy(addresses_.at(static_cast<size_t>(rank)), words.device_address(), words.bytes(), out_);
   if (!driver_->synchronize(out_, 60)) {
-    words.leave();  // to free it, the driver would wait for the copy
+    words.leave();  // freeing it would wait for the copy
     throw std::runtime_error("the device did not copy " + std::to_string(words.bytes()) + " bytes within 60 s");
   }
 }
@@ -107,7 +107,7 @@ void Workspace::run(Stream stream, Give&& give) {
   driver_->memory_ops(stream, ops_);
 }
 
-// `give(streams)` puts work into the first of `streams`, and into others that wait for it and that it waits for.
+// `give(streams)` adds work to the first of `streams`, and to others that begin after the first and end before it.
 template <typename Give>
 void Workspace::repeat(std::vector<uint64_t> key, const std::vector<Stream>& streams,
                        const std::vector<Stream>& capture, Give&& give) {
@@ -119,8 +119,8 @@ void Workspace::repeat(std::vector<uint64_t> key, const std::vector<Stream>& str
     return;
   }
   if (!found->second) {
-    // In streams that have work to do, which a capture leaves alone. Streams for this alone would each take one of the
-    // GPU's queues; made here, peers' kernels may run that wait for this rank.
+    // Captured in streams that also do other work, which a capture does not affect. Separate streams would each take
+    // one of the GPU's queues, and may not be created here: kernels of peers may already wait for this rank.
     const std::lock_guard<std::mutex> lock(watchdog_.capturing());
     found->second = std::make_unique<const driver::Graph>(driver_, device_, capture[0], [&] { give(capture); });
   }
@@ -140,8 +140,8 @@ void Workspace::gather(Call& call, Stream stream, Memory shard, const std::vecto
   run(out_, [&] { protocol_.stage(steps_, index, call.number, in_private(shard), static_cast<int64_t>(shard.bytes)); });
   call.sent = true;
   call.arrived.assign(static_cast<size_t>(world), nullptr);
-  // Not before the own shard is there: whatever the order in which a graph serves its branches, none that waits for a
-  // peer may hold up what that peer waits for. It takes no time, as the peers have to put theirs there too.
+  // Pulls begin after this rank's shard is staged: in whatever order a graph runs its branches, one that waits for a
+  // peer may not delay the shard that this peer waits for. It costs no time, as the peers have to stage theirs too.
   const SharedEvent staged = record(out_);
   for (const Stream in : in_) driver_->wait(in, staged->get());
   if (!driver_->capturing(stream)) {
@@ -172,11 +172,11 @@ int Workspace::offer(Call& call, Stream stream, Op op, Memory shard, const std::
   const Driver::Device guard(*driver_, device_);
   const int index = static_cast<int>(gathers_++ % kChannels);
   const Memory own = to[static_cast<size_t>(rank())];
-  // In graphs the number of the call would be that of the first.
+  // A graph would repeat the number of its first call.
   const uint64_t number = call_number(0, op);
   const auto key = [&](uint64_t which) { return std::vector<uint64_t>{which, static_cast<uint64_t>(index), number}; };
-  // Messages of a channel are sent, and pulled, in the order of calls: behind all that streams of our own still send,
-  // and of `in_` a graph's launch knows but the first.
+  // Messages of a channel are sent, and pulled, in the order of calls: so `stream` waits for `out_`, and the first of
+  // `in_`, in which graphs are launched, for the others.
   if (std::exchange(pulled_, false)) {
     driver_->wait(stream, record(out_)->get());
     join(in_);
@@ -210,7 +210,7 @@ void Workspace::fetch(const std::vector<Stream>& streams, int index, uint64_t ca
   run(streams[0], [&] { protocol_.end_fetch(steps_, index); });
 }
 
-// The others go on behind the first; the first behind the others.
+// spread: all other streams continue after the first; join: the first continues after all others.
 void Workspace::spread(const std::vector<Stream>& streams) {
   const SharedEvent begun = record(streams[0]);
   for (size_t i = 1; i < streams.size(); ++i) driver_->wait(streams[i], begun->get());
@@ -242,7 +242,7 @@ void Workspace::push(Call& call, Stream stream, int scatter, int peer, Memory bl
 void Workspace::receive(const Call& call, Stream stream, int scatter) {
   const Driver::Device guard(*driver_, device_);
   open_[scatter] = false;
-  // Behind the own blocks, for the same reason as in `gather`.
+  // After this rank's blocks are sent, for the same reason as in `gather`.
   if (pushed_[scatter]) driver_->wait(stream, pushed_[scatter]->get());
   pushed_[scatter] = nullptr;
   run(stream, [&] { protocol_.receive(steps_, scatter, call.number); });
@@ -257,7 +257,7 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   if (layout().world() == 1) return;
   const Driver::Device guard(*driver_, device_);
   take_turn(stream);
-  // The caller's memory is its own again: all copies from it and into it have ended.
+  // After all copies from and to the caller's memory, which it may then reuse.
   const int world = layout().world();
   for (int distance = world - 1; distance > 0 && distance >= world - static_cast<int>(in_.size()); --distance)
     wait_for(call, stream, peer_at(rank(), distance, world));  // the last of each stream
@@ -274,7 +274,7 @@ void Workspace::finish(Call& call, Stream stream, std::vector<Memory> results) {
   last_passage_ = passage;
 }
 
-// Calls from several streams come one after the other: the gates of a rank let through one call at a time.
+// Serializes calls from several streams: the gates of a rank let one call pass at a time.
 void Workspace::take_turn(Stream stream) {
   if (last_passage_ > 0 && last_stream_ != stream && !driver_->capturing(stream))
     driver_->memory_ops(

@@ -1,9 +1,9 @@
-// out = in_0, in_1, ..., in_(W-1): bytes, in parts of `chunk`, of which the last ones may be short or empty.
+// out = in_0, in_1, ..., in_(W-1): bytes, in parts of `chunk`; the last parts may be short or empty.
 //
 //   in ──push──> slot [r] of all peers ──flag (0, block, r)──> slots ──copy──> out
 //
-// What orders what: a block's flag follows its stores to the slots, and its copies of slots follow the flags of all its
-// namesakes. Slots, not `out` itself, since peers reach only the workspace. `in` may be this rank's part of out.
+// Order: a block's flag follows its stores to the slots, and its copies of slots follow the flags of the same block on
+// all ranks. Slots, not `out` itself, since peers reach only the workspace. `in` may be this rank's part of out.
 #include "copy.cuh"
 #include "launch.cuh"
 

@@ -19,7 +19,7 @@ int32_t launch_all_reduce(const Workspace* workspace, Algorithm algorithm, const
     const int64_t elements = algorithm == Algorithm::kOneShot ? count : owned_elements(count, kBytes, world);
     const AllReduce job{in, out, count, ceil_div(ceil_div(elements, kPacketElements<T>), blocks), bias};
     if (algorithm == Algorithm::kMultimem) {
-      // Where the driver has compiled it from code for an earlier GPU, it has no instructions for the switch.
+      // A kernel that the driver compiled from PTX for an earlier GPU contains no multimem instructions.
       cudaFuncAttributes attributes = {};
       if (const int32_t error = load(Kernel<all_reduce_multimem<T>>::address(), &attributes)) return error;
       if (attributes.ptxVersion < 90) return cudaErrorNotSupported;

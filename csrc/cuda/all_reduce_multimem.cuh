@@ -3,10 +3,10 @@
 //   in ──copy──> own region ──flag (0, block, r)──> owner: multimem.ld_reduce of its part, multimem.st of the sum to
 //   the regions of all ──flag (1, block, r)──> own region ──copy──> out
 //
-// Each rank moves its data twice, whatever W is. What orders what: an owner reads a part of all regions once the flags
-// of phase 0 say that its namesakes have filled their shares of it, and only the owner touches it until phase 1. A
-// region is reached by two addresses, its own and the switch's: a fence stands between accesses by one and by the
-// other. The switch adds in float in an order of its own, but once for all ranks: they get the same bits.
+// Each rank moves its data twice, for any W. Order: an owner reads a part of all regions once the flags of phase 0 show
+// that the same block on all ranks has filled its share of it, and only the owner touches it until phase 1. A region
+// has two addresses, its own and the switch's: a fence separates accesses by one from accesses by the other. The switch
+// adds in float in an order of its own, but once for all ranks: they get the same bits.
 #pragma once
 
 #include "all_reduce_one_shot.cuh"

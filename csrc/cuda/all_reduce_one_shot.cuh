@@ -1,13 +1,14 @@
-// out_i = round(in_0,i + ... + in_(W-1),i [+ bias]), by every rank for itself.
+// out_i = round(in_0,i + ... + in_(W-1),i [+ bias]), computed by every rank for itself.
 //
-// Each rank writes its data into its slot at every peer and adds up all slots in the order of ranks: one exchange, W -
-// 1 times the data. For what is small.
+// Each rank writes its data to its slot at every peer and adds all slots in rank order: one exchange, W - 1 times the
+// data. For small data.
 //
 //   in ──push──> slot [r] of all peers ──flag (0, block, r)──> slots 0 .. W-1, own term from `in` ──sum──> out
 //
-// What orders what: a block's flag follows its stores to the slots, and its sum follows the flags of all its namesakes.
-// A block sums just the packets that it pushed, so out may be in: it has read them for all peers before (the barrier in
-// `wait`). A slot is written once a call, and in the next call but one, when all ranks have ended this (signals.cuh).
+// Order: a block's flag follows its stores to the slots, and its sum follows the flags of the same block on all ranks.
+// A block sums only the packets that it pushed, so out may be in: it has read them for all peers before (the barrier in
+// `wait`). A slot is written once per call, and next in the call after the next one, when all ranks have ended this
+// call (signals.cuh).
 #pragma once
 
 #include "sum.cuh"

@@ -1,7 +1,8 @@
 // (normed, new_residual) of rms_norm.cuh. new_residual may be residual; normed may be partial.
 //
-// One shot: every row by every rank, one exchange, as in all_reduce_one_shot.cuh. Two shot: each row by its owner, who
-// writes both results to all, two exchanges, as in all_reduce_two_shot.cuh. These files say what orders what.
+// One shot: every rank computes every row, one exchange, as in all_reduce_one_shot.cuh. Two shot: the owner of a row
+// computes it and writes both results to all ranks, two exchanges, as in all_reduce_two_shot.cuh. These files describe
+// the memory order.
 #include "launch.cuh"
 #include "rms_norm.cuh"
 
@@ -43,8 +44,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   end(call);
 }
 
-// An owner first norms its rows into its own arrays and then copies them to the peers: what it reads again is in L2,
-// and the loop that norms is the same, and as short of registers, as with one shot.
+// An owner first norms its rows into its own arrays and then copies them to the peers: it reads them again from L2, and
+// the loop that norms is the same, with as few free registers, as with one shot.
 template <class T, int kWorld, bool kAligned>
 __global__ void __launch_bounds__(kThreads, 1)
     all_reduce_rms_norm_two_shot(const __grid_constant__ Workspace workspace, const __grid_constant__ Plan plan,
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   end(call);
 }
 
-// Whether all rows of all arrays are whole packets.
+// True if all rows of all arrays are whole packets.
 template <class T>
 bool is_in_packets(const void* partial, const RmsNorm& norm) {
   return norm.columns % kPacketElements<T> == 0 && is_aligned(partial, 16) && is_aligned(norm.residual, 16) &&
@@ -114,7 +115,7 @@ bool is_in_packets(const void* partial, const RmsNorm& norm) {
 
 int32_t launch_all_reduce_rms_norm(const Workspace* workspace, Algorithm algorithm, const void* partial,
                                    const RmsNorm* norm, int32_t dtype, int32_t blocks, void* stream) {
-  // Each row needs its owner before it is normed, so the switch would save but one of three exchanges.
+  // Each row must be at its owner before it is normed, so the switch would save only one of three exchanges.
   if (algorithm == Algorithm::kMultimem) return cudaErrorNotSupported;
   const int world = workspace->world;
   return for_dtype(dtype, [&](auto type) -> int32_t {

@@ -1,13 +1,13 @@
-// out_i = round(in_0,i + ... + in_(W-1),i [+ bias]), each part by its owner.
+// out_i = round(in_0,i + ... + in_(W-1),i [+ bias]), each part computed by its owner.
 //
-// Rank o adds up part o and writes the sum to all: two exchanges, 2 (W - 1) / W times the data. For what is large.
+// Rank o adds part o and writes the sum to all ranks: two exchanges, 2 (W - 1) / W times the data. For large data.
 //
 //   in ──scatter.cuh──> terms at the owner ──sum──> out, and result slot [r] of all peers ──flag (1, block, r)──> out
 //
-// What orders what: as in scatter.cuh, then the owner's flag of phase 1 follows its stores of results. Terms and
-// results have slots of their own, since a result may arrive at a rank that has yet to add up its terms. out may be in:
-// a block writes only its share of each part, which it has pushed before (the barrier in `wait`). The sum is rounded
-// once, by its owner, so all ranks get the same bits.
+// Order: as in scatter.cuh, then the owner's flag of phase 1 follows its stores of results. Terms and results have
+// separate slots, since a result may arrive at a rank that has not added its terms yet. out may be in: a block writes
+// only its share of each part, which it has pushed before (the barrier in `wait`). The sum is rounded once, by its
+// owner, so all ranks get the same bits.
 #pragma once
 
 #include "all_reduce_one_shot.cuh"

@@ -2,9 +2,9 @@
 //
 //   in[p] ──push, packed──> slot [r] of rank p ──flag (0, block, r)──> slots ──copy, spread out──> out
 //
-// So a change of layout, as from sequence to heads in Ulysses attention, costs no pass of its own. What orders what: as
-// in all_gather.cu. out may be in where both layouts are the same: a block writes what it alone has read, before (the
-// barrier in `wait`).
+// So a change of layout, as from sequence to heads in Ulysses attention, costs no separate pass. The memory order is
+// that of all_gather.cu. out may be in if both layouts are the same: a block writes only bytes that it alone has read
+// before (the barrier in `wait`).
 #include "copy.cuh"
 #include "launch.cuh"
 
@@ -17,7 +17,7 @@ struct AllToAll {
   int64_t per_block;  // packets of each part
 };
 
-// Number of a unit in a part, in digits: it steps without a division.
+// Number of a unit in a part, in digits, so that a step needs no division.
 struct Digits {
   int64_t batch, row, unit;
 
@@ -34,7 +34,7 @@ struct Digits {
   }
 };
 
-// One side of the exchange: where the runs of a part lie.
+// One side of the exchange: addresses of the runs of a part.
 struct Runs {
   char* data;
   int64_t batch_stride, row_stride;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Call call = begin(workspace, Op::kAllToAll);
   const AllToAllLayout& layout = job.layout;
   constexpr int64_t kBytes = sizeof(Unit);
-  // Shared out in packets: a rank's unit is what its own arrays allow, and blocks must have the same share everywhere.
+  // Shares are in packets: a rank's unit depends on its own arrays, and blocks must have the same share on all ranks.
   constexpr int64_t kUnits = 16 / kBytes;
   const int64_t count = layout.batches * layout.rows * (layout.row_bytes / kBytes);
   const Share packets = block_share(ceil_div(count, kUnits), job.per_block);
@@ -130,7 +130,7 @@ int32_t launch_all_to_all(const Workspace* workspace, const void* in, void* out,
     const AllToAll job{in, out, *layout, ceil_div(ceil_div(part_bytes, 16), blocks)};
     return launch(Kernel<all_to_all_kernel<Unit>>{}, blocks, kThreads, stream, *workspace, plan, job);
   };
-  // A stride is not used where there is but one of what it counts.
+  // A stride is unused if its dim has only one element.
   auto bits = [](int64_t count, int64_t stride) { return static_cast<uint64_t>(count > 1 ? stride : 0); };
   const uint64_t used = reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out) |
                         static_cast<uint64_t>(layout->row_bytes) | bits(workspace->world, layout->in_part_stride) |

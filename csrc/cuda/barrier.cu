@@ -10,7 +10,7 @@ static __global__ void __launch_bounds__(kThreads, 1) barrier_kernel(const __gri
 
 int32_t launch_barrier(const Workspace* workspace, void* stream) {
   if (!has_room(*workspace, Plan{workspace->world, 1})) return cudaErrorInvalidValue;
-  // A warp, since there is one flag for each rank, is enough; but threads step by kThreads.
+  // A warp would be enough, with one flag per rank, but threads step by kThreads.
   return launch(Kernel<barrier_kernel>{}, 1, kThreads, stream, *workspace);
 }
 

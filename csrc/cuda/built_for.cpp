@@ -1,4 +1,4 @@
-// What the library was compiled for, where it can be read without loading it (transport/native_kernels.py).
+// Targets of the library, readable without loading it (transport/native_kernels.py).
 namespace fused_tp::cuda {
 
 [[gnu::used]] extern const char built_for[] = "fused_tp device kernels: " FUSED_TP_BUILT_FOR;

@@ -1,4 +1,4 @@
-// What the launchers share: choice of a kernel, the launch. The native core has checked what they are given.
+// Helpers of the launchers: choice of a kernel, and its launch. The native core has checked the arguments.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,7 +14,7 @@
 
 namespace fused_tp::cuda {
 
-// The launchers; library.cu makes the table of them. What they do and take is in launchers.h.
+// The launchers; library.cu builds their table. launchers.h describes them and their arguments.
 template <class Pointer>
 using Function = std::remove_pointer_t<Pointer>;
 
@@ -30,7 +30,7 @@ inline bool has_room(const Workspace& workspace, const Plan& plan) {
   return plan.workspace_bytes() <= 2 * workspace.half_bytes;
 }
 
-// choose(type) for the type of numbers that `dtype` says: std::common_type<T>, which is only a name.
+// Calls choose(type) with the type of numbers of `dtype`: std::common_type<T>, used as a name only.
 template <class Choose>
 int32_t for_dtype(int32_t dtype, Choose&& choose) {
   switch (static_cast<DType>(dtype)) {
@@ -45,8 +45,8 @@ int32_t for_dtype(int32_t dtype, Choose&& choose) {
   }
 }
 
-// choose(world) for a constant: the number of ranks where loops over them are unrolled, else 0. On a CPU, where they
-// are only tested, two numbers stand for all.
+// Calls choose(world) with a constant: the number of ranks if loops over them are unrolled, else 0. On a CPU, where
+// kernels are only tested, two numbers represent all.
 template <class Choose>
 int32_t for_world(int32_t world, Choose&& choose) {
   switch (world) {
@@ -69,14 +69,14 @@ inline std::vector<const void*>& all_kernels() {
   return found;
 }
 
-// A kernel as a type. To launch it anywhere in the source lists it for `preload`, so that none can be forgotten.
+// A kernel as a type. A launch of it anywhere in the source lists it for `preload`, so that none can be forgotten.
 template <auto kFunction>
 struct Kernel {
   static const void* address() { return reinterpret_cast<const void*>(kFunction); }
   static inline const bool listed = (all_kernels().push_back(address()), true);
 };
 
-// Loads a kernel on the current device: what asks for its attributes does.
+// Loads a kernel on the current device, by a query of its attributes.
 inline int32_t load(const void* kernel, cudaFuncAttributes* attributes) {
   const cudaError_t error = cudaFuncGetAttributes(attributes, kernel);
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
@@ -91,7 +91,7 @@ int32_t launch(Kernel<kFunction>, int32_t blocks, int threads, void* stream, Arg
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = static_cast<cudaStream_t>(stream);
   const cudaError_t error = cudaLaunchKernelEx(&config, kFunction, arguments...);
-  // It is returned here, so the runtime must not report it to the next caller.
+  // The error is returned here, so the runtime must not report it to the next caller.
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
   return error;
 }

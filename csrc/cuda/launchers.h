@@ -1,8 +1,8 @@
-// What the library of device kernels offers, in C: the native core loads that library only where there is a GPU.
+// The C interface of the library of device kernels: the native core loads that library only if there is a GPU.
 //
 // All pointers but those to structs are device memory. Every function launches on `stream` and returns a cudaError_t, 0
-// for success. Ranks of a group make the same calls, with equal sizes and equally many blocks; blocks wait for those of
-// the same number on other ranks, so all blocks of all ranks that share a GPU must find room on it at once.
+// for success. Ranks of a group make the same calls, with equal sizes and numbers of blocks; blocks wait for those of
+// the same number on other ranks, so all blocks of all ranks that share a GPU must fit on it at once.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace fused_tp::cuda {
 // Grows when a signature or a struct below changes: a library of another version is refused.
 constexpr int32_t kAbiVersion = 4;
 
-// One rank's workspace, as triton_kernels/comm/workspace.py makes it.
+// One rank's workspace, created by triton_kernels/comm/workspace.py.
 struct Workspace {
   const uint64_t* addresses;  // [world]: the ranks' workspaces
   int64_t* state;
@@ -30,9 +30,8 @@ struct Bias {
   int64_t columns;
 };
 
-// An all-to-all of equal parts, in bytes. Part p of `in` goes to rank p; what comes from rank p becomes part p of
-// `out`. A part is [batches, rows] runs of row_bytes; strides say where they lie, so that a change of layout costs no
-// pass.
+// An all-to-all of equal parts, in bytes. Part p of `in` is sent to rank p; part p of `out` is received from rank p. A
+// part is [batches, rows] runs of row_bytes, with strides, so that a change of layout costs no separate pass.
 struct AllToAllLayout {
   int64_t batches, rows, row_bytes;
   int64_t in_part_stride, in_batch_stride, in_row_stride;
@@ -54,14 +53,14 @@ enum class Algorithm : int32_t { kOneShot = 0, kTwoShot = 1, kMultimem = 2 };
 struct Launchers {
   int32_t abi_version;
   int32_t (*barrier)(const Workspace*, void* stream);
-  // out[i] = sum over ranks of in[i] (+ bias), in rank order (multimem: in the switch's), the same bits everywhere. out
+  // out[i] = sum over ranks of in[i] (+ bias), in rank order (multimem: the switch's), the same bits on all ranks. out
   // may be in.
   int32_t (*all_reduce)(const Workspace*, Algorithm, const void* in, void* out, int64_t count, int32_t dtype, Bias,
                         int32_t blocks, void* stream);
   // Rank r gets elements [r * chunk, min((r + 1) * chunk, count)) of the sum.
   int32_t (*reduce_scatter)(const Workspace*, const void* in, void* out, int64_t count, int64_t chunk, int32_t dtype,
                             Bias, int32_t blocks, void* stream);
-  // Rank r gives bytes [r * chunk, min((r + 1) * chunk, count)) of the whole.
+  // Rank r provides bytes [r * chunk, min((r + 1) * chunk, count)) of the whole.
   int32_t (*all_gather)(const Workspace*, const void* in, void* out, int64_t count, int64_t chunk, int32_t blocks,
                         void* stream);
   int32_t (*all_to_all)(const Workspace*, const void* in, void* out, const AllToAllLayout*, int32_t blocks,
@@ -73,8 +72,8 @@ struct Launchers {
   int32_t (*sum_terms)(const void* terms, int32_t count_of_terms, int64_t stride, void* out, int64_t count,
                        int32_t dtype, Bias, void* stream);
   const char* (*error_string)(int32_t error);
-  // Loads all kernels on the current device. One that is loaded at its first launch may wait there for kernels that
-  // run, and so, where ranks share a process, for one that waits in turn for this launch.
+  // Loads all kernels on the current device. A kernel that is loaded at its first launch may wait there for running
+  // kernels, and so, if ranks share a process, for one that waits in turn for this launch.
   int32_t (*preload)();
 };
 

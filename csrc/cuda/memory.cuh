@@ -1,10 +1,10 @@
 // Loads and stores with an order and a scope, the clock, and NVLink SHARP: the only file with PTX.
 //
-// Everywhere else CUDA C++ is left, which a C++ compiler understands as well (tests/native/gpu_on_cpu has this header's
-// functions on std::atomic), so all that kernels do runs, and is checked for races, where there is no GPU.
+// All other files are CUDA C++ that a C++ compiler can compile too (tests/native/gpu_on_cpu implements this header's
+// functions with std::atomic), so the kernels run, and are checked for races, without a GPU.
 //
-// All statements are volatile, so they stay in the order of the source; those that others can see (stores, releases,
-// acquires) are compiler barriers also for plain accesses.
+// All statements are volatile, so they stay in source order; those that others can see (stores, releases, acquires) are
+// compiler barriers for plain accesses too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@
 
 namespace fused_tp::cuda {
 
-// The workspaces of all ranks at once: `address` reaches them through the switch.
+// The workspaces of all ranks: `address` reaches all of them at once, through the switch.
 struct Multicast {
   uint64_t address;
   const uint64_t* addresses;
@@ -65,20 +65,20 @@ __device__ __forceinline__ int64_t compare_and_swap_gpu(int64_t* word, int64_t e
   return before;
 }
 
-// Orders accesses to one place by two addresses, its own and that of the switch.
+// Orders accesses to the same memory by two addresses, its own and that of the switch.
 __device__ __forceinline__ void fence_aliases() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
-// One clock for all SMs of a GPU.
+// Time of the one clock for all SMs of a GPU.
 __device__ __forceinline__ int64_t now_ns() {
   int64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
   return now;
 }
 
-// Between two looks at a flag: short, since flags usually arrive within a few round trips to L2.
+// Pause between two polls of a flag: short, since flags usually arrive within a few round trips to L2.
 __device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
-// What is read once does not push anything out of L1. Never by the read-only path: peers write while a kernel runs.
+// Data that is read once evicts nothing from L1. Never through the read-only path: peers write while a kernel runs.
 __device__ __forceinline__ Packet load_packet(const void* from) {
   Packet packet;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"

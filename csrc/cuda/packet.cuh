@@ -1,4 +1,4 @@
-// 16 bytes, what one load or store moves, and the numbers in them.
+// Packets of 16 bytes, the size of one load or store, and the numbers in them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +25,7 @@ __device__ __forceinline__ To bits_as(From value) {
   return result;
 }
 
-// One word of a packet as numbers, and back; two numbers for 16-bit types.
+// Conversion of one word of a packet to numbers, and back; two numbers for 16-bit types.
 template <class T>
 struct Word;
 

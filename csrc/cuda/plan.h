@@ -1,8 +1,8 @@
-// Where the data and the flags of each op lie in a workspace, and how large it must be. Pure C++.
+// Layout of the data and flags of each op in a workspace, and the size of the workspace. Pure C++.
 //
-// A half of a workspace, as in triton_kernels/comm/signals.py: begun words, flags; data behind the 64th part of the
+// A half of a workspace, as in triton_kernels/comm/signals.py: begun words, flags; data after the first 64th of the
 // half. Flags are numbered (phase, block, source): block b of rank s puts (phase, b, s) at all its peers, so a flag has
-// one writer and one reader. Data is two arrays of slots: terms first, results behind them.
+// one writer and one reader. Data is two arrays of slots: terms, then results.
 #pragma once
 
 #include <algorithm>
@@ -25,12 +25,12 @@ FUSED_TP_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (
 
 constexpr int64_t aligned(int64_t bytes) { return ceil_div(bytes, kDataAlignment) * kDataAlignment; }
 
-// How much of the front of a half only ever holds begun words and flags.
+// Bytes at the front of a half that only ever hold begun words and flags.
 FUSED_TP_HOST_DEVICE constexpr int64_t flag_bytes(int64_t half_bytes) {
   return half_bytes / (kFlagShare * kDataAlignment) * kDataAlignment;
 }
 
-// The smallest workspace, both halves of it, with room for so many flags and bytes of data.
+// Bytes of the smallest workspace (both halves) with room for these flags and bytes of data.
 constexpr int64_t needed_bytes(int world, int64_t flags, int64_t data) {
   return 2 * std::max(kFlagShare * aligned(8 * (world + flags)), aligned(ceil_div(data * kFlagShare, kFlagShare - 1)));
 }
@@ -38,9 +38,9 @@ constexpr int64_t needed_bytes(int world, int64_t flags, int64_t data) {
 struct Plan {
   int32_t world = 1;
   int32_t blocks = 1;
-  int32_t phases = 0;        // how many times all ranks wait for each other
-  int32_t terms = 0;         // slots for what ranks give
-  int32_t results = 0;       // slots for what ranks have made of it
+  int32_t phases = 0;        // number of times that all ranks wait for each other
+  int32_t terms = 0;         // slots for inputs of ranks
+  int32_t results = 0;       // slots for results of ranks
   int64_t term_bytes = 0;    // of a slot; multiples of kDataAlignment
   int64_t result_bytes = 0;  // of a slot
 
@@ -49,15 +49,14 @@ struct Plan {
   FUSED_TP_HOST_DEVICE constexpr int64_t flag(int phase, int block, int source) const {
     return world + (int64_t{phase} * blocks + block) * world + source;
   }
-  // Bytes from where the data of a half begins.
+  // Byte offsets in the data of a half.
   FUSED_TP_HOST_DEVICE constexpr int64_t term(int slot) const { return slot * term_bytes; }
   FUSED_TP_HOST_DEVICE constexpr int64_t result(int slot) const { return terms * term_bytes + slot * result_bytes; }
 
   constexpr int64_t workspace_bytes() const { return needed_bytes(world, flags(), data()); }
 };
 
-// Elements that each rank owns when `count` of them are shared out: whole packets of 16 bytes, so that all begin
-// aligned.
+// Elements that each rank owns of `count`: whole packets of 16 bytes, so that all parts begin aligned.
 FUSED_TP_HOST_DEVICE constexpr int64_t owned_elements(int64_t count, int64_t element_bytes, int world) {
   const int64_t per_packet = 16 / element_bytes;
   return ceil_div(ceil_div(count, per_packet), world) * per_packet;
@@ -84,18 +83,18 @@ constexpr Plan all_reduce_plan(Algorithm algorithm, int64_t count, int64_t eleme
   return plan;
 }
 
-// Chunks of so many bytes from all ranks: reduce-scatter, all-gather, and the parts of an all-to-all.
+// Chunks of `chunk_bytes` from all ranks: reduce-scatter, all-gather, and the parts of an all-to-all.
 constexpr Plan exchange_plan(int64_t chunk_bytes, int world, int blocks) {
   if (world == 1) return Plan{world, blocks};
   return Plan{world, blocks, 1, world, 0, aligned(chunk_bytes), 0};
 }
 
-// Rows stand in slots at multiples of 16 bytes.
+// Rows in slots begin at multiples of 16 bytes.
 FUSED_TP_HOST_DEVICE constexpr int64_t row_pitch(int64_t columns, int64_t element_bytes) {
   return ceil_div(columns * element_bytes, 16) * 16;
 }
 
-// A slot of results has the new residual of all its rows, and behind it the normed rows.
+// A slot of results holds the new residual of all its rows, then the normed rows.
 constexpr Plan all_reduce_rms_norm_plan(Algorithm algorithm, int64_t rows, int64_t columns, int64_t element_bytes,
                                         int world, int blocks) {
   Plan plan{world, blocks};
@@ -112,9 +111,9 @@ constexpr Plan all_reduce_rms_norm_plan(Algorithm algorithm, int64_t rows, int64
   return plan;
 }
 
-// How many blocks to launch for an op in which this rank moves so many bytes, of at most `most` (what the SMs have room
-// for next to the ranks that share the GPU): at least 16 KB for each, two packets for every thread, because below that
-// a further block costs more in flags than it gains in loads that are under way. The ranks must agree on `most`.
+// Number of blocks to launch for an op in which this rank moves `bytes`, at most `most` (as many as fit on the SMs next
+// to the ranks that share the GPU): at least 16 KB for each, two packets per thread, because below that another block
+// costs more in flags than it gains in loads in flight. The ranks must agree on `most`.
 constexpr int32_t suggested_blocks(int64_t bytes, int32_t most) {
   return static_cast<int32_t>(std::clamp<int64_t>(ceil_div(bytes, 16 << 10), 1, std::max(most, 1)));
 }

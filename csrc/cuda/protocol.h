@@ -1,29 +1,28 @@
-// The words that kernels of all ranks, and the host, leave for each other. triton_kernels/comm/protocol.py has the same
-// numbers and triton_kernels/comm/signals.py says what they mean and order: kernels of both kinds work in the same
-// workspaces.
+// Layout of the words shared by the kernels of all ranks and the host. triton_kernels/comm/protocol.py has the same
+// numbers and triton_kernels/comm/signals.py defines the protocol: CUDA and Triton kernels use the same workspaces.
 #pragma once
 
 #include <cstdint>
 
 namespace fused_tp::cuda {
 
-// Words of a workspace's state, int64, in memory of this rank alone.
+// Words of a workspace's state, int64, in this rank's private memory.
 constexpr int kEpoch = 0;    // calls ended; negative once this rank has given up
 constexpr int kEnded = 1;    // blocks of this call that have ended
 constexpr int kExpired = 3;  // the call in which a wait has expired; 0: none; -1: the host has ended this rank's part
-constexpr int kStop = 4;     // bit s: the host knows that rank s will not come, so no wait for it need last any longer
+constexpr int kStop = 4;     // bit s: the host knows that rank s will not arrive, so waits for it end at once
 
 // Words of the error record, int64. The host may read them once the first is not 0.
 constexpr int kErrorSet = 0;
 constexpr int kErrorOp = 1;
 constexpr int kErrorCall = 2;
 constexpr int kErrorRank = 3;
-constexpr int kErrorTile = 4;    // -1: not a tile but the beginning of the call
+constexpr int kErrorTile = 4;    // -1: the wait was for the call to begin, not for a tile
 constexpr int kErrorSource = 5;  // the rank that was waited for
 constexpr int kErrorAbsent = 6;  // bit s: rank s has not begun the call
 constexpr int kErrorGaveUp = 7;  // 1: the source has given up itself
 
-// Ops by the number that stands in an error record.
+// Ops by their number in an error record.
 enum class Op : int32_t {
   kBarrier = 0,
   kAllReduce = 4,
@@ -35,6 +34,6 @@ enum class Op : int32_t {
 
 constexpr int kMaxWorldSize = 63;        // one bit each in a word of the error record
 constexpr int64_t kDataAlignment = 128;  // data begins at a multiple of it
-constexpr int64_t kFlagShare = 64;       // the front of a half that is kept for flags, one part in so many
+constexpr int64_t kFlagShare = 64;       // the front of a half, one part in kFlagShare, is reserved for flags
 
 }  // namespace fused_tp::cuda

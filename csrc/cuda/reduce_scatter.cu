@@ -1,7 +1,7 @@
 // out_i = round(in_0,(r c + i) + ... + in_(W-1),(r c + i) [+ bias]) at rank r, for parts of c; the last may be short.
 //
-// scatter.cuh says what moves and what orders it. out may be this rank's part of `in`: a block writes what it alone has
-// read, before (the barrier in `wait`).
+// scatter.cuh describes the data movement and its order. out may be this rank's part of `in`: a block writes only
+// elements that it alone has read before (the barrier in `wait`).
 #include "launch.cuh"
 #include "scatter.cuh"
 

@@ -1,8 +1,8 @@
 // h = round(residual + partial_0 + ... + partial_(W-1)); normed = round(h * rsqrt(mean_j h_j^2 + eps) * weight)
 //
-// The sum, the residual included, is rounded once; adding the residual to a sum that is rounded already, as the steps
-// one by one do, is further from exact. The norm is taken of the rounded h, because that is what backward has and what
-// the next layer sees; it is computed in float and rounded once.
+// The sum, including the residual, is rounded once; separate steps, which add the residual to a rounded sum, are less
+// exact. The norm is that of the rounded h, which backward and the next layer use too; it is computed in float and
+// rounded once.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
 #pragma once
 
@@ -19,15 +19,15 @@ struct Group {
   __device__ int count() const { return kThreads / threads; }
 };
 
-// The sum of all the group's values, in a fixed order (the same bits on every rank, run after run), for each of its
-// threads. All threads of the block come here together.
+// The sum of all the group's values, in a fixed order (the same bits on every rank, in every run), for each of its
+// threads. All threads of the block must call it together.
 __device__ __forceinline__ float sum_over(const Group& group, float value) {
   __shared__ float of_warp[kThreads / kWarpSize];
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(0xffffffffu, value, distance);
   }
-  __syncthreads();  // the last one's values have been read
+  __syncthreads();  // the values of the previous sum have been read
   if (threadIdx.x % kWarpSize == 0) of_warp[threadIdx.x / kWarpSize] = value;
   __syncthreads();
   const int warps = group.threads / kWarpSize;
@@ -40,21 +40,21 @@ __device__ __forceinline__ float sum_over(const Group& group, float value) {
 struct AllReduceRmsNorm {
   const void* partial;
   RmsNorm norm;
-  int64_t per_block;  // rows, of each owner where there are owners
+  int64_t per_block;  // rows; with owners, rows of each owner
   int32_t group_threads;
 };
 
-// How many packets of its row a thread keeps in registers; it reads others again, which it has written itself.
+// Packets of its row that a thread keeps in registers; it reads the others again, which it has written itself.
 constexpr int kKept = 2;
 
-// The smallest group that keeps a whole row, where a block is enough for that.
+// The smallest group that keeps a whole row, if a block is enough for that.
 inline int group_threads(int64_t packets) {
   int threads = kWarpSize;
   while (threads < kThreads && threads * kKept < packets) threads *= 2;
   return threads;
 }
 
-// A matrix of rows, from row `first` on, each `pitch` bytes behind the one before.
+// A matrix of rows, from row `first` on, each `pitch` bytes after the previous one.
 struct Rows {
   char* data;
   int64_t pitch;
@@ -62,7 +62,7 @@ struct Rows {
   __device__ char* operator[](int64_t row) const { return data + (row - first) * pitch; }
 };
 
-// Packet p of a row of numbers: whole and aligned, or as far as there are columns.
+// Packet p of a row of numbers: whole and aligned, or up to the last column.
 template <class T, bool kAligned>
 __device__ __forceinline__ Packet load_of_row(const char* row, int64_t p, int64_t columns) {
   if constexpr (kAligned) return load_packet(row + p * 16);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_of_row(char* row, int64_t p, int64_t colum
   }
 }
 
-// Where a rank's rows are added up from: slots of all ranks, but its own from `partial`.
+// Terms of a rank's rows: the slots of all other ranks, and its own term in `partial`.
 template <int kWorld>
 struct RowTerms {
   Rows slots;  // slot 0
@@ -88,7 +88,7 @@ struct RowTerms {
   __device__ int count() const { return kWorld ? kWorld : ranks; }
 };
 
-// Arrays, or slots, that results are in.
+// Arrays, or slots, of the results.
 struct RowResults {
   Rows residual, normed;
 };
@@ -106,7 +106,7 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
 
   for (int64_t first = rows.first; first < rows.last; first += group.count()) {
     const int64_t row = first + group.index();
-    // Threads without a row come along to the barriers.
+    // Threads without a row take part in the barriers.
     const int64_t last = row < rows.last ? packets : 0;
 
     float squares = 0;
@@ -171,14 +171,14 @@ __device__ __forceinline__ void norm_rows(const AllReduceRmsNorm& job, Share row
   }
 }
 
-// The arrays that the caller has given.
+// The arrays of the caller.
 template <class T>
 __device__ __forceinline__ RowResults given_results(const RmsNorm& norm) {
   const int64_t pitch = norm.columns * static_cast<int64_t>(sizeof(T));
   return {{static_cast<char*>(norm.new_residual), pitch, 0}, {static_cast<char*>(norm.normed), pitch, 0}};
 }
 
-// Copies rows of numbers of kBytes: whole packets, one row right behind the other on both sides, or number by number.
+// Copies rows of numbers of kBytes: as whole packets if rows are contiguous on both sides, else number by number.
 template <int kBytes, bool kAligned>
 __device__ __forceinline__ void copy_rows(const Rows& to, const Rows& from, Share rows, int64_t columns) {
   if (rows.first >= rows.last) return;

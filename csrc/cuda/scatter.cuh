@@ -1,15 +1,15 @@
-// First half of what is reduced in parts, each by its owner: part o of every rank's data goes to rank o, which adds up.
+// First half of a reduction in parts, each by its owner: part o of every rank's data is sent to rank o, which adds.
 //
 //   in, part o ──push──> slot [r] of rank o ──flag (0, block, r)──> at o: slots 0 .. W-1, own term from `in` ──sum──>
 //
-// Each block handles its own share of every part, so it depends on its namesakes alone.
+// Each block handles its own share of every part, so it depends only on the same block of other ranks.
 #pragma once
 
 #include "sum.cuh"
 
 namespace fused_tp::cuda {
 
-// `count` numbers in parts of `chunk`, of which the last ones may be short or empty.
+// `count` numbers in parts of `chunk`; the last parts may be short or empty.
 template <class T>
 struct Parts {
   const void* data;
@@ -21,7 +21,7 @@ struct Parts {
   }
 };
 
-// This block's share of all parts to their owners; that of this rank only where it cannot be read where it is.
+// Sends this block's share of all parts to their owners; that of this rank only if it cannot be read in place.
 template <class T>
 __device__ __forceinline__ void push_parts(const Call& call, const Plan& plan, const Parts<T>& in, int64_t per_block) {
   for (int step = in [call.rank()].is_whole() ? 1 : 0; step < call.world(); ++step) {

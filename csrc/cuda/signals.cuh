@@ -1,22 +1,20 @@
-// begin, put, wait and end of a call; the protocol of triton_kernels/comm/signals.py, where each is explained, in CUDA
-// C++.
+// begin, put, wait and end of a call: the protocol of triton_kernels/comm/signals.py, which explains them, in CUDA C++.
 //
-// A block is a program. What orders what:
+// A block is a program. Memory order:
 //
-//   put    all threads of a block store; __syncthreads; one thread for each peer does st.release.sys on its flag there.
-//          The barrier orders the stores before the release, which is cumulative: who sees the flag sees all of them.
-//   wait   one thread for each peer polls a flag in its own memory with ld.acquire.sys; __syncthreads_and: no thread's
-//          loads run ahead of any of the polls, and all threads leave with one verdict, so they part nowhere.
-//   begin  Call e+1 of a rank begins after its call e has ended (one stream for a workspace), and block 0 ends a call
+//   put    all threads of a block store; __syncthreads; one thread per peer does st.release.sys on its flag there. The
+//          barrier orders the stores before the release, which is cumulative: a reader of the flag sees all of them.
+//   wait   one thread per peer polls a flag in its own memory with ld.acquire.sys; __syncthreads_and: no thread's loads
+//          run ahead of any of the polls, and all threads get the same result, so they cannot diverge.
+//   begin  Call e+1 of a rank begins after its call e has ended (one stream per workspace), and block 0 ends a call
 //   end    only when all ranks have begun it. So a rank that begins call e+2 knows that every rank has ended call e,
-//   reads
-//          and all, and may write that half of the workspace again. It holds for blocks that had no work in either
-//          call, and for calls of different numbers of blocks, since it is about kernels, which end as a whole.
+//          including its reads, and may write that half of the workspace again. This holds for blocks without work in
+//          either call, and for calls with different numbers of blocks, since kernels end as a whole.
 //
-// Flags only grow, but for those of ranks that have given up, so one that a call of other shape has left in its place
-// is smaller than this call's number, and is taken for not set.
+// Flags only grow, except those of ranks that have given up. So a flag that a call of another shape has left at the
+// same address is smaller than this call's number, and counts as not set.
 //
-// Blocks wait only for those of the same number, and not for their own rank's: they may run all at once, or in order.
+// Blocks wait only for blocks of the same number on other ranks: they may run all at once, or in order.
 #pragma once
 
 #include "memory.cuh"
@@ -25,7 +23,7 @@
 
 namespace fused_tp::cuda {
 
-// Threads of a block. Those of a warp exchange values without a barrier.
+// Threads of a block. Threads of a warp exchange values without a barrier.
 #ifdef __CUDACC__
 constexpr int kThreads = 512;
 constexpr int kWarpSize = 32;
@@ -35,15 +33,15 @@ constexpr int kWarpSize = 1;
 #endif
 
 constexpr int kPollsPerClock = 32;
-constexpr int kBeginning = -1;  // in the place of a block's number: the wait is for the call to begin
+constexpr int kBeginning = -1;  // instead of a block's number: the wait is for the call to begin
 
-// One call as its kernel sees it; made by `begin`.
+// One call in a kernel; made by `begin`.
 struct Call {
   const Workspace& workspace;
   Op op;
-  int64_t epoch;  // number of this call; negative if this rank has given up in an earlier one
+  int64_t epoch;  // number of this call; negative if this rank gave up in an earlier call
 
-  // Whether this rank may touch its peers, and its results will mean anything.
+  // True if this rank may write to its peers, and its results are valid.
   __device__ bool alive() const { return epoch > 0; }
   __device__ int rank() const { return workspace.rank; }
   __device__ int world() const { return workspace.world; }
@@ -58,17 +56,17 @@ __device__ __forceinline__ int64_t* flag_at(const Call& call, int rank, int64_t 
   return reinterpret_cast<int64_t*>(half_at(call, rank)) + index;
 }
 
-// Where slots begin.
+// Address of the first slot.
 __device__ __forceinline__ char* data_at(const Call& call, int rank) {
   return half_at(call, rank) + flag_bytes(call.workspace.half_bytes);
 }
 
-// Starts the call on this rank and tells all ranks so; every thread does this first.
+// Begins the call on this rank and notifies all ranks; every thread does this first.
 __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
   const int64_t ended = load_relaxed_system(workspace.state + kEpoch);
   const int64_t epoch = (ended < 0 ? -ended : ended) + 1;
   const int64_t expired = load_relaxed_system(workspace.state + kExpired);
-  // A wait of this very call may expire before its last thread begins: all threads must decide the same.
+  // A wait of this call may expire before its last thread begins, and all threads must decide the same.
   Call call{workspace, op, expired != 0 && expired < epoch ? -epoch : epoch};
   if (blockIdx.x == 0) {
 #pragma unroll 1
@@ -79,8 +77,8 @@ __device__ __forceinline__ Call begin(const Workspace& workspace, Op op) {
   return call;
 }
 
-// Release: what this block has stored is visible to its namesakes at the peers once they have waited for this phase.
-// `good` false says that it was made of something that did not arrive.
+// Release: this block's earlier stores are visible to the same block of the peers once it has waited for this phase.
+// `good` false: the stores are invalid, because some of their input did not arrive.
 __device__ __forceinline__ void put(const Call& call, const Plan& plan, int phase, bool good) {
   const int64_t value = good ? call.epoch : -call.epoch;
   __syncthreads();
@@ -91,13 +89,13 @@ __device__ __forceinline__ void put(const Call& call, const Plan& plan, int phas
   }
 }
 
-// Whether a wait has expired already, or the host has ended those for `source`.
+// True if a wait has expired already, or the host has ended the waits for `source`.
 __device__ __forceinline__ bool hopeless(const Call& call, int source) {
   return load_relaxed_system(call.workspace.state + kExpired) != 0 ||
          (load_relaxed_system(call.workspace.state + kStop) >> source & 1) != 0;
 }
 
-// What a flag of this rank holds once it is set or the deadline has passed; negative if `source` has given up.
+// Value of a flag of this rank once it is set or the deadline has passed; negative if `source` has given up.
 __device__ __forceinline__ int64_t poll(const Call& call, const int64_t* flag, int source, int64_t seen) {
   const int64_t start = now_ns();
   bool waiting = seen >= 0 && !hopeless(call, source);
@@ -107,7 +105,7 @@ __device__ __forceinline__ int64_t poll(const Call& call, const int64_t* flag, i
     waiting = seen < call.epoch && seen >= 0;
     if (!waiting || polls % kPollsPerClock != 0) continue;
     if (load_acquire_system(flag_at(call, call.rank(), source)) < 0) {
-      // It has given up. What it did before, in this call too, can be seen by now.
+      // `source` has given up. All that it put before, in this call too, is visible by now.
       seen = load_acquire_system(flag);
       if (seen < call.epoch) seen = -call.epoch;
       waiting = false;
@@ -118,7 +116,7 @@ __device__ __forceinline__ int64_t poll(const Call& call, const int64_t* flag, i
   return seen;
 }
 
-// Writes the error record, unless there is one: the first wait to expire is the one to tell of.
+// Writes the error record unless there is one: only the first wait to expire is reported.
 __device__ __forceinline__ void record(const Call& call, int source, int block, bool gave_up) {
   const Workspace& workspace = call.workspace;
   if (compare_and_swap_gpu(workspace.state + kExpired, 0, call.epoch) != 0) return;
@@ -136,11 +134,11 @@ __device__ __forceinline__ void record(const Call& call, int source, int block, 
   store_relaxed_system(error + kErrorSource, source);
   store_relaxed_system(error + kErrorAbsent, absent);
   store_relaxed_system(error + kErrorGaveUp, gave_up ? 1 : 0);
-  // A store, not an atomic: not every host takes those of a GPU in its own memory.
+  // A store, not an atomic: not every host supports GPU atomics on its memory.
   store_release_system(error + kErrorSet, 1);
 }
 
-// One thread's part of a wait: acquire; whether the flag came.
+// One thread's part of a wait: acquire; true if the flag arrived.
 __device__ __forceinline__ bool arrived(const Call& call, int64_t index, int source, int block) {
   const int64_t* flag = flag_at(call, call.rank(), index);
   int64_t seen = load_acquire_system(flag);
@@ -151,8 +149,8 @@ __device__ __forceinline__ bool arrived(const Call& call, int64_t index, int sou
   return seen >= call.epoch;
 }
 
-// Acquire: true once this block's namesakes at all peers have put this phase; false when some will not, which is then
-// on record. The same for all threads.
+// Acquire: true once the same block of all peers has put this phase; false, with an error record, if one of them will
+// not. The same for all threads.
 __device__ __forceinline__ bool wait(const Call& call, const Plan& plan, int phase) {
   bool good = call.alive();
 #pragma unroll 1

@@ -5,13 +5,13 @@
 
 namespace fused_tp::cuda {
 
-// i mod n; of 32 bits where that is enough, which takes a quarter of the time.
+// i mod n; with 32 bits if that is enough, which takes a quarter of the time.
 __device__ __forceinline__ int64_t remainder_of(int64_t i, int64_t n) {
   if (((i | n) >> 32) == 0) return static_cast<uint32_t>(i) % static_cast<uint32_t>(n);
   return i % n;
 }
 
-// Adds the bias of elements first, first + 1, ...
+// Adds the bias to elements first, first + 1, ...
 template <class T>
 __device__ __forceinline__ void add_bias(const Bias& bias, float (&total)[kPacketElements<T>], int64_t first) {
   if (!bias.data) return;
@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_bias(const Bias& bias, float (&total)[kPacke
   for (int k = 0; k < kPacketElements<T>; ++k) total[k] += terms[k];
 }
 
-// Terms in slots, one for each rank; that of `own` lies elsewhere. All in whole packets.
+// Terms in slots, one per rank; this rank's term is in `own` instead. All are whole packets.
 template <int kWorld>
 struct SlotTerms {
   const char* slots;
@@ -47,7 +47,7 @@ struct SlotTerms {
   __device__ int count() const { return kWorld ? kWorld : ranks; }
   template <int kUnroll>
   __device__ __forceinline__ void load(int term, Packet (&packets)[kUnroll], int64_t i) const {
-    // A choice of pointers, not of branches: loads of all terms can be under way at once.
+    // Selects pointers, not branches: loads of all terms can be in flight at once.
     const char* from = (term == rank ? own : slots + term * pitch) + i * 16;
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) packets[u] = load_packet(from + u * kThreads * 16);
@@ -69,7 +69,7 @@ struct ArrayTerms {
   }
 };
 
-// Packets i, i + kThreads, ... of the sum; packet 0 begins with element `first` of what `bias` is for.
+// Packets i, i + kThreads, ... of the sum; packet 0 begins with element `first`, as `bias` counts them.
 template <class T, int kUnroll, class Terms>
 __device__ __forceinline__ void sum(const Terms& terms, const Bias& bias, int64_t first, int64_t i,
                                     Packet (&result)[kUnroll]) {
@@ -99,7 +99,7 @@ __device__ __forceinline__ void sum(const Terms& terms, const Bias& bias, int64_
   }
 }
 
-// How many packets a thread sums at once: eight loads under way, or as near as it gets.
+// Packets that a thread sums at once: for eight loads in flight, or about as many.
 template <int kWorld>
 constexpr int kSumUnroll = kWorld == 0 || kWorld == 2 ? 4
                            : kWorld == 4              ? 2

@@ -1,4 +1,4 @@
-// out_i = round(terms_0,i + terms_1,i + ... [+ bias]), of terms in this GPU's memory. out may be one of the terms.
+// out_i = round(terms_0,i + terms_1,i + ... [+ bias]), with terms in this GPU's memory. out may be one of the terms.
 #include "launch.cuh"
 #include "sum.cuh"
 
@@ -22,7 +22,7 @@ int32_t launch_sum_terms(const void* terms, int32_t count_of_terms, int64_t stri
     using T = typename decltype(type)::type;
     constexpr int64_t kBytes = sizeof(T);
     if (count == 0) return cudaSuccess;
-    // It waits for no rank, so it may have as many blocks as there is work for.
+    // The kernel waits for no rank, so it may have as many blocks as there is work for.
     const int64_t packets = ceil_div(count, kPacketElements<T>);
     const int32_t blocks = suggested_blocks(count * kBytes, 2048);
     return launch(Kernel<sum_terms_kernel<T>>{}, blocks, kThreads, stream, static_cast<const T*>(terms), count_of_terms,

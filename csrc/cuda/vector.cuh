@@ -1,5 +1,5 @@
-// Arrays of numbers in packets, at any alignment of an element and of any length, and how blocks and threads share
-// them.
+// Arrays of numbers in packets, at any alignment of an element and of any length, and their distribution over blocks
+// and threads.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ struct Share {
   int64_t first, last;
 };
 
-// What this block has of `count`, when each has `per_block`. Blocks of the same number have the same at all ranks.
+// This block's share of `count`, with `per_block` per block. A block has the same share on all ranks.
 __device__ __forceinline__ Share block_share(int64_t count, int64_t per_block) {
   const int64_t first = blockIdx.x * per_block;
   return {first < count ? first : count, first + per_block < count ? first + per_block : count};
@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_elements(void* to, const Packet& packet, i
   }
 }
 
-// `count` numbers, as packets 0, 1, ... of which the last may be cut short.
+// `count` numbers, as packets 0, 1, ...; the last one may be incomplete.
 template <class T>
 struct Vector {
   static constexpr int kElements = kPacketElements<T>;
@@ -60,7 +60,7 @@ struct Vector {
       : data(static_cast<char*>(const_cast<void*>(data_))), count(count_ > 0 ? count_ : 0) {}
   __device__ int64_t packets() const { return ceil_div(count, kElements); }
   __device__ int64_t bytes() const { return count * static_cast<int64_t>(sizeof(T)); }
-  // Whether all packets are aligned and none is cut short, so that they can be read as they are.
+  // True if all packets are aligned and complete, so that they can be read in place.
   __device__ bool is_whole() const { return is_aligned(data, 16) && count % kElements == 0; }
 
   // Packets i, i + kThreads, ...
@@ -100,8 +100,8 @@ __device__ __forceinline__ void store_slot(char* slot, const Packet (&packets)[k
   for (int u = 0; u < kUnroll; ++u) store_packet(slot + (i + u * kThreads) * 16, packets[u]);
 }
 
-// body(count, i): this thread is to handle packets i, i + kThreads, ..., so many; `count` is a constant, so all their
-// loads can be under way at once: kUnroll as long as there are enough, and then half of it, and half of that.
+// Calls body(count, i) for `count` packets i, i + kThreads, ... of this thread. `count` is a constant, so all their
+// loads can be in flight at once: kUnroll while there are enough, then half of it, and so on.
 template <int kUnroll, class Body>
 __device__ __forceinline__ void for_packets_from(int64_t i, int64_t last, Body&& body) {
   constexpr int kAhead = (kUnroll - 1) * kThreads;
@@ -122,10 +122,10 @@ __device__ __forceinline__ void for_packets(Share share, Body&& body) {
   if constexpr (kUnroll > 1) for_packets_from<kUnroll / 2>(i, share.last, body);
 }
 
-// How many packets a thread copies at once.
+// Packets that a thread copies at once.
 constexpr int kCopyUnroll = 8;
 
-// A share of an array into a slot, and out of one.
+// Copy a share of an array to a slot, and from one.
 template <int kUnroll, class T>
 __device__ __forceinline__ void copy_to_slot(char* slot, const Vector<T>& array, Share share) {
   for_packets<kUnroll>(share, [&](auto unroll, int64_t i) {
@@ -146,8 +146,8 @@ __device__ __forceinline__ void copy_from_slot(const Vector<T>& array, const cha
   });
 }
 
-// Where one slot, at the same offset everywhere, lies at the peers: [1], [2], ... are the ranks after this one, in
-// turn, so that ranks write to different ones at any time; [0] is this rank's own. kWorld 0: as many as there are.
+// Addresses of one slot, at the same offset, on all ranks: [1], [2], ... are the ranks after this one, in turn, so that
+// ranks write to different peers at any time; [0] is this rank's own. kWorld 0: any number of ranks.
 template <int kWorld>
 struct Peers {
   char* at[kWorld];
@@ -174,7 +174,7 @@ struct Peers<0> {
   }
 };
 
-// All bits set, which is NaN in every format: no result of something that did not arrive looks like one.
+// Sets all bits, which is NaN in every format: a result whose input did not arrive cannot look valid.
 __device__ __forceinline__ void fill_missing(void* to, int64_t bytes) {
   for (int64_t i = threadIdx.x; i < bytes; i += kThreads) static_cast<uint8_t*>(to)[i] = 0xff;
 }

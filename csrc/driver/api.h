@@ -1,8 +1,8 @@
-// What we use of cuda.h, declared by us: no CUDA is needed to build. A test compares it with the real header.
+// Our declarations of the used part of cuda.h: no CUDA is needed to build. A test compares them with the real header.
 //
 // Functions are looked up by the exact names below. Where cuda.h maps a name to a newer version (`#define cuX cuX_v2`)
-// the version is spelt out: it is part of the binary interface and stays what it is in later drivers, while what
-// cuGetProcAddress gives for a plain name depends on the version that one asks for.
+// the version is spelt out: it is part of the binary interface and does not change in later drivers, while the result
+// of cuGetProcAddress for a plain name depends on the requested version.
 #pragma once
 
 #include <cstddef>
@@ -30,11 +30,11 @@ constexpr unsigned kWaitUntilAtLeast = 0;
 constexpr unsigned kWaitUntilEqual = 1;
 constexpr unsigned kWaitValue64 = 4;
 constexpr unsigned kWriteValue64 = 5;
-constexpr unsigned kMostMemoryOps = 255;  // of one call: cuda.h wants fewer than 256
+constexpr unsigned kMostMemoryOps = 255;  // per call: cuda.h requires fewer than 256
 constexpr int kHasStreamMemoryOps = 122;
 constexpr int kOldestDriver = 12000;
 
-// CUstreamBatchMemOpParams, of what we use of it; waits and writes have the same members.
+// The used part of CUstreamBatchMemOpParams; waits and writes have the same members.
 union BatchMemOp {
   struct {
     unsigned operation;

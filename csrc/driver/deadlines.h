@@ -1,4 +1,4 @@
-// The state of what is in flight, apart from threads, clocks and devices: times and answers are given.
+// State of the ops in flight, without threads, clocks and devices: the caller passes times and query results.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ class Deadlines {
 
   void add(Op op, int64_t timeout_ns) { ops_.push_back({std::move(op), timeout_ns, kNever}); }
 
-  // Drops what has ended; starts the clock of the first that has not, once it has begun. Returns that op when its time
-  // is up, and forgets all ops then: a stream expires once.
+  // Drops ended ops; starts the clock of the first one that has not ended, once it has begun. Returns that op when its
+  // deadline passes, and then forgets all ops: a stream expires once.
   template <typename Begun, typename Ended>
   std::optional<Expired> poll(int64_t now_ns, Begun&& begun, Ended&& ended) {
     while (!ops_.empty() && ended(ops_.front().op)) ops_.pop_front();
@@ -40,7 +40,7 @@ class Deadlines {
 
   bool empty() const { return ops_.empty(); }
   void clear() { ops_.clear(); }
-  // The shortest timeout of those in flight, to know how often to look; kNever when nothing is.
+  // The shortest timeout of the ops in flight, which sets the polling interval; kNever if there are none.
   int64_t shortest_timeout_ns() const {
     int64_t shortest = kNever;
     for (const Entry& entry : ops_) shortest = std::min(shortest, entry.timeout_ns);
@@ -51,13 +51,13 @@ class Deadlines {
   struct Entry {
     Op op;
     int64_t timeout_ns;
-    int64_t begun_ns;  // when it was first seen to have begun; kNever before
+    int64_t begun_ns;  // when a poll first saw that it has begun; kNever before
   };
   std::deque<Entry> ops_;
 };
 
-// What a graph says of its progress through a word (GraphWord): odd inside of an op. A word that was seen is marked by
-// its top bit; the next write clears the mark, also a write of the same number.
+// Progress of a graph, which it writes to a word (GraphWord): odd inside an op. A poll marks the word by its top bit;
+// the next write clears the mark, also a write of the same number.
 class GraphDeadline {
  public:
   static constexpr uint64_t kSeen = uint64_t{1} << 63;
@@ -72,7 +72,7 @@ class GraphDeadline {
     inside_ = value % 2 == 1;
     if (!inside_) return std::nullopt;
     if (!(value & kSeen)) {
-      // Should the device write in between, the exchange fails: that is progress, and the next look sees it.
+      // If the device writes in between, the exchange fails: that is progress, and the next poll sees it.
       word.compare_exchange_strong(value, value | kSeen, std::memory_order_acq_rel);
       since_ns_ = now_ns;
       return std::nullopt;

@@ -15,7 +15,7 @@ namespace fused_tp::driver {
 
 using Clock = std::chrono::steady_clock;
 
-// The driver's function, checked; in methods of Driver.
+// Calls a function of the driver and checks its result; for methods of Driver.
 #define FUSED_TP_CALL(name, ...) check(functions_->name(__VA_ARGS__), #name)
 
 template <typename Function>
@@ -105,10 +105,10 @@ void Driver::record(Event event, Stream stream) const { FUSED_TP_CALL(cuEventRec
 
 template <typename Handle>
 bool Driver::ready(int (*query)(Handle), Handle handle, const char* call) const {
-  int mode = kCaptureModeRelaxed;  // else it would end a capture of another thread
+  int mode = kCaptureModeRelaxed;  // else the query would end a capture of another thread
   FUSED_TP_CALL(cuThreadExchangeStreamCaptureMode, &mode);
   const int code = query(handle);
-  functions_->cuThreadExchangeStreamCaptureMode(&mode);  // what it was
+  functions_->cuThreadExchangeStreamCaptureMode(&mode);  // restores the previous mode
   if (code != kErrorNotReady) check(code, call);
   return code != kErrorNotReady;
 }
@@ -137,7 +137,7 @@ void Driver::memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const {
       given.operation = op.kind == MemoryOp::kWrite ? kWriteValue64 : kWaitValue64;
       given.address = op.word;
       given.value = op.value;
-      // A write comes behind all that the stream has done before, for the whole system: that is its default, 0.
+      // A write is ordered after all earlier work of the stream, at system scope: that is its default, 0.
       given.flags = op.kind == MemoryOp::kWait ? kWaitUntilEqual : kWaitUntilAtLeast;
     }
     FUSED_TP_CALL(cuStreamBatchMemOp, stream, static_cast<unsigned>(count), batch, 0);
@@ -151,7 +151,7 @@ bool Driver::capturing(Stream stream) const {
 }
 
 bool Driver::synchronize(Stream stream, double seconds) const {
-  // Not cuStreamSynchronize, which would wait for ever for a peer that never comes.
+  // Not cuStreamSynchronize, which would wait for ever for a peer that never arrives.
   const auto deadline = Clock::now() + std::chrono::duration<double>(seconds);
   for (auto nap = std::chrono::microseconds(10);; nap = std::min(2 * nap, std::chrono::microseconds(1000))) {
     if (idle(stream)) return true;
@@ -209,7 +209,7 @@ PinnedMemory::PinnedMemory(std::shared_ptr<const Driver> driver, int device, siz
   const Functions& f = driver_->functions();
   driver_->check(f.cuMemHostAlloc(&handle_, bytes, kHostPortable | kHostDeviceMap), "cuMemHostAlloc");
   std::memset(handle_, 0, bytes);
-  // Where this throws, ~Owned frees the memory.
+  // If this throws, ~Owned frees the memory.
   driver_->check(f.cuMemHostGetDevicePointer(&device_address_, handle_, 0), "cuMemHostGetDevicePointer");
 }
 
@@ -217,7 +217,7 @@ Graph::Graph(std::shared_ptr<const Driver> driver, int device)
     : Owned(std::move(driver), device, &Functions::cuGraphExecDestroy) {}
 
 void Graph::begin(Stream stream) const {
-  // Relaxed, as other threads, and this one, may do meanwhile what they like.
+  // Relaxed, since this thread and others may make any call meanwhile.
   driver_->check(driver_->functions().cuStreamBeginCapture(stream, kCaptureModeRelaxed), "cuStreamBeginCapture");
 }
 

@@ -1,7 +1,7 @@
-// The CUDA driver, bound at run time: no CUDA header is needed to build, and none of the driver to load.
+// The CUDA driver, bound at run time: no CUDA header is needed to build, and no driver to load this module.
 //
-// Streams and events are the driver's own handles, so those of torch (tensor.cuda_stream) are as good as ours. Every
-// call is checked; what goes wrong is thrown as a DriverError that names the call and the driver's error.
+// Streams and events are the driver's own handles, so torch's (tensor.cuda_stream) can be used like ours. Every call is
+// checked; an error is thrown as a DriverError that names the call and the driver's error.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,7 @@ using DeviceAddress = unsigned long long;
 
 struct Functions;
 
-// What a stream does with a 64-bit word of memory.
+// An operation of a stream on a 64-bit word of memory.
 struct MemoryOp {
   enum Kind : unsigned { kWait, kWaitAtLeast, kWrite };
   Kind kind;
@@ -45,15 +45,15 @@ struct DriverError : std::runtime_error {
 
 class Driver {
  public:
-  // Loads the library and initialises the driver; the same path gives the same object again. Throws DriverError where
-  // there is no such library, no device, or the driver is older than CUDA 12.
+  // Loads the library and initialises the driver; the same path returns the same object again. Throws DriverError if
+  // there is no such library or no device, or if the driver is older than CUDA 12.
   static std::shared_ptr<const Driver> open(const std::string& path = "libcuda.so.1");
   ~Driver();
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
-  // As long as it lives, this thread's current context is the primary one of the device, which is the one that torch
-  // and NCCL use. Primary contexts stay retained until the process ends.
+  // During its lifetime this thread's current context is the device's primary one, which torch and NCCL use too.
+  // Primary contexts stay retained until the process ends.
   class Device {
    public:
     Device(const Driver& driver, int ordinal);
@@ -65,33 +65,33 @@ class Driver {
     const Driver& driver_;
   };
 
-  // Whether the device's streams can write and wait for 64-bit words.
+  // True if the device's streams can write and wait for 64-bit words.
   bool has_stream_memory_ops(int device) const;
-  // The error's name and what the driver says about it.
+  // The error's name and the driver's description of it.
   std::string describe(int code) const;
 
-  // All need a current context (see Device), and none but `synchronize` waits for the device.
+  // All functions below need a current context (see Device), and only `synchronize` waits for the device.
   void record(Event event, Stream stream) const;
   bool done(Event event) const;  // everything before the last record has ended; never recorded: true
   bool idle(Stream stream) const;
-  void wait(Stream stream, Event event) const;                                         // the stream does, from here on
+  void wait(Stream stream, Event event) const;                                         // the stream waits
   void copy(DeviceAddress to, DeviceAddress from, size_t bytes, Stream stream) const;  // also between devices
   void fill(DeviceAddress to, unsigned char byte, size_t bytes, Stream stream) const;
-  void memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const;  // in order; in one call, but for very many
+  void memory_ops(Stream stream, const std::vector<MemoryOp>& ops) const;  // in order; in one call, unless very many
   void write_value(Stream stream, DeviceAddress word, uint64_t value) const {
     memory_ops(stream, {{MemoryOp::kWrite, word, value}});
   }
   bool capturing(Stream stream) const;  // into a CUDA graph
-  // True once all of the stream has ended, false if it has not after that many seconds.
+  // True once all work of the stream has ended, false if it has not after that many seconds.
   bool synchronize(Stream stream, double seconds) const;
 
-  // Lets this thread make any call while another thread captures a CUDA graph. For threads of our own; the queries
-  // above see to it themselves, or they would end that capture.
+  // Lets this thread make any call while another thread captures a CUDA graph. For our own threads; the queries above
+  // do the same for their own calls, which would otherwise end that capture.
   void ignore_captures() const;
 
   const Functions& functions() const { return *functions_; }
   void check(int code, const char* call) const;
-  // This process is a forked child of the one that opened the driver.
+  // True if this process is a forked child of the one that opened the driver.
   bool forked() const { return forks_ != count_forks(); }
 
  private:
@@ -105,11 +105,11 @@ class Driver {
   void* library_ = nullptr;
   std::unique_ptr<Functions> functions_;
   mutable std::mutex mutex_;
-  mutable std::vector<Context> contexts_;  // by device, null until asked for
+  mutable std::vector<Context> contexts_;  // by device, null until first used
 };
 
-// Something of the driver's that this object owns. Its end ignores errors: at the end of the process the driver may be
-// gone already, and takes it along. In a forked child it is left alone.
+// A driver handle that this object owns. Destruction ignores errors: at process exit the driver may have shut down
+// already, and has then freed the handle. A forked child does not destroy it.
 template <typename Handle>
 class Owned {
  public:
@@ -117,7 +117,7 @@ class Owned {
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   Handle get() const { return handle_; }
-  // Not to be destroyed: the device may use it for ever.
+  // Gives up the handle without destroying it: the device may use it for ever.
   void leave() { handle_ = nullptr; }
 
  protected:
@@ -130,11 +130,11 @@ class Owned {
   Handle handle_ = nullptr;
 };
 
-// Whose work goes first where that of several streams is ready.
+// Priority of a stream's work if several streams have work that is ready.
 enum class Priority {
-  kLeast,     // as streams are by default
-  kHigh,      // below the greatest, where the device has a level between
-  kGreatest,  // for what running kernels wait for: no kernel that finds no room may come before it
+  kLeast,     // the default of streams
+  kHigh,      // below the greatest, if the device has a level between
+  kGreatest,  // for work that running kernels wait for: it overtakes kernels that find no room
 };
 
 // A stream that does not wait for the default stream.
@@ -151,7 +151,7 @@ class OwnEvent : public Owned<Event> {
 
 using SharedEvent = std::shared_ptr<const OwnEvent>;
 
-// What `give` puts into `stream`, and into streams that wait for it and that it waits for, to be done again and again.
+// A replayable graph of the work that `give` enqueues in `stream`, and in streams that fork from it and join it again.
 class Graph : public Owned<GraphExec> {
  public:
   template <typename Give>
@@ -167,7 +167,7 @@ class Graph : public Owned<GraphExec> {
     }
     end(stream, true);
   }
-  // Once more, in `stream`. One at a time: the driver orders launches of one graph.
+  // Runs it once in `stream`. The driver serializes launches of one graph.
   void launch(Stream stream) const;
 
  private:
@@ -176,8 +176,8 @@ class Graph : public Owned<GraphExec> {
   void end(Stream stream, bool whole);
 };
 
-// Events for a device, reused once they have no owner. A stream that waits for an event is not affected by a later
-// record: a wait is for the last record before it. Any thread may take and return events.
+// Events of a device, reused once they have no owner. A stream's wait for an event is not affected by a later record:
+// it is for the last record before it. Any thread may take and return events.
 class EventPool {
  public:
   EventPool(std::shared_ptr<const Driver> driver, int device);
@@ -190,7 +190,7 @@ class EventPool {
   std::shared_ptr<Free> free_;
 };
 
-// Zeroed memory of the host that the device reads and writes in place.
+// Zeroed host memory that the device reads and writes in place.
 class PinnedMemory : public Owned<void*> {
  public:
   PinnedMemory(std::shared_ptr<const Driver> driver, int device, size_t bytes);

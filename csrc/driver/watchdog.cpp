@@ -14,8 +14,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// No thread waits for the watchdog to notice that an op has ended, so it looks seldom; it need only be early enough to
-// give events back to their pool, and not late by more than a tenth of a deadline.
+// No thread waits for the watchdog to notice that an op has ended, so it polls rarely: often enough to return events to
+// their pool, and to be late by at most a tenth of a deadline.
 constexpr int64_t kFirstLookNs = 1'000'000;
 constexpr int64_t kLookNs = 20'000'000;
 constexpr int64_t kGraphLookNs = 100'000'000;
@@ -39,9 +39,9 @@ struct Watch::State {
   int device;
   Callbacks callbacks;
 
-  std::atomic<bool> cleared{false};  // everything in flight is to be forgotten, at the next look
+  std::atomic<bool> cleared{false};  // the next poll must forget everything in flight
 
-  std::mutex mutex;  // of what follows; never held during a callback
+  std::mutex mutex;  // guards the members below; never held during a callback
   std::condition_variable changed;
   bool removed = false;
   bool asleep = false;
@@ -55,7 +55,7 @@ struct Watch::State {
 
   std::mutex callback_mutex;  // held during a callback, by the watchdog's thread
 
-  // With the mutex held.
+  // Requires the mutex.
   void forget_if_cleared() {
     if (!cleared.exchange(false)) return;
     ops.clear();
@@ -79,7 +79,7 @@ struct Watch::State {
 
 namespace {
 
-// What a look at one watch has shown.
+// Result of one poll of a watch.
 struct Look {
   bool in_flight = false;
   int64_t look_again_ns = kNever;
@@ -114,7 +114,7 @@ Look look_at(Watch::State& state) {
       graph_op = state.graph.poll(now, state.graph_word->word(), timeout);
       look.look_again_ns = std::min({look.look_again_ns, kGraphLookNs, timeout / 10});
       graph_word = state.graph_word;
-      if (graph_op) state.graph_word = nullptr;  // said once
+      if (graph_op) state.graph_word = nullptr;  // reported once
     }
     look.in_flight = !state.ops.empty() || state.graph.inside();
     if (look.in_flight && state.callbacks.tick && now - state.last_tick_ns >= kTickNs) {
@@ -140,7 +140,7 @@ Look look_at(Watch::State& state) {
 void run(const std::shared_ptr<Watch::State>& state) {
   try {
     state->driver->ignore_captures();
-  } catch (const DriverError&) {  // the looks below meet the same error, and report it
+  } catch (const DriverError&) {  // the polls below get the same error, and report it
   }
   int64_t period = kFirstLookNs;
   int idle_rounds = 0;
@@ -148,7 +148,7 @@ void run(const std::shared_ptr<Watch::State>& state) {
     const Look look = look_at(*state);
     std::unique_lock<std::mutex> lock(state->mutex);
     if (state->removed) return;
-    // A change since the look: the look is out of date, and no one wakes a thread that does not sleep yet.
+    // After a change since the poll, the poll is out of date, and no one wakes a thread that does not sleep yet.
     idle_rounds = look.in_flight || std::exchange(state->changed_since_look, false) ? 0 : idle_rounds + 1;
     if (idle_rounds <= kRoundsBeforeSleep) {
       const auto pause = std::chrono::nanoseconds(std::min(period, look.look_again_ns));
@@ -204,7 +204,7 @@ Watch::Watch(std::shared_ptr<const Driver> driver, int device, Callbacks callbac
 
 Watch::~Watch() {
   if (state_->driver->forked()) {
-    new std::shared_ptr<State>(std::move(state_));  // left alone: its mutexes may be locked here for ever
+    new std::shared_ptr<State>(std::move(state_));  // leaked: its mutexes may be locked here for ever
     return;
   }
   {
@@ -212,7 +212,7 @@ Watch::~Watch() {
     state_->removed = true;
   }
   state_->changed.notify_one();
-  // Not joined: the thread may be stuck in the driver. It owns the state, and calls back no more.
+  // Not joined: the thread may be stuck in the driver. It owns the state, and makes no more callbacks.
   if (state_->thread != std::this_thread::get_id())
     std::lock_guard<std::mutex> callback_has_ended(state_->callback_mutex);
 }

@@ -1,7 +1,7 @@
 // Watches the ops of a stream that wait for peers, and calls back when a deadline has passed.
 //
-// Each watch has a thread, which sleeps while nothing is in flight. It knows nothing of Python: no callback may want
-// the GIL.
+// Each watch has a thread, which sleeps while nothing is in flight. The thread does not use Python: no callback may
+// need the GIL.
 #pragma once
 
 #include <atomic>
@@ -17,18 +17,18 @@
 
 namespace fused_tp::driver {
 
-// An op in a stream. Its time counts from when it could begin: once `begun` is done and the op before it has ended.
+// An op in a stream. Its time starts when it can begin: once `begun` is done and the op before it has ended.
 struct WatchedOp {
-  const char* name;   // for the sentence; lives as long as the program
+  const char* name;   // for the error message; lives as long as the program
   uint64_t number;    // of the call
   SharedEvent begun;  // null: as soon as the op before it has ended
   SharedEvent ended;
   double timeout_seconds;
 };
 
-// Progress of ops that a CUDA graph holds, which no event tells: a word of pinned memory that the graph itself writes,
-// 2n + 1 where op n begins and 2n + 2 where it has ended. The watchdog marks what it has seen by setting the word's top
-// bit, and the graph's next write removes the mark: so a replay that writes the same numbers again is progress too.
+// Progress of ops in a CUDA graph, which no event shows: a word of pinned memory that the graph itself writes, 2n + 1
+// where op n begins and 2n + 2 where it has ended. The watchdog marks a value that it has seen by setting the top bit,
+// and the graph's next write removes the mark: so a replay that writes the same numbers again counts as progress.
 class GraphWord {
  public:
   GraphWord(std::shared_ptr<const Driver> driver, int device);
@@ -37,7 +37,7 @@ class GraphWord {
   void end(Stream stream, uint64_t op);
 
   std::atomic<uint64_t>& word() const { return *static_cast<std::atomic<uint64_t>*>(memory_.data()); }
-  // Which op that is, for a sentence: its name and its call.
+  // Name and call of an op, for an error message.
   std::string describe(uint64_t op) const;
 
  private:
@@ -55,26 +55,26 @@ class GraphWord {
 class Watch {
  public:
   struct Callbacks {
-    // On the watchdog's thread, with no lock held: `what` has waited that many seconds, its deadline has passed. Called
-    // once: the watch forgets all its ops first. The callback must make the stream go on.
+    // Called once, on the watchdog's thread, with no lock held: `what` has waited that many seconds, and its deadline
+    // has passed. The watch forgets all its ops first. The callback must make the stream continue.
     std::function<void(const std::string& what, double seconds)> expired;
-    // Likewise: the driver itself reports an error, which is sticky: nothing on the device works any more.
+    // Likewise: the driver reports an error, which is sticky: nothing on the device works any more.
     std::function<void(const std::string& why)> broken;
-    // About ten times a second while something is in flight; may be empty.
+    // Called about ten times a second while something is in flight; may be empty.
     std::function<void()> tick;
   };
 
   Watch(std::shared_ptr<const Driver> driver, int device, Callbacks callbacks);
-  // No callback runs after it, and none is running when it returns (but that which calls it).
+  // No callback begins after it, and none is running when it returns (except one that calls it).
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
   void add(WatchedOp op);
-  // From now on also the ops of graphs, with the timeout that is asked for at each look; once for a watch. A graph may
-  // run whenever its owner likes, so the word is looked at now and then for as long as the watch lives.
+  // From now on also watches the ops of graphs, with the timeout that each poll asks for; at most once per watch. A
+  // graph may run at any time, so the word is polled from time to time for as long as the watch lives.
   void watch_graphs(std::shared_ptr<GraphWord> word, std::function<double()> timeout_seconds);
-  // Forgets everything in flight, e.g. because the stream was made to go on by other means. Does not block: the
+  // Forgets everything in flight, e.g. because the stream was made to continue by other means. Does not block: the
   // watchdog may be stuck in the driver.
   void clear();
 

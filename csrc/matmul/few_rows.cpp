@@ -1,4 +1,4 @@
-// Who multiplies which columns; the arithmetic is in the tables of kernels.h.
+// Distribution of columns over threads; the arithmetic is in the tables of kernels.h.
 #include "matmul/few_rows.h"
 
 #include <algorithm>

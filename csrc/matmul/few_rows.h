@@ -1,9 +1,9 @@
-// y = x w^T + bias for few rows of x: what a decoding step multiplies by.
+// y = x w^T + bias for few rows of x: the matmul of a decoding step.
 //
 //   y[m][n] = sum_k x[m][k] w[n][k] + bias[n],   sums and bias in fp32
 //
-// Its time is that of reading w once. w is read as it lies: libraries that bring it into an order of their own first
-// read it, write it and read it again.
+// It takes as long as reading w once. w is read in place: libraries that first reorder it read it, write it and read it
+// again.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct FewRows {
   DType dtype;  // of all: fp32 or bf16
 };
 
-// The instruction set of the kernels for this dtype, FUSED_TP_ISA at most or what `isa` names where that is not empty;
-// empty where there are none.
+// The instruction set of the kernels for this dtype, at most `isa`, or FUSED_TP_ISA if that is empty; empty if there
+// are no kernels.
 const char* few_rows_isa(DType dtype, const char* isa);
 
 // `rows` is at most kMostRows. The result has the same bits for any number of threads.

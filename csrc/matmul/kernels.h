@@ -10,9 +10,9 @@ namespace fused_tp::matmul {
 struct Kernels {
   const char* isa;
   size_t (*packed_bytes)(const FewRows& problem);
-  // x in the order of the products: step after step, in each all rows.
+  // Packs x in the order of the products: step after step, with all rows in each step.
   void (*pack)(const FewRows& problem, char* packed);
-  // Columns [first, last) of y.
+  // Computes columns [first, last) of y.
   void (*multiply)(const FewRows& problem, const char* packed, int64_t first, int64_t last);
 };
 

@@ -27,7 +27,7 @@ struct SingleLanes : Avx2Sums, SingleElements {
   static Sums product(XStep x, WStep w, Sums sums) { return _mm256_fmadd_ps(x, w, sums); }
 };
 
-// Even and odd elements by themselves, in fp32.
+// Even and odd elements separately, in fp32.
 struct HalfLanes : Avx2Sums, Bf16Elements {
   static constexpr int kColumns = 2;
   static constexpr int kStep = 16, kXBytes = 64;

@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes, AVX-512 F; products of bf16 with AVX512_BF16 where the CPU has it.
+// Sixteen fp32 lanes, AVX-512 F; products of bf16 with AVX512_BF16 if the CPU has it.
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -39,7 +39,7 @@ struct PairLanes : Avx512Sums, Bf16Elements {
   static Sums product(XStep x, WStep w, Sums sums) { return _mm512_dpbf16_ps(sums, (__m512bh)x, (__m512bh)w); }
 };
 
-// The same without AVX512_BF16: even and odd elements by themselves, in fp32.
+// The same without AVX512_BF16: even and odd elements separately, in fp32.
 struct HalfLanes : Avx512Sums, Bf16Elements {
   static constexpr int kColumns = 4;
   static constexpr int kStep = 32, kXBytes = 128;

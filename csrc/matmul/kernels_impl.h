@@ -1,9 +1,9 @@
-// A tile of L::kRows x L::kColumns sums stays in registers while both operands pass: one step takes L::kStep elements
-// of each row. Steps come in blocks whose rows of w lie in the L1 cache while all rows of x pass; the next block is
-// fetched into the L2 cache meanwhile. (Not into L1: rows of w are often a multiple of 4 KiB apart, where they would
-// drive each other out.)
+// A tile of L::kRows x L::kColumns sums stays in registers while both operands are read: one step takes L::kStep
+// elements of each row. Steps form blocks whose rows of w stay in the L1 cache for all rows of x; meanwhile the next
+// block is prefetched into the L2 cache. (Not into L1: rows of w are often a multiple of 4 KiB apart, and would evict
+// each other there.)
 //
-// A `Lanes` says what its products take:
+// A `Lanes` defines its products:
 //   Element            of x, w and y
 //   kStep              elements of a row in one step
 //   XStep, WStep       these in registers; an XStep of packed x is kXBytes of memory
@@ -52,7 +52,7 @@ void pack(const FewRows& problem, char* packed) {
   }
 }
 
-// Steps of all rows of w in a tile.
+// Steps of all rows of w that belong to a tile.
 template <class L>
 struct Steps {
   const typename L::Element* w;
@@ -92,7 +92,7 @@ inline void tile(const char* packed, int64_t rows, const Steps<L>& now, const St
   }
 }
 
-// One block of steps for all rows of x, each tile of which fetches its part of the next block.
+// Computes one block of steps for all rows of x; each tile prefetches its part of the next block.
 template <class L, int kColumns>
 void block(const char* packed, int64_t rows, const Steps<L>& now, const Steps<L>& next,
            typename L::Sums (*sums)[kColumns], bool begins) {
@@ -129,7 +129,7 @@ void columns(const FewRows& problem, const char* packed, int64_t first, int64_t 
       const Steps<L> later{now.w, w_row, end, std::min(end + kBlockSteps<L>, whole)};
       block<L, kColumns>(packed, rows, now, end < whole ? later : following, sums, step == 0);
     }
-    if (rest > 0) {  // a step of its own, filled up with zeros
+    if (rest > 0) {  // a last step, padded with zeros
       Element end[kColumns][L::kStep] = {};
       for (int i = 0; i < kColumns; ++i)
         std::memcpy(end[i], w + (n + i) * w_row + whole * L::kStep, rest * sizeof(Element));

@@ -1,4 +1,4 @@
-// What we use of nccl.h, declared by us: no NCCL is needed to build. A test compares it with the real header.
+// Our declarations of the used part of nccl.h: no NCCL is needed to build. A test compares them with the real header.
 #pragma once
 
 #include <climits>
@@ -32,8 +32,8 @@ constexpr int32_t kInt8 = 0;  // an ncclDataType_t
 constexpr int kUndefined = INT_MIN;      // NCCL_CONFIG_UNDEF_INT
 constexpr unsigned kMagic = 0xcafebeef;  // NCCL_API_MAGIC
 
-// ncclConfig_t grows at its end. A library takes the first `size` bytes of it and goes by `version` for what they hold,
-// so every library takes this, the part that the oldest one knows.
+// ncclConfig_t grows at its end. A library reads the first `size` bytes of it, whose content depends on `version`, so
+// every library accepts this struct, the part that the oldest one knows.
 struct Config {
   size_t size;
   unsigned magic;
@@ -43,7 +43,7 @@ struct Config {
   int min_ctas = kUndefined;
   int max_ctas = kUndefined;
   const char* net_name = nullptr;
-  int split_share = kUndefined;  // the last in 2.19
+  int split_share = kUndefined;  // the last member in 2.19
 };
 
 // name, symbol, result, parameters

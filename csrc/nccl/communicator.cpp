@@ -16,7 +16,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr double kPoisonSeconds = 1;  // an idle GPU fills memory in far less; a broken one never
-constexpr double kLockSeconds = 5;    // how long an abort waits for a thread that is inside of NCCL
+constexpr double kLockSeconds = 5;    // longest wait of an abort for a thread that is inside NCCL
 constexpr double kGraphFinalizeSeconds = 2;
 constexpr double kAbortsAtExitSeconds = 2;
 constexpr double kEndSeconds = 5;  // for ops in flight whose results have no reader any more
@@ -31,7 +31,7 @@ std::string in_seconds(double seconds) {
   return text.str();
 }
 
-// Waits ever longer, from a few hundred nanoseconds on: most of what one waits for here takes NCCL microseconds.
+// Waits of increasing length, from a few hundred nanoseconds on: most waits here end after microseconds.
 class Backoff {
  public:
   explicit Backoff(const std::function<void()>& interrupted) : interrupted_(interrupted) {}
@@ -56,7 +56,7 @@ class Backoff {
   Clock::time_point next_question_{};
 };
 
-// Not by a timed mutex: what it is made of is newer than the ThreadSanitizer of GCC 12.
+// Not a timed mutex: the ThreadSanitizer of GCC 12 does not support its functions.
 bool lock_within(std::unique_lock<std::mutex>& lock, double seconds) {
   const auto begun = Clock::now();
   for (auto nap = std::chrono::microseconds(1); !lock.try_lock();
@@ -67,7 +67,7 @@ bool lock_within(std::unique_lock<std::mutex>& lock, double seconds) {
   return true;
 }
 
-// Aborts that are under way. Never destroyed: their threads may outlive static objects.
+// Aborts in progress. Never destroyed: their threads may outlive static objects.
 struct Aborts {
   std::mutex mutex;
   std::condition_variable fewer;
@@ -91,7 +91,7 @@ Registry& registry() {
 
 }  // namespace
 
-// NCCL's communicator. NCCL lets only one thread at a time use it, but for ncclCommAbort.
+// NCCL's communicator. NCCL allows only one thread at a time to use it, except for ncclCommAbort.
 struct Communicator::Handle {
   Handle(std::shared_ptr<const Library> its_library, std::shared_ptr<const Driver> its_driver, int its_device)
       : library(std::move(its_library)),
@@ -102,8 +102,8 @@ struct Communicator::Handle {
   std::shared_ptr<const Library> library;
   std::shared_ptr<const Driver> driver;
   int device;
-  driver::OwnStream side_stream;  // not behind what is stuck
-  std::mutex mutex;               // of what follows
+  driver::OwnStream side_stream;  // not ordered after work that is stuck
+  std::mutex mutex;               // guards the members below
   Comm comm = nullptr;
 
   Result async_error() {
@@ -114,9 +114,9 @@ struct Communicator::Handle {
     return asked == Result::kSuccess ? error : asked;
   }
 
-  // The outputs of the op that runs become NaN: the first that has not ended, if it has begun. Nothing reads them
-  // before it has ended, and their memory has no other use as long as the caller knows of no failure: so this happens
-  // before all else. The memory of ops behind it may still be read by what they come after. False: it took too long.
+  // Fills the outputs of the running op with NaN: the first op that has not ended, if it has begun. Nothing reads them
+  // before it has ended, and their memory is not reused while the caller knows of no failure: so this is the first
+  // step. The memory of later ops may still be read by the work before them. False: it took too long.
   bool poison(const std::deque<InFlight>& in_flight, const std::atomic<bool>& too_late) {
     Driver::Device guard(*driver, device);
     for (const InFlight& op : in_flight) {
@@ -131,20 +131,20 @@ struct Communicator::Handle {
     return true;
   }
 
-  // Everything that waits is made to go on.
+  // Makes everything that waits continue.
   void abort() {
     Driver::Device guard(*driver, device);
     std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
     if (!lock_within(lock, kLockSeconds) && library->has_revoke()) {
-      // Some thread hangs inside of NCCL, most likely in a launch that finds the queue full of kernels that wait. To
-      // revoke makes these end and frees nothing that the thread still uses.
+      // Some thread hangs inside NCCL, most likely in a launch that finds the queue full of waiting kernels. Revoking
+      // ends these, and frees nothing that the thread still uses.
       library->functions().comm_revoke(comm, 0);
       lock_within(lock, kLockSeconds);
     }
-    // If that thread hangs on, or NCCL cannot revoke, its call returns with an error soon after the abort: NCCL frees
+    // If that thread still hangs, or NCCL cannot revoke, its call returns an error soon after the abort: NCCL frees
     // nothing before all kernels have ended.
     const Comm dead = std::exchange(comm, nullptr);
-    if (lock.owns_lock()) lock.unlock();  // others find no communicator from here on, and need not wait for the abort
+    if (lock.owns_lock()) lock.unlock();  // others now find no communicator, and need not wait for the abort
     if (dead != nullptr) library->functions().comm_abort(dead);
   }
 };
@@ -177,7 +177,7 @@ Communicator::Communicator(std::shared_ptr<const Library> library, std::shared_p
       options_(std::move(options)),
       timeout_seconds_(options_.timeout_seconds),
       handle_(std::move(handle)),
-      // Not the greatest: its kernels wait for room as clusters, and what kernels wait for must pass them.
+      // Not the greatest: its kernels wait for room as clusters, and work that kernels wait for must overtake them.
       stream_(driver_, device, driver::Priority::kHigh),
       events_(driver_, device),
       graph_word_(std::make_shared<driver::GraphWord>(driver_, device)) {
@@ -189,17 +189,17 @@ Communicator::Communicator(std::shared_ptr<const Library> library, std::shared_p
 }
 
 Communicator::~Communicator() {
-  // A graph that is replayed later still writes its word; NCCL likewise keeps what graphs hold.
+  // A graph that is replayed later still writes its word, so the word is leaked; NCCL likewise keeps objects of graphs.
   if (captured_) new std::shared_ptr<driver::GraphWord>(graph_word_);
   if (driver_->forked()) {
     watch_.reset();
-    new std::shared_ptr<Handle>(std::move(handle_));  // NCCL does not work here: left alone
+    new std::shared_ptr<Handle>(std::move(handle_));  // NCCL does not work here: leaked
     return;
   }
-  options_.interrupted = [] {};  // there is no caller to raise it to
+  options_.interrupted = [] {};  // there is no caller that could receive the exception
   try {
     end(std::min(timeout(), kEndSeconds));
-  } catch (...) {  // a broken device, or Ctrl-C: the abort is under way
+  } catch (...) {  // a broken device, or Ctrl-C: the abort has begun
   }
   watch_.reset();
 }
@@ -207,7 +207,7 @@ Communicator::~Communicator() {
 // ---- calls into NCCL -------------------------------------------------------------------------------------------
 
 // `call` returns NCCL's result; until it is settled no other thread calls NCCL for this communicator.
-// Returns what the call itself has.
+// Returns the result of `call`, before it was settled.
 template <typename Call>
 Result Communicator::perform(const std::string& what, Call&& call) {
   Result result = Result::kSuccess;
@@ -221,7 +221,7 @@ Result Communicator::perform(const std::string& what, Call&& call) {
   return result;
 }
 
-// An abort may hold it for long; but then this has failed, which is thrown.
+// An abort may hold the mutex for long; but then the communicator has failed, and check() throws.
 std::unique_lock<std::mutex> Communicator::lock_handle() const {
   std::unique_lock<std::mutex> lock(handle_->mutex, std::defer_lock);
   while (!lock_within(lock, 0.02)) check();
@@ -231,7 +231,7 @@ std::unique_lock<std::mutex> Communicator::lock_handle() const {
 void Communicator::settle(Result result, const std::string& what) {
   const auto begun = Clock::now();
   Backoff backoff(options_.interrupted);
-  // Some functions return ncclSuccess while what they have started is still under way.
+  // Some functions return ncclSuccess while the work that they have started is still running.
   if (result == Result::kSuccess) result = Result::kInProgress;
   while (result == Result::kInProgress) {
     check();
@@ -256,15 +256,15 @@ void Communicator::settle(Result result, const std::string& what) {
   }
 }
 
-// An op behind a stream that is not being captured, on one that is, would end up in somebody else's graph, or end its
-// capture.
+// An op that waits for a stream that is not being captured, on a stream that is, would end up in another owner's graph,
+// or end its capture.
 static void refuse_other_captures(const Driver& driver, int device, Stream ours, Stream after) {
   Driver::Device guard(driver, device);
   if (!driver.capturing(ours)) return;  // it joins a capture of `after`, if there is one
   bool same = false;
   try {
     same = driver.capturing(after);
-  } catch (const driver::DriverError&) {  // the default stream cannot be asked during a capture
+  } catch (const driver::DriverError&) {  // the default stream cannot be queried during a capture
   }
   if (!same)
     throw std::invalid_argument(
@@ -304,9 +304,9 @@ Ticket Communicator::enqueue(const char* op, std::optional<Stream> after, std::v
       return result == Result::kSuccess || result == Result::kInProgress ? ended : result;
     });
     if (launched == Result::kSuccess && moves && size_ > 1) {
-      // A group of a non-blocking communicator that launches something ends with ncclInProgress. This one has not been
-      // the outermost: its ops are launched when the outermost group ends, behind our events. They cannot be taken
-      // back, and NCCL still holds the communicator then: it is left alone.
+      // A group of a non-blocking communicator that launches something ends with ncclInProgress. This one was not the
+      // outermost: its ops are launched when the outermost group ends, after our events. They cannot be undone, and
+      // NCCL still uses the communicator then, so it is leaked.
       {
         const auto lock = lock_handle();
         handle_->comm = nullptr;
@@ -354,7 +354,7 @@ Ticket Communicator::exchange(const std::vector<Transfer>& transfers, std::optio
   return enqueue("exchange", after, std::move(outputs), moves, [&](const Functions& f, Comm comm) {
     Result result = Result::kSuccess;
     for (const Transfer& transfer : transfers) {
-      if (transfer.bytes == 0) continue;  // and the other side skips it too
+      if (transfer.bytes == 0) continue;  // the other side skips it too
       result = transfer.kind == Transfer::kSend
                    ? f.send(transfer.data, transfer.bytes, kInt8, transfer.peer, comm, stream())
                    : f.recv(transfer.data, transfer.bytes, kInt8, transfer.peer, comm, stream());
@@ -387,7 +387,7 @@ void Communicator::require_open() const {
 
 void Communicator::check() const {
   if (!failing_.load(std::memory_order_acquire)) return;
-  // The error is thrown after the fill: a caller that has it may use all memory again.
+  // The error is thrown after the fill: once the caller has it, it may use all memory again.
   std::unique_lock<std::mutex> lock(failure_mutex_);
   published_.wait(lock, [this] { return failed(); });
   switch (failure_kind_) {
@@ -411,16 +411,16 @@ void Communicator::remember(const Ticket& ticket, std::vector<Range> outputs) {
   in_flight_.push_back({ticket.begun, ticket.ended, std::move(outputs)});
 }
 
-// Of the op that runs, within that time, whatever the driver does.
+// Fills the outputs of the running op within that time, whatever the driver does.
 bool Communicator::fill_outputs(double seconds) {
   std::deque<InFlight> in_flight;
   {
     std::unique_lock<std::mutex> lock(in_flight_mutex_, std::defer_lock);
-    if (!lock_within(lock, seconds)) return false;  // some thread is stuck in the driver with it
+    if (!lock_within(lock, seconds)) return false;  // some thread that holds it is stuck in the driver
     in_flight.swap(in_flight_);
   }
   if (in_flight.empty()) return true;
-  // A thread of its own: this one may be capturing a graph, and a broken device may not answer.
+  // In a new thread: this one may be capturing a graph, and a broken device may not answer.
   struct Fill {
     std::atomic<bool> too_late{false};
     std::promise<bool> done;
@@ -464,9 +464,9 @@ void Communicator::fail(Kind kind, std::string sentence) {
     failed_.store(true, std::memory_order_release);
   }
   published_.notify_all();
-  // A thread of its own: ncclCommAbort waits for the communicator's kernels, for peers to abort too, and for the CUDA
+  // In a new thread: ncclCommAbort waits for the communicator's kernels, for peers to abort too, and for the CUDA
   // graphs that hold its ops to be destroyed. Two communicators that are aborted one after the other could block each
-  // other, and the watchdog has others to look after.
+  // other, and this thread may be a watchdog's.
   const auto abort = [handle = handle_]() mutable {
     try {
       handle->driver->ignore_captures();
@@ -545,12 +545,12 @@ void Communicator::end(double seconds) {
   }
   set_timeout(std::min(timeout(), seconds));
   check();
-  // Finalizing sends what NCCL's own threads still have to send.
+  // Finalizing completes the pending sends of NCCL's own threads.
   const auto finalize = [this] {
     return handle_->comm == nullptr ? Result::kSuccess : library_->functions().comm_finalize(handle_->comm);
   };
   if (captured_) {
-    // It also waits for the graphs that hold ops to be destroyed. Where these live on, the rest is the abort's.
+    // It also waits for the graphs that hold ops to be destroyed. If these outlive it, the abort does the rest.
     set_timeout(std::min(timeout(), kGraphFinalizeSeconds));
     try {
       perform("closing the communicator", finalize);
@@ -573,7 +573,7 @@ void Communicator::close(double seconds) {
   if (failed()) {
     std::lock_guard<std::mutex> order(order_mutex_);
     closed_ = true;
-    return;  // said before
+    return;  // reported before
   }
   end(seconds);
 }
@@ -590,9 +590,9 @@ void Communicator::close_all() {
     if (!living) continue;
     try {
       living->close(std::min(living->timeout(), std::max(0.1, kEndSeconds - seconds_since(begun))));
-    } catch (...) {  // it is being aborted
+    } catch (...) {  // an abort has begun
     }
-    living->watch_->clear();  // the words of graphs are the driver's memory
+    living->watch_->clear();  // the words of graphs are memory of the driver
   }
   std::unique_lock<std::mutex> lock(aborts().mutex);
   aborts().fewer.wait_for(lock, std::chrono::duration<double>(kAbortsAtExitSeconds),

@@ -1,11 +1,11 @@
 // A NCCL communicator of our own: its stream, its deadlines, and an end that leaves the process alive.
 //
-// Ops are enqueued and no call waits for data; the first op between two ranks connects them, and every launch goes
-// through a thread of NCCL's, which is waited for. Every op is watched: past its deadline, or when NCCL reports an
-// error, or when a peer is said to be lost, the communicator is aborted, so that streams go on, and it says why from
-// then on. Before that the output of the op that runs is filled with 0xFF bytes (NaN). Those of ops behind it are
-// left alone: kernels ahead of them may still read what their memory has held before. Results of these, and of graphs
-// that are replayed after a failure, are undefined; every later call throws.
+// Ops are enqueued and no call waits for data; the first op between two ranks connects them, and a thread of NCCL does
+// every launch, for which the call waits. Every op is watched: after its deadline, or if NCCL reports an error or a
+// peer is lost, the communicator is aborted, so that streams continue, and every later call throws the reason. Before
+// that the output of the running op is filled with 0xFF bytes (NaN). Outputs of later ops are not touched: kernels
+// before them may still read the previous content of that memory. Results of these ops, and of graphs that are replayed
+// after a failure, are undefined.
 #pragma once
 
 #include <atomic>
@@ -35,9 +35,9 @@ using driver::Stream;
 struct Ticket {
   const char* op = "";
   uint64_t number = 0;
-  SharedEvent begun;  // done: it waits for nothing here but the op before it; null: always
+  SharedEvent begun;  // done: the op waits for nothing on this rank but the op before it; null: always done
   SharedEvent ended;
-  bool captured = false;  // it is part of a CUDA graph: the host cannot wait for it
+  bool captured = false;  // the op is part of a CUDA graph: the host cannot wait for it
 };
 
 // One direction between this rank and another (or itself).
@@ -45,7 +45,7 @@ struct Transfer {
   enum Kind { kSend, kReceive };
   Kind kind;
   int peer;
-  void* data;  // only read if it is sent
+  void* data;  // only read if kind is kSend
   size_t bytes;
 };
 
@@ -53,7 +53,7 @@ class Communicator {
  public:
   struct Options {
     double timeout_seconds = 600;
-    std::function<void()> interrupted = [] {};  // asked now and then while the host waits; may throw
+    std::function<void()> interrupted = [] {};  // called from time to time while the host waits; may throw
   };
 
   // Joins the ranks that hold the same id, all of them within the deadline. Throws CollectiveTimeoutError.
@@ -71,40 +71,40 @@ class Communicator {
   uint64_t calls() const { return calls_.load(std::memory_order_relaxed); }
   const std::shared_ptr<const Driver>& driver() const { return driver_; }
 
-  // Of the ops that are enqueued from now on; at each look of those in graphs.
+  // Sets the timeout of ops enqueued from now on, and of ops in graphs from the next poll on.
   void set_timeout(double seconds) { timeout_seconds_.store(seconds, std::memory_order_relaxed); }
   double timeout() const { return timeout_seconds_.load(std::memory_order_relaxed); }
 
-  // Ops begin behind the communicator's earlier ops and, where it is given, behind everything that the stream `after`
-  // holds by now. The caller keeps the memory until the op has ended, and its context current.
+  // Ops begin after the communicator's earlier ops and, if it is given, after everything that the stream `after` holds
+  // now. The caller keeps the memory until the op has ended, and its context current.
   Ticket all_gather(const void* in, void* out, size_t bytes_per_rank, std::optional<Stream> after);
-  // All of them at once: none waits for another of the list. Between two ranks they match in order.
+  // All transfers at once: none waits for another of the list. Between two ranks they match in order.
   Ticket exchange(const std::vector<Transfer>& transfers, std::optional<Stream> after);
 
-  // `stream` goes on once the op has ended.
+  // `stream` continues once the op has ended.
   void wait(const Ticket& ticket, Stream stream);
-  // Whether it waits for nothing here but the op before it, and whether it has ended. An op of a CUDA graph always has.
-  // Any thread may ask.
+  // has_begun: the op waits for nothing on this rank but the op before it. has_ended: the op has ended. Both are always
+  // true for an op of a CUDA graph. Any thread may call them.
   bool has_begun(const Ticket& ticket) const { return ticket.captured || !ticket.begun || done(*ticket.begun); }
   bool has_ended(const Ticket& ticket) const { return ticket.captured || done(*ticket.ended); }
 
-  // Throws what the communicator has failed with, if it has.
+  // Throws the error of the communicator if it has failed.
   void check() const;
   bool failed() const { return failed_.load(std::memory_order_acquire); }
-  std::string failure() const;  // the sentence; empty while all is well
+  std::string failure() const;  // the error message; empty if there is no failure
 
-  // That rank's process is known to have ended: nothing will come from it any more.
+  // That rank's process is known to have ended: it will send nothing more.
   void lose(int rank, const std::string& how);
   void abort(const std::string& why);
-  // Waits for what is in flight, within the deadline, and gives everything back; throws what went wrong. Destruction
-  // does it too, without a word, and waits for a few seconds at most.
+  // Waits for ops in flight, within the deadline, and frees everything; throws the error if there was one. Destruction
+  // does the same without throwing, and waits for a few seconds at most.
   void close();
-  // Closes all that there are, without a word: before the interpreter, and with it the driver, goes away.
+  // Closes all communicators without throwing, before the interpreter, and with it the driver, shuts down.
   static void close_all();
 
  private:
   enum class Kind { kNone, kTimeout, kLost, kOther };
-  struct Handle;  // what is left to NCCL; outlives this object where an abort takes its time
+  struct Handle;  // the part that NCCL uses; outlives this object during a long abort
   struct Range {
     void* data;
     size_t bytes;
@@ -127,7 +127,7 @@ class Communicator {
   void remember(const Ticket& ticket, std::vector<Range> outputs);
   void require_open() const;
   void fail(Kind kind, std::string sentence);
-  void fail(Result result, const std::string& what);  // what NCCL says
+  void fail(Result result, const std::string& what);  // an error that NCCL reports
   bool fill_outputs(double seconds);
   void expired(const std::string& what, double seconds);
   void tick();
@@ -152,16 +152,16 @@ class Communicator {
   std::shared_ptr<driver::GraphWord> graph_word_;
   bool captured_ = false;  // some op is part of a graph
 
-  std::mutex order_mutex_;  // one op after the other, from its first wait to its event
+  std::mutex order_mutex_;  // serializes ops, each from its first wait to its event
   std::atomic<uint64_t> calls_{0};
   std::atomic<bool> closed_{false};
 
   std::mutex in_flight_mutex_;
   std::deque<InFlight> in_flight_;
 
-  std::mutex failing_mutex_;          // one thread after the other fails
-  std::atomic<bool> failing_{false};  // before anything is filled: what ends from now on is not returned
-  mutable std::mutex failure_mutex_;  // of the next two
+  std::mutex failing_mutex_;          // serializes threads that fail
+  std::atomic<bool> failing_{false};  // set before anything is filled: ops that end after it are not returned
+  mutable std::mutex failure_mutex_;  // guards the next two
   mutable std::condition_variable published_;
   Kind failure_kind_ = Kind::kNone;
   std::string failure_;

@@ -14,7 +14,7 @@ constexpr const char* kSoname = "libnccl.so.2";
 
 void* load(const std::string& path) {
   if (!path.empty()) return ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  // Two copies of NCCL in one process would each have their threads, and their own idea of the environment.
+  // Two copies of NCCL in one process would have separate threads, and separate settings from the environment.
   if (void* loaded = ::dlopen(kSoname, RTLD_NOW | RTLD_NOLOAD)) return loaded;
   return ::dlopen(kSoname, RTLD_NOW | RTLD_LOCAL);
 }

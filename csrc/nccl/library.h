@@ -1,4 +1,4 @@
-// NCCL, bound at run time: building needs none, and the process has one copy of it, that which torch has loaded.
+// NCCL, bound at run time: it is not needed to build, and the process has one copy of it, the one that torch loaded.
 #pragma once
 
 #include <memory>
@@ -10,11 +10,11 @@ namespace fused_tp::nccl {
 
 class Library {
  public:
-  // The oldest that is taken: torch 2.10, the oldest that we support, has 2.27.
+  // The oldest supported version: torch 2.10, the oldest that we support, has 2.27.
   static constexpr int kOldest = 21900;
 
-  // An empty path: the one that this process has loaded already, else what the loader finds as libnccl.so.2. The same
-  // library gives the same object again. Throws GroupError where there is none, or one too old.
+  // An empty path selects the one that this process has loaded already, else the one that the loader finds as
+  // libnccl.so.2. The same library returns the same object again. Throws GroupError if there is none, or it is too old.
   static std::shared_ptr<const Library> open(const std::string& path = "");
   ~Library();
   Library(const Library&) = delete;
@@ -28,9 +28,9 @@ class Library {
   bool has_revoke() const { return functions_.comm_revoke != nullptr; }  // stops a communicator and frees nothing
 
   const Functions& functions() const { return functions_; }
-  // For one rank to make and all ranks to get. Opens a socket that listens for them in this process.
+  // An id that one rank makes and all ranks receive. Opens a socket that listens for them in this process.
   UniqueId make_id() const;
-  // What NCCL calls the result, and what it says about the last error.
+  // NCCL's name of the result, and its description of the last error.
   std::string describe(Result result, Comm comm = nullptr) const;
 
  private:

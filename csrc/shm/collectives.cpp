@@ -11,7 +11,7 @@
 namespace fused_tp::shm {
 namespace {
 
-// Below this, every rank reduces everything: one exchange of signals instead of two.
+// Below this size every rank reduces everything: one exchange of signals instead of two.
 constexpr size_t kOneShotBytes = 32 * 1024;
 // Bytes in flight of one pipeline step: two of them and their results stay in a core's L2 cache.
 constexpr size_t kChunkBytes = 256 * 1024;
@@ -66,12 +66,12 @@ void all_reduce_one_shot(Group& group, Call& call, const void* in, void* out, si
   kernels().sum(out, sources.data(), group.size(), count, dtype);
 }
 
-// Per chunk, rank b owns block b: the others hand it theirs, it reduces and hands the result back.
-// A chunk's parity picks its half of the workspace. Signals in program order: in(0), out(0), in(1), out(1), ...
-// Half p is rewritten by in(k + 1) only after out(k - 1) of all ranks, which says that they have read it.
+// Per chunk, rank b owns block b: peers send it theirs, it reduces them and returns the result.
+// A chunk's parity selects its half of the workspace. Signals in program order: in(0), out(0), in(1), out(1), ...
+// in(k + 1) overwrites half p only after out(k - 1) of all ranks, which signals that they have read it.
 //
-// Of `count` units of so many bytes: own(first, length, terms) reduces units of this rank, whose terms are given by
-// rank, and returns where the result is; take(first, length, result) is given what another rank has reduced.
+// The data is `count` units of `unit` bytes. own(first, length, terms) reduces units of this rank, with one term per
+// rank, and returns the address of the result; take(first, length, result) receives the result of another rank.
 template <typename Own, typename Take>
 void two_shot(Group& group, Call& call, const void* in, size_t count, size_t block, size_t unit, Own&& own,
               Take&& take) {
@@ -131,10 +131,9 @@ void all_reduce(Group& group, const void* in, void* out, size_t count, const Sig
   call->end();
 }
 
-// Rank b sums block b of all workspaces into its own, chunk by chunk, and says so; that also tells that it needs
-// nothing of this chunk from the others any more, so they overwrite theirs with the sum. Rejected: that each rank sums
-// everything into memory of its own. As much crosses between two cores, but another result's worth of memory goes
-// through the caches.
+// Rank b sums block b of all workspaces into its own, chunk by chunk, and signals each chunk. The signal also means
+// that it has read the peers' terms of this chunk, so they overwrite these with the sum. Rejected: each rank sums
+// everything into its own memory. The traffic between cores is the same, but one more result passes through caches.
 void sum_workspaces(Group& group, Call& call, size_t count, DType dtype) {
   const size_t size = element_size(dtype);
   const int ranks = group.size();
@@ -167,8 +166,8 @@ void sum_workspaces(Group& group, Call& call, size_t count, DType dtype) {
   call.wait_all(read);
 }
 
-// A chunk's parity picks its half of the workspace. Half k % 2 was last read as chunk k - 2, before its reader
-// signalled k - 1, and this rank waited for that signal before it fills k.
+// A chunk's parity selects its half of the workspace. Half k % 2 was last read as chunk k - 2, before its reader
+// signalled k - 1, and this rank waits for that signal before it fills k.
 void reduce_scatter(Group& group, const void* in, void* out, const std::vector<size_t>& counts,
                     const Signature& called) {
   const auto dtype = static_cast<DType>(called.dtype);
@@ -208,8 +207,8 @@ void all_to_all(Group& group, const void* in, void* out, const std::vector<size_
   const int me = group.rank();
   const auto send_offsets = offsets_of(group, send_counts);
   const auto receive_offsets = offsets_of(group, receive_counts);
-  // The workspace starts with what the rank sends to each and expects from each: where its peers find their part, and
-  // what lets all of them notice when any two disagree.
+  // The workspace starts with the counts that the rank sends to and expects from each peer: peers find their part by
+  // them, and all ranks notice if any two disagree.
   const size_t n = static_cast<size_t>(ranks);
   const size_t table = round_up(2 * n * sizeof(size_t), kLine);
   const auto call = group.begin(make_signature("all_to_all", dtype, {}), table + send_offsets.back() * size, false);
@@ -262,7 +261,7 @@ void all_reduce_rms_norm(Group& group, const NormArguments& a, DType dtype) {
     call->end();
     return;
   }
-  // Two-shot by rows: the owner of a row sums it; the others normalise what it hands back.
+  // Two-shot by rows: the owner of a row sums it; the peers normalise the sum that it returns.
   const size_t block = std::max<size_t>({1, kChunkBytes / static_cast<size_t>(ranks) / row_bytes,
                                          ceil_div(a.rows, kMaxChunks * static_cast<size_t>(ranks))});
   const auto call = group.begin(signature, 2 * (static_cast<size_t>(ranks) + 1) * block * row_bytes, false);

@@ -1,7 +1,7 @@
-// Blocking collectives over shared memory. Pointers are to ordinary memory of this rank; `out` may equal `in` where
-// both have one size. Every rank of the group makes the same call; `called` is what must agree between ranks.
+// Blocking collectives over shared memory. Pointers are to ordinary memory of this rank; `out` may equal `in` if both
+// have the same size. Every rank of the group makes the same call; `called` must agree between ranks.
 //
-// Large calls go through small workspaces chunk by chunk, so that what one rank writes the next still finds in cache.
+// Large calls use small workspaces chunk by chunk, so that data written by one rank is still in cache for the next.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@ namespace fused_tp::shm {
 // out = sum over ranks of in, in the dtype of `called`.
 void all_reduce(Group& group, const void* in, void* out, size_t count, const Signature& called);
 
-// The part of a larger call that sums what is in the workspaces: each rank has written `count` elements to the start of
-// its workspace of `call`, and all of them get the sum over ranks. Once it returns no peer touches this rank's any
-// more. Uses all stages of the call.
+// The part of a larger call that sums the workspaces: each rank has written `count` elements to the start of its
+// workspace of `call`, and each workspace gets the sum over ranks. Once it returns, no peer accesses this rank's
+// workspace any more. Uses all stages of the call.
 void sum_workspaces(Group& group, Call& call, size_t count, DType dtype);
 
 // `counts[r]` elements belong to rank r; in holds all of them one after the other, out gets this rank's, summed.

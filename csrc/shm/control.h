@@ -1,11 +1,11 @@
-// What ranks write for each other to read, at the start of every rank's segment.
+// Words by which ranks synchronize, at the start of every rank's segment.
 //
 // Every word has one writer, its owner, and only ever grows; so nothing is reset between calls, and a late reader can
 // never mistake one call for another. `progress` is (call number << 16) | stage. Storing it (release) publishes the
 // rest of the slot and all data written before; loading it (acquire) makes them readable.
 //
 // A slot belongs to the calls n, n + kSlots, n + 2 kSlots, ... A rank begins call n only after every rank has ended
-// call n - kSlots, which is what makes it safe to overwrite the slot and to recycle that call's workspace.
+// call n - kSlots, so it is safe to overwrite the slot and to recycle that call's workspace.
 #pragma once
 
 #include <atomic>
@@ -19,11 +19,11 @@ namespace fused_tp::shm {
 constexpr int kMaxRanks = 64;
 constexpr int kSlots = 16;
 constexpr int kStageBits = 16;
-constexpr size_t kInlineBytes = 64 * 1024;  // a slot's own workspace; larger ones come from the heap
+constexpr size_t kInlineBytes = 64 * 1024;  // a slot's own workspace; larger ones are on the heap
 constexpr int kMaxDims = 8;
 constexpr size_t kLine = 64;
 
-// Who calls what: compared between ranks.
+// Description of a call, compared between ranks.
 struct Signature {
   char op[48];
   int32_t dtype;
@@ -32,13 +32,13 @@ struct Signature {
 };
 
 struct alignas(kLine) Slot {
-  // Owner's line while the call runs.
+  // The owner's cache line while the call runs.
   std::atomic<uint64_t> progress;
   uint64_t signature_hash;
   uint64_t workspace_offset;
   uint64_t workspace_bytes;
   uint64_t all_ended;  // when the call began, the owner had ended all calls up to this one
-  // A line of its own: peers look at it when they reuse the slot, not while the call runs.
+  // A separate line: peers read it when they reuse the slot, not while the call runs.
   alignas(kLine) std::atomic<uint64_t> ended;  // number of the last call of this slot that the owner has ended
   alignas(kLine) Signature signature;
 };

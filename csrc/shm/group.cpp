@@ -63,13 +63,13 @@ int open_pidfd(int pid) {
 #endif
 }
 
-// Spin while an answer within microseconds is likely; then yield, which hands the core to a rank that shares it; then
-// sleep, so that a long wait costs nothing. With more ranks than cores spinning only delays the rank waited for.
+// Spin while an answer within microseconds is likely; then yield, which passes the core to a rank that shares it; then
+// sleep, so that a long wait costs nothing. With more ranks than cores, spinning only delays the rank waited for.
 class Backoff {
  public:
   explicit Backoff(bool crowded) : crowded_(crowded) {}
 
-  // True when so much time has passed that the slow checks are worth their cost.
+  // True once enough time has passed for the slow checks to be worth their cost.
   bool step() {
     ++rounds_;
     if (rounds_ < (crowded_ ? 32 : 4096)) {
@@ -128,7 +128,7 @@ void Group::connect(const std::vector<SegmentAddress>& addresses) {
     if (addresses[r].bytes <= kHeapBegin)
       throw GroupError("the shared memory of rank " + std::to_string(r) + " has " + std::to_string(addresses[r].bytes) +
                        " bytes, too few for what ranks tell each other; install the same version of fused_tp on all");
-    // The process first: should its pid be reused in between, the segment's token will not be there.
+    // The process first: if its pid is reused in between, the segment's token will not match.
     pidfds_[r] = open_pidfd(addresses[r].pid);
     if (pidfds_[r] >= 0) ::fcntl(pidfds_[r], F_SETFD, FD_CLOEXEC);
     segments_[r] = Segment::open(addresses[r]);
@@ -226,7 +226,7 @@ void Group::check_peers(const Wait& wait) {
     follow(r, wait.doing());
     const bool closed = has_closed(r);
     if (!closed && !died(r)) continue;
-    // Looked at once more: a rank may do its part and leave between two looks.
+    // Checked once more: a rank may do its part and leave between two checks.
     if (wait.done() || !wait.matters(r)) continue;
     lose(r, closed ? "has left the group" : "died", wait.doing());
   }
@@ -269,7 +269,7 @@ void Group::wait_until(const Wait& wait) {
 
 uint64_t Group::all_ended_by_me() {
   const ControlBlock& mine = control(rank_);
-  // acquire: another thread may have ended the call, and what it read must come before what we publish.
+  // acquire: another thread may have ended the call, and its reads must be ordered before our publication.
   while (own_ended_ < last_call_.load(std::memory_order_relaxed) &&
          mine.slots[(own_ended_ + 1) % kSlots].ended.load(std::memory_order_acquire) >= own_ended_ + 1)
     ++own_ended_;
@@ -286,7 +286,7 @@ void Group::recycle() {
   }
 }
 
-// After recycle: what is left of a call that has ended here, its peers still read.
+// After recycle: true if peers still read the workspace of a call that has ended here.
 bool Group::peers_lag() const { return !to_recycle_.empty() && has_ended(rank_, to_recycle_.front().number); }
 
 bool Group::settled() {
@@ -314,7 +314,7 @@ void Group::wait_for_ranks(Ended&& ended, const Signature& signature, uint64_t n
   if (!all_ended()) wait_until({all_ended, missing, missing, [] {}, [&] { return describe_call(signature, number); }});
 }
 
-// A rank may run up to kSlots calls ahead of its peers; where memory does not allow that, it waits for them.
+// A rank may run up to kSlots calls ahead of its peers; if memory does not suffice for that, it waits for them.
 size_t Group::allocate_workspace(size_t bytes, bool reuse, const Signature& signature, uint64_t number) {
   size_t offset;
   while ((reuse && peers_lag()) || !heap_->try_allocate(bytes, &offset)) {
@@ -341,7 +341,7 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
     if (number > kSlots) {
       const uint64_t before = number - kSlots;
       auto ended = [&](int r) {
-        // What a peer said when it began a later call often answers this without touching its memory.
+        // The count that a peer published with a later call often answers this without a read of its memory.
         return known_ended_[r].load(std::memory_order_acquire) >= before || has_ended(r, before);
       };
       wait_for_ranks(ended, signature, number);
@@ -354,7 +354,7 @@ std::unique_ptr<Call> Group::begin(const Signature& signature, size_t bytes, boo
     else
       slot.workspace_offset = allocate_workspace(bytes, reuse, signature, number);
   } catch (...) {
-    // Ended though never begun: peers find that this rank has left the call.
+    // Ended without having begun: peers find that this rank has left the call.
     last_call_ = number;
     slot.ended.store(number, std::memory_order_release);
     throw;
@@ -392,7 +392,7 @@ void Call::verify(int rank) {
   const Slot& theirs = group_->control(rank).slots[slot_];
   verified_ |= 1ull << rank;
   // Monotonic per rank, and any older value is still true, so a racing store of another thread does no harm. Release:
-  // the thread that overwrites a slot on the strength of this may not be the one that read it from the peer.
+  // the thread that relies on this value to overwrite a slot may not be the one that read it from the peer.
   group_->known_ended_[rank].store(theirs.all_ended, std::memory_order_release);
   if (mine.signature_hash == theirs.signature_hash) return;
   std::ostringstream text;
@@ -419,8 +419,8 @@ void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
   const Signature& signature = group_->control(group_->rank()).slots[slot_].signature;
   auto missing = [&](int r) { return r == rank || (for_all && r != group_->rank() && !reached(r, stage)); };
   auto check = [&] {
-    // Whether it left comes first. The rank waited for may have met a rank that disagrees, and left for that: what it
-    // saw before it left is then visible here too, and the disagreement is reported, not its consequence.
+    // Read `left` first. The rank waited for may have left because another rank disagrees: all that it saw before it
+    // left is then visible here too, so that the disagreement is reported, not its consequence.
     const bool left = group_->has_ended(rank, number_);
     for (int r = 0; r < group_->size(); ++r)
       if (reached(r, 0)) verify(r);
@@ -430,7 +430,7 @@ void Call::wait_slowly(int rank, uint32_t stage, bool for_all) {
     if (group_->has_closed(rank)) group_->lose(rank, "has left the group", doing);
     throw GroupError("rank " + std::to_string(rank) + " left " + doing + ", because of an error of its own");
   };
-  // A rank that ended the call did its part; whether it lives on does not matter to this call.
+  // A rank that ended the call did its part; this call does not depend on its later life.
   auto matters = [&](int r) { return !group_->has_ended(r, number_); };
   try {
     group_->wait_until({[&] { return reached(rank, stage); }, missing, matters, check,
@@ -469,7 +469,7 @@ void Call::signal(uint32_t stage) {
 
 void Call::end() {
   if (ended_) return;
-  if (!reached(group_->rank(), 0))  // begun unpublished and nothing signalled: there was nothing to move
+  if (!reached(group_->rank(), 0))  // begun without publication and nothing signalled: there was nothing to move
     group_->control(group_->rank()).slots[slot_].progress.store(number_ << kStageBits, std::memory_order_release);
   try {
     wait_all(0);

@@ -1,8 +1,7 @@
-// Hands out ranges of one rank's segment. Offsets differ between ranks; ops tell each other theirs (group.h).
+// Allocator of ranges of one rank's segment. Offsets differ between ranks; ops exchange them (group.h).
 //
-// Best fit over free ranges, neighbours joined on release. The most recently released range of a size is handed out
-// first: its pages exist and its lines are likely still in cache, which is what makes a reused pool faster than fresh
-// memory.
+// Best fit over free ranges, neighbours joined on release. The most recently released range of a size is reused first:
+// its pages exist and its lines are likely still in cache, so a reused pool is faster than fresh memory.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +16,9 @@ class Heap {
  public:
   Heap(size_t begin, size_t end);
 
-  // Throws GroupError when the segment is full. Aligned to 64 bytes.
+  // Throws GroupError if the segment is full. Aligned to 64 bytes.
   size_t allocate(size_t bytes);
-  // False when it is full.
+  // False if it is full.
   bool try_allocate(size_t bytes, size_t* offset);
   void release(size_t offset);
 

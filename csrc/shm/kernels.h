@@ -23,11 +23,11 @@ struct RmsNormRow {
   void* new_residual;
   void* normed;
   size_t columns;
-  double eps;  // of the arithmetic's precision: float64 rows need all of it
+  double eps;  // double, as float64 rows need its full precision
 };
 
 // Rows [tokens, columns] of sums of other rows: out[t] = sum over i in starts[t] <= i < starts[t + 1] of
-// scale[i] * y[rows[i]], in fp32 and rounded once; zeros where there are none.
+// scale[i] * y[rows[i]], in fp32 and rounded once; zeros for an empty sum.
 struct RowSums {
   const void* y;
   const int64_t* rows;
@@ -43,11 +43,11 @@ struct Kernels {
   void (*sum)(void* destination, const void* const* sources, int n_sources, size_t count, DType dtype);
   // new_residual = residual + sum(partials), rounded to dtype; normed = new_residual / rms(new_residual) * weight.
   void (*rms_norm_row)(const RmsNormRow& row, DType dtype);
-  // Tokens from `begin` to before `end`; of floating types of up to 32 bits.
+  // Computes tokens [begin, end); for floating types of up to 32 bits.
   void (*sum_rows)(const RowSums& sums, size_t begin, size_t end, DType dtype);
 };
 
-// The best table this CPU can run; FUSED_TP_ISA asks for a lesser one (see isa.h).
+// The best table this CPU can run; FUSED_TP_ISA selects a lesser one (see isa.h).
 const Kernels& kernels();
 const Kernels& kernels_for(Isa isa);
 

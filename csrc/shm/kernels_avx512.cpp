@@ -1,4 +1,4 @@
-// Sixteen fp32 lanes, AVX-512 F/BW/VL/DQ; conversion to bf16 with AVX512_BF16 where the CPU has it.
+// Sixteen fp32 lanes, AVX-512 F/BW/VL/DQ; conversion to bf16 with AVX512_BF16 if the CPU has it.
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12's own AVX-512 header initialises its "undefined" vectors with themselves and then warns about it.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -55,7 +55,7 @@ struct Bf16Lanes : Avx512Lanes {
   template <DType kDType>
   static void store(void* p, Vector value, size_t n) {
     if constexpr (kDType == DType::kBF16) {
-      // The instruction flushes subnormals to zero, which bf16's range (that of fp32) makes immaterial.
+      // The instruction flushes subnormals to zero, which does not matter in bf16's range (that of fp32).
       _mm256_mask_storeu_epi16(p, mask(n), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(value)));
     } else {
       Avx512Lanes::store<kDType>(p, value, n);

@@ -29,7 +29,7 @@ void sum_same_type(T* destination, const T* const* sources, int n_sources, size_
   }
 }
 
-// Floating types of up to 32 bits, through fp32 lanes. Four vectors at a time hide the latency of the adds.
+// Floating types of up to 32 bits, in fp32 lanes. Four vectors at a time hide the latency of the adds.
 template <typename Lanes, DType kDType>
 void sum_lanes(void* destination, const void* const* sources, int n_sources, size_t count) {
   constexpr size_t kWidth = Lanes::kWidth;
@@ -140,7 +140,7 @@ void rms_norm_row(const RmsNormRow& row, DType dtype) {
     case DType::kF64:
       return rms_norm_row_f64(row);
     default:
-      return;  // refused before the call begins
+      return;  // rejected before the call begins
   }
 }
 
@@ -173,7 +173,7 @@ void sum_rows(const RowSums& sums, size_t begin, size_t end, DType dtype) {
     case DType::kF16:
       return sum_rows_lanes<Lanes, DType::kF16>(sums, begin, end);
     default:
-      return;  // refused before
+      return;  // rejected before
   }
 }
 

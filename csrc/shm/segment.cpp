@@ -36,7 +36,7 @@ std::shared_ptr<Segment> Segment::create(size_t bytes) {
   if (::fchmod(segment->fd_, 0600) != 0) fail("cannot restrict shared memory to this user");
   if (::ftruncate(segment->fd_, static_cast<off_t>(bytes)) != 0)
     fail("cannot reserve " + std::to_string(bytes) + " bytes of shared memory");
-  // Any process that can open it could else cut it short, and a rank that touches what is gone dies by SIGBUS.
+  // Else any process that can open it could truncate it, and a rank that touches the missing pages dies by SIGBUS.
   if (::fcntl(segment->fd_, F_ADD_SEALS, kSeals) != 0) fail("cannot seal the size of shared memory");
   segment->data_ = map(segment->fd_, bytes);
   segment->bytes_ = bytes;
@@ -53,7 +53,7 @@ std::shared_ptr<Segment> Segment::create(size_t bytes) {
 std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   std::shared_ptr<Segment> segment(new Segment);
-  segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);  // it might be anything
+  segment->fd_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);  // it might be any kind of file
   if (segment->fd_ < 0) fail("cannot open the shared memory of process " + std::to_string(address.pid));
   struct stat status;
   if (::fstat(segment->fd_, &status) != 0) fail("cannot look at the shared memory of a peer");
@@ -69,7 +69,7 @@ std::shared_ptr<Segment> Segment::open(const SegmentAddress& address) {
   if (std::memcmp(segment->data_, address.token, sizeof address.token) != 0)
     throw GroupError("the shared memory of process " + std::to_string(address.pid) +
                      " carries another token; the ranks are likely on different hosts or containers");
-  // The mapping is enough; 64 ranks would otherwise hold 63 descriptors more for every group.
+  // The mapping is enough; 64 ranks would otherwise hold 63 more descriptors each per group.
   ::close(segment->fd_);
   segment->fd_ = -1;
   return segment;

@@ -1,9 +1,9 @@
 // One rank's shared memory: a memfd that the peers of the group map.
 //
-// A memfd never has a name in /dev/shm, so nothing is left behind however a process dies; named POSIX segments were
-// rejected because a SIGKILL between shm_open and shm_unlink leaks them. Peers open it through /proc/<pid>/fd, which
-// the kernel allows to the same user only, and which fails on another host or in another PID namespace: then the
-// group falls back to plain collectives. A random token guards against a reused pid or fd number.
+// A memfd has no name in /dev/shm, so nothing is left behind however a process dies; named POSIX segments were rejected
+// because a SIGKILL between shm_open and shm_unlink leaks them. Peers open it through /proc/<pid>/fd, which the kernel
+// allows to the same user only, and which fails on another host or in another PID namespace: then the group falls back
+// to plain collectives. A random token guards against a reused pid or fd number.
 //
 // The segment is reserved large and sparse: pages exist once touched, so growing needs no new rendezvous.
 #pragma once
@@ -26,7 +26,7 @@ class Segment {
  public:
   // A new segment of this process. `bytes` is rounded up to whole pages. Throws GroupError with the reason.
   static std::shared_ptr<Segment> create(size_t bytes);
-  // A peer's segment. Throws GroupError when it is not reachable or not the one that was meant.
+  // A peer's segment. Throws GroupError if it is not reachable, or is another segment than `address` describes.
   static std::shared_ptr<Segment> open(const SegmentAddress& address);
 
   ~Segment();
@@ -37,7 +37,7 @@ class Segment {
   size_t bytes() const { return bytes_; }
   const SegmentAddress& address() const { return address_; }
 
-  // The token is the first thing in a segment; what follows is the owner's.
+  // Bytes of the token at the start of a segment; the owner uses the rest.
   static constexpr size_t kTokenBytes = 64;
 
  private:

@@ -1,5 +1,5 @@
-// Memory of the calling thread for the length of one call, aligned to a cache line; up to kKept bytes stay for the
-// next.
+// Memory of the calling thread for the duration of one call, aligned to a cache line; up to kKept bytes are kept for
+// the next call.
 #pragma once
 
 #include <cstddef>

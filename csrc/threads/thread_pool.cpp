@@ -29,7 +29,7 @@ class Pool {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  // Threads do not survive a fork, nor does what they left locked.
+  // Threads do not survive a fork, and the mutexes that they held stay locked.
   bool of_this_process() const { return process_ == getpid(); }
 
   void run(int64_t tasks, int threads, TaskRef function) {
@@ -38,7 +38,7 @@ class Pool {
         const int worker = static_cast<int>(threads_.size()) + 1;
         threads_.emplace_back([this, worker] { work(worker); });
       }
-    } catch (const std::system_error&) {  // RLIMIT_NPROC: fewer threads give the same bits, an error costs the group
+    } catch (const std::system_error&) {  // RLIMIT_NPROC: fewer threads give the same bits, an error ends the group
       threads = static_cast<int>(threads_.size()) + 1;
     }
     {
@@ -90,7 +90,7 @@ class Pool {
   bool ending_ = false;
 };
 
-// A pool of another process is left alone: its threads are not here to be joined.
+// A pool of another process is leaked: its threads do not exist here and cannot be joined.
 struct Leave {
   void operator()(Pool* pool) const {
     if (pool->of_this_process()) delete pool;

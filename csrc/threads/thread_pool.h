@@ -1,4 +1,4 @@
-// Threads that sleep until there is something to do, one set for each thread that calls.
+// Threads that sleep until there is work, one set per calling thread.
 #pragma once
 
 #include <cstdint>
@@ -21,9 +21,9 @@ class TaskRef {
 
 void run_tasks(int64_t tasks, int threads, TaskRef function);
 
-// Calls function(task, worker) for every task, on up to `threads` threads, of which the caller is one. Tasks begin in
-// ascending order, so one may wait for an earlier one. The threads stay, asleep, until the calling thread ends; in a
-// child of fork new ones are made.
+// Calls function(task, worker) for every task, on up to `threads` threads, including the caller. Tasks begin in
+// ascending order, so one may wait for an earlier one. The threads stay, asleep, until the calling thread ends; a
+// forked child creates new ones.
 template <typename F>
 void parallel_for(int64_t tasks, int threads, F&& function) {
   if (threads <= 1 || tasks <= 1) {

@@ -1,16 +1,16 @@
-"""Gradients of attention over keys that may be some of those the queries see, added to sums in fp32.
+"""Gradients of attention over some or all of the keys that the queries see, added to sums in fp32.
 
     p  = exp(score - lse),  p' = dropped(p),  dp = grad_out v^T
     ds = p' * dp - p * sums                        sums = sum_d grad_out * out (- grad_lse), made once for all keys
     dv = p'^T grad_out,  dk = scale * (dcap * ds)^T q,  dq = scale * (dcap * ds) k,  dslope = -sum ds * distance
 
-One kernel has tiles of queries and gives dq, the other tiles of keys and gives dk and dv: each sum has one program that
-adds its terms in a fixed order, so every run gives the same bits. The queries of all heads that share keys are taken by
-the program that has those keys.
+One kernel computes dq for tiles of queries, the other dk and dv for tiles of keys: each sum has one program that adds
+its terms in a fixed order, so every run produces the same bits. The program of a tile of keys processes the queries of
+all heads that share these keys.
 
-That computes the scores and dp twice: 7 products of a block where one pass over the tiles of keys would do with 5.
-Rejected: in one pass dq is added to memory from every tile of keys, by atomics, whose order, and so whose bits, differ
-from run to run, or in turns, where each tile waits for the one before it.
+This computes the scores and dp twice: 7 products per block, where one pass over the tiles of keys would need 5.
+Rejected: in one pass every tile of keys adds to dq in memory, either by atomics, whose order and so whose bits differ
+from run to run, or in turns, so that each tile waits for the one before it.
 
 Source: Dao, "FlashAttention-2" (arXiv:2307.08691), algorithm 2, in two passes.
 """
@@ -58,7 +58,7 @@ from .tiles import Step, key_tiles, query_tiles
 
 
 class Queries(NamedTuple):
-    """What `queries_kernel` has of the queries of its tile."""
+    """Values of a tile of queries in `queries_kernel`."""
 
     q: Any
     grad_out: Any
@@ -69,11 +69,11 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What `keys_kernel` has of the keys of its tile."""
+    """Values of a tile of keys in `keys_kernel`."""
 
     k: Any
     v: Any
-    first: Any  # query that sees each key
+    first: Any  # first query that sees each key
     last: Any
     index: Any
 
@@ -85,7 +85,7 @@ def queries_kernel(
     seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
 ):  # fmt: skip
-    """dq of tiles of queries, and of each the term of d_slopes [tiles, batch, heads]. Tensors are `Heads`."""
+    """Compute dq of tiles of queries, and the term of each in d_slopes [tiles, batch, heads]. Tensors are `Heads`."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end, end = tile.batch, tile.head, tile.row, tile.row_end, tile.end
     k_rows = rows_of(k, batch, head // shared)
@@ -120,7 +120,7 @@ def queries_kernel(
 def add_keys(
     total, slanted, own, keys, values, key, end, k_indices, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """dq / scale, and the sums of ds * distance, with the keys of one block in them; `own`: `Queries`."""
+    """(dq / scale, sums of ds * distance) after adding the keys of one block; `own` is `Queries`."""
     queries, grads, lse, sums, seen, score = own
     products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)[None, :]
@@ -153,7 +153,7 @@ def keys_kernel(
     seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of tiles of keys; `heads` are those of the keys. Tensors are `Heads`."""
+    """Compute dk and dv of tiles of keys; `heads` is the number of key heads. Tensors are `Heads`."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, kv_head, row, row_end, begin, end = tile.batch, tile.head, tile.row, tile.row_end, tile.begin, tile.end
     full_begin, full_end = tile.full_begin, tile.full_end
@@ -168,12 +168,12 @@ def keys_kernel(
 
     dk_sum = zeros(C.ROWS, C.PADDED_D)
     dv_sum = zeros(C.ROWS, C.PADDED_DV)
-    # Of wide heads dk and dv leave no registers for what two loops keep: all blocks are masked, in one.
+    # For wide heads dk and dv leave no registers for the values of two loops: one loop masks all blocks.
     if C.PADDED_D + C.PADDED_DV > 256 and not C.TMA:
         full_begin = begin
         full_end = begin
-    # One loop over the blocks of all heads, not one in another: loads run on from head to head, registers are saved.
-    # They are also why nothing is moved in front of these loops: what costs an instruction there would be spilled.
+    # One loop over the blocks of all heads, not nested loops: loads are prefetched across heads, and registers saved.
+    # To save registers, loop invariants are not hoisted either (disable_licm): cheap ones would be spilled.
     dropout = (first_head, seed_low, seed_high, dropped_below)
     whole = (full_end - full_begin) // C.BLOCK
     for index in tl.range(0, whole * shared, disable_licm=True):
@@ -205,13 +205,13 @@ def add_queries(
     dk_sum, dv_sum, own, queries, grads, query, end, per_row, mask, scores, batch, head, dropout,
     MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv) with the queries of one block in them; scores are [keys, queries] here.
+    """(dk / scale, dv) after adding the queries of one block; scores are [keys, queries] here.
 
-    `own`: `Keys`; `per_row`: lse and sums.
+    `own` is `Keys`, `per_row` is (lse, sums).
     """
     keys, values, first_query, last_query, key_index = own
     lse, sums = vector_of(per_row[0], batch, head), vector_of(per_row[1], batch, head)
-    # What is loaded where it is first needed takes no registers before.
+    # Each load is at its first use, so that it takes no registers before.
     lse_rows = load_lse(lse, query, end, C.BLOCK) * LOG2_E
     products = dot(keys, queries.T, None, C)
     columns = query + tl.arange(0, C.BLOCK)[None, :]
@@ -239,7 +239,7 @@ def add_queries(
 
 @triton.jit
 def gradient_of_scores(p, gradient, sums, visible, MASKED: tl.constexpr):
-    """p * (gradient - sums), 0 where not `visible`; `gradient` is that of p, of dropout too."""
+    """p * (gradient - sums), 0 where not `visible`; `gradient` is that of p, through dropout."""
     ds = p * (gradient - sums)
     if MASKED:
         ds = tl.where(visible, ds, 0.0)

@@ -1,16 +1,16 @@
-"""What all attention kernels share: rows of [B, S, H, D] tensors, the tile of a program, scores and probabilities.
+"""Parts of all attention kernels: rows of [B, S, H, D] tensors, the tile of a program, scores and probabilities.
 
-Offsets of a row are 64-bit, those inside of a block 32-bit. Head dims that are no power of 2 are padded with zeros.
+Offsets of a row are 64-bit, those inside a block 32-bit. Head dims that are not a power of 2 are padded with zeros.
 
     score = cap(scale * q.k) - slope * |place of q - index of k|        cap(x) = softcap * tanh(x / softcap)
     p     = exp(score - lse) = 2^(score * log2(e) - ...)
 
 The kernels work in base 2: plain scores stay products until the exponent, where one multiply-add scales and subtracts;
-the others are scaled by `scores_of`. Its scores times `factor_of` (1 for the latter) are of base 2.
+`scores_of` scales all others. A score of `scores_of` times `factor_of` (1 unless plain) is in base 2.
 
 Dropout is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): key (seed low, seed
-high); counter (index of k // 4, index of q, head, batch row); of the four words the one of number index of k % 4. The
-element is dropped where that is below a threshold.
+high); counter (index of k // 4, index of q, head, batch row); index of k % 4 selects one of the four words. An element
+is dropped if its word is below a threshold.
 """
 
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ COLUMNS = tl.constexpr(TILE_COLUMNS)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# Arguments that launches leave unspecialized, so that none is compiled anew for a round value. (Triton specializes
-# integers inside of tuples in any case, so these are arguments of their own.)
+# Arguments that launches leave unspecialized, so that no kernel is recompiled for a round value. (Triton always
+# specializes integers inside a tuple, so these are separate arguments.)
 ODD = (
     *("tile_count", "heads", "batch_heads", "together", "shared"),
     *("seed_low", "seed_high", "dropped_below", "first_head"),
@@ -35,7 +35,7 @@ ODD = (
 
 
 class Heads(NamedTuple):
-    """A tensor [B, S, H, D], the last dim dense, or [B, H, S]; and the strides of its other dims."""
+    """A tensor [B, S, H, D] or [B, H, S] with a dense last dim, and the strides of its other dims."""
 
     ptr: Any
     strides: Any
@@ -49,13 +49,13 @@ class Rows(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """int32 vectors of what is seen: of each row of a tile, [first, last) of the other side; and where tokens are."""
+    """int32 vectors: the interval [first, last) of the other side that each row sees, and positions of tokens."""
 
     first: Any
     last: Any
     places: Any  # of queries, for slopes
     q_indices: Any  # for dropout
-    k_indices: Any  # for both
+    k_indices: Any  # for slopes and dropout
 
 
 class ScoreArguments(NamedTuple):
@@ -68,23 +68,23 @@ class ScoreArguments(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The same for one head, in a kernel."""
+    """The terms of a score besides q.k for one head, in a kernel."""
 
     slope: Any
     scale: Any
     softcap: Any
     keep_scale: Any
     batch: Any
-    head: Any  # of the whole
+    head: Any  # number among all heads, not only those of this rank
     seed_low: Any
     seed_high: Any
     dropped_below: Any
 
 
 class Tile(NamedTuple):
-    """What a program computes: rows [row, row_end) of a head, against [begin, end) of the other side.
+    """The work of a program: rows [row, row_end) of a head, against [begin, end) of the other side.
 
-    Blocks that begin in [full_begin, full_end) are whole and seen by all rows.
+    All rows see all of a block that begins in [full_begin, full_end).
     """
 
     number: Any
@@ -99,7 +99,7 @@ class Tile(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Of each row of a tile: the interval that it sees, its place (for slopes) and its index (for dropout)."""
+    """Vectors over the rows of a tile: the interval that a row sees, its place (slopes) and its index (dropout)."""
 
     first: Any
     last: Any
@@ -131,8 +131,8 @@ class Constants(NamedTuple):
 def program_tile(tiles, tile_count, heads, batch_heads, together):
     """The `Tile` of this program.
 
-    `together` heads take turns, so that what they read stays in L2, and of these the tiles with most to do come first,
-    so that none ends late.
+    `together` heads alternate, so that their operands stay in L2. Their tiles with most work are first, so that none
+    ends late.
     """
     index = tl.program_id(0)
     group = index // (together * tile_count)
@@ -149,13 +149,13 @@ def program_tile(tiles, tile_count, heads, batch_heads, together):
 
 @triton.jit
 def masked_blocks(begin, end, full_begin, full_end, BLOCK: tl.constexpr):
-    """How many blocks need a mask."""
+    """Number of blocks that need a mask."""
     return (full_begin - begin) // BLOCK + tl.cdiv(end - full_end, BLOCK)
 
 
 @triton.jit
 def masked_block(index, begin, full_begin, full_end, BLOCK: tl.constexpr):
-    """Where block number `index` begins, of those that need a mask: before the full ones, then behind them."""
+    """First row of masked block number `index`: masked blocks before the full ones, then those after them."""
     before = (full_begin - begin) // BLOCK
     return tl.where(index < before, begin + index * BLOCK, full_end + (index - before) * BLOCK)
 
@@ -168,7 +168,7 @@ def rows_of(x, batch, head):
 
 @triton.jit
 def vector_of(x, batch, head):
-    """Pointer to row 0 of a head of x [B, H, S], the last dense."""
+    """Pointer to row 0 of a head of x [B, H, S], whose last dim is dense."""
     return x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[1]
 
 
@@ -186,7 +186,7 @@ def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAD
 
 @triton.jit
 def load_block(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """[BLOCK, PADDED], zeros from `end` on and beyond WIDTH."""
+    """Block [BLOCK, PADDED] of `Rows`, zeros from `end` on and beyond WIDTH."""
     pointers, mask = block_pointers(rows, row, end, WIDTH, BLOCK, PADDED)
     return tl.load(pointers, mask=mask, other=0.0)
 
@@ -195,7 +195,7 @@ def load_block(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED:
 def load_whole(
     x, rows, batch, head, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr
 ):
-    """[BLOCK, PADDED] of rows that are all there; by TMA `x` is a descriptor of [B, H, S, D]."""
+    """Block [BLOCK, PADDED] of `Rows`, all of which exist; with TMA `x` is a descriptor of [B, H, S, D]."""
     if TMA:
         return x.load([batch, head, row, 0]).reshape(BLOCK, PADDED)
     else:
@@ -208,16 +208,16 @@ def load_whole(
 
 @triton.jit
 def store_block(rows, values, row, end, WIDTH: tl.constexpr):
-    """Writes `values` to the rows from `row` on, before `end`."""
+    """Write `values` to the rows from `row` on, before `end`."""
     pointers, mask = block_pointers(rows, row, end, WIDTH, values.shape[0], values.shape[1])
     tl.store(pointers, values, mask=mask)
 
 
 @triton.jit
 def add_block(rows, values, row, end, WIDTH: tl.constexpr):
-    """Adds `values` to the rows from `row` on, before `end`; no other program adds to them.
+    """Add `values` to the rows from `row` on, before `end`; no other program adds to them.
 
-    By halves of the columns: what was there takes as many registers as what is added.
+    One half of the columns at a time: the old values take as many registers as the added ones.
     """
     PADDED: tl.constexpr = values.shape[1]
     if PADDED >= 64:
@@ -239,14 +239,14 @@ def _add_columns(rows, values, row, end, FIRST: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def load_vector(base, row, end, BLOCK: tl.constexpr, other):
-    """[BLOCK] of a dense vector, `other` from `end` on."""
+    """Block [BLOCK] of a dense vector, `other` from `end` on."""
     rows = row + tl.arange(0, BLOCK)
     return tl.load(base + rows, mask=rows < end, other=other)
 
 
 @triton.jit
 def load_lse(base, row, end, BLOCK: tl.constexpr):
-    """[BLOCK] of lse; +inf from `end` on and for rows that have seen nothing, since 2^(score - inf) is 0."""
+    """Block [BLOCK] of lse; +inf from `end` on and for rows that have seen nothing, since 2^(score - inf) is 0."""
     lse = load_vector(base, row, end, BLOCK, float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse)
 
@@ -283,7 +283,7 @@ def score_of(scores, batch, head, dropout, C: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """By its series near 0, where the quotient would lose what `exp` rounds."""
+    """tanh(x), near 0 by its series, because the quotient would cancel there and amplify the rounding of `exp2`."""
     power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
     far = (1.0 - power) / (1.0 + power)
     square = x * x
@@ -293,7 +293,7 @@ def tanh(x):
 
 @triton.jit
 def scores_of(products, distance, score, C: tl.constexpr):
-    """(scores, derivative of the cap) of products q.k; `distance` is |place of q - index of k|, of ALIBI only."""
+    """(scores, derivative of the cap) of products q.k; `distance` is |place of q - index of k|, for ALIBI only."""
     slant = products
     if C.CAPPED:
         bent = tanh(products * (score.scale / score.softcap))
@@ -308,7 +308,7 @@ def scores_of(products, distance, score, C: tl.constexpr):
 
 @triton.jit
 def factor_of(score, C: tl.constexpr):
-    """What scores are multiplied by to be those of base 2."""
+    """Factor that converts the scores of `scores_of` to base 2."""
     if C.CAPPED or C.ALIBI:
         return 1.0
     else:
@@ -319,7 +319,7 @@ def factor_of(score, C: tl.constexpr):
 def probabilities(products, lse, seen, distance, score, MASKED: tl.constexpr, C: tl.constexpr):
     """(p = exp(score - lse), derivative of the cap) of a block of products; lse, in base 2, broadcasts against it.
 
-    What is not `seen` gives 0, whatever it holds: selected, not multiplied, or its infinities would show.
+    p is 0 where not `seen`, for any score: selected, not multiplied, since 0 times an infinity is NaN.
     """
     s, slant = scores_of(products, distance, score, C)
     p = tl.exp2(s * factor_of(score, C) - lse)
@@ -330,7 +330,7 @@ def probabilities(products, lse, seen, distance, score, MASKED: tl.constexpr, C:
 
 @triton.jit
 def kept(q_indices, k_indices, score):
-    """What dropout keeps. The indices are int32 that broadcast against each other; of the others the bits count."""
+    """True where dropout keeps a probability. int32 indices broadcast; seeds and threshold are used as their bits."""
     c0 = (k_indices // 4).to(tl.uint32)
     c1 = q_indices.to(tl.uint32)
     c2, c3 = score.head.to(tl.uint32), score.batch.to(tl.uint32)
@@ -344,7 +344,7 @@ def kept(q_indices, k_indices, score):
 
 @triton.jit
 def dropped(values, keep, score, DROPOUT: tl.constexpr):
-    """What dropout makes of probabilities, and of the gradients of what it makes of them."""
+    """Apply dropout to probabilities, or to the gradients of its results."""
     if DROPOUT:
         return tl.where(keep, values * score.keep_scale, 0.0)
     else:

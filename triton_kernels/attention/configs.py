@@ -1,17 +1,17 @@
-"""The tile shapes of attention that are shipped: for each architecture, kind of numbers and head dim, one per kernel.
+"""Tile shapes of attention: one per kernel, for each architecture, kind of numbers and head dim.
 
-What bounds them: 255 registers a thread hold the sums of a tile ([rows, head dim] in fp32; keys' tiles have two of
-them) beside two blocks of scores; stages of what is read in the loop share the 163 KB (sm_80) or 227 KB (sm_90, sm_100)
-of shared memory with the tile's own rows. Other GPUs that take the tiles of sm_80 have 99 KB (sm_86, sm_89, sm_120):
-all but one take no more than 96 KB, compiled for sm_80. `tests/compile` holds that none spills in a hot loop, with the
-oldest Triton and with the newest, whose codes need other registers.
+Limits: 255 registers per thread hold the sums of a tile ([rows, head dim] in fp32; tiles of keys have two of them) and
+two blocks of scores; the stages of the loop's operands share the 163 KB (sm_80) or 227 KB (sm_90, sm_100) of shared
+memory with the tile's own rows. Other GPUs that use the tiles of sm_80 have 99 KB (sm_86, sm_89, sm_120): all tiles but
+one need at most 96 KB, compiled for sm_80. `tests/compile` checks that none spills in a hot loop, with the oldest and
+the newest Triton, whose code needs different registers.
 
-Above a head dim of 128 the sums alone take 128 registers of 8 warps in the 64 rows that wgmma wants. On sm_90 the keys'
-kernel has room for no more than one loop and plain scores there; rich ones stay with 32 rows, and mma.sync.
+Above a head dim of 128 the sums alone take 128 registers of 8 warps for the 64 rows that wgmma requires. On sm_90 the
+keys kernel then only has room for one loop and plain scores; other scores stay with 32 rows and mma.sync.
 
-None is warp specialised. Triton 3.7 fails on a specialised loop that is followed by one with the same sums, as here by
-that of masked blocks; with that one first the forward compiles for sm_100 (16 or 20 warps), but spills 8 to 112 bytes
-in the registers that so many warps leave, and on sm_90 nothing is specialised.
+None is warp specialised. Triton 3.7 fails on a specialised loop followed by a loop with the same sums, as the loop over
+masked blocks is here. With that loop first the forward compiles for sm_100 (16 or 20 warps), but spills 8 to 112 bytes
+because so many warps leave few registers; on sm_90 nothing is specialised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """`rows` of a tile, of queries or (kernel "keys") of keys, and blocks of the others that it walks through."""
+    """`rows` of a tile of queries (kernel "keys": of keys), and the `block` of the other side that its loop reads."""
 
     rows: int
     block: int
@@ -33,7 +33,7 @@ class AttentionConfig:
     tma: bool = False
 
     def options(self) -> dict[str, int]:
-        """The compiler's options. Left alone ptxas takes fewer registers than there are, and spills."""
+        """The compiler's options. By default ptxas uses fewer registers than there are, and spills."""
         programs = 1 if self.num_warps >= 8 else 2
         registers = min(255, 65536 // (programs * self.num_warps * 32))
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
@@ -61,7 +61,7 @@ _AMPERE = {
     "keys": {64: _C(128, 16, 8, 2), 128: _C(64, 32, 8, 2), 256: _C(32, 32, 8, 2)},
 }
 _PLAIN = {80: _AMPERE, 90: _HOPPER, 100: _BLACKWELL}
-# A cap and random numbers take registers too.
+# With a cap, slopes or dropout, which take registers too.
 _RICH_HOPPER = {
     "forward": {64: _C(128, 64, 8, 2, True), 128: _C(128, 64, 8, 2, True), 256: _C(64, 32, 8, 2, True)},
     "queries": {64: _C(64, 32, 8, 2, True), 128: _C(64, 32, 8, 2, True), 256: _C(64, 16, 8, 2, True)},
@@ -78,7 +78,7 @@ _RICH_AMPERE = {
     "keys": {64: _C(32, 32, 8, 2), 128: _C(32, 32, 8, 2), 256: _C(32, 32, 8, 1)},
 }
 _RICH = {80: _RICH_AMPERE, 90: _RICH_HOPPER, 100: _RICH_BLACKWELL}
-# The launch of a whole ring has its place among chunks beside the sums: these where the tiles of "forward" would spill.
+# The ring kernel also keeps its position among chunks in registers: these replace tiles of "forward" that would spill.
 _RING = {
     80: {64: _C(128, 64, 8, 3), 128: _C(128, 16, 8, 3), 256: _C(64, 16, 8, 2)},
     90: {128: _C(128, 64, 8, 3, True), 256: _C(64, 32, 8, 2, True)},
@@ -101,21 +101,22 @@ _IEEE = {
     "keys": {64: _C(32, 16, 8, 1), 128: _C(32, 16, 8, 1), 256: _C(16, 16, 8, 1)},
 }
 
-# Of decoding: `rows` at most. A loop that waits for memory wants its blocks small and several programs beside it.
+# For decoding; `rows` is a maximum. A memory-bound loop is faster with small blocks and several programs per SM.
 _DECODE = {64: _C(64, 64, 4, 3), 128: _C(64, 64, 4, 3), 256: _C(32, 32, 4, 3)}
 _DECODE_FP32 = {64: _C(16, 32, 4, 2), 128: _C(16, 32, 4, 1), 256: _C(16, 16, 4, 1)}
 
 
-# Where there is less than the 112 KB of shared memory that `_TF32` takes.
+# For GPUs with less than the 112 KB of shared memory that `_TF32` needs.
 _SMALL_TF32_KEYS = _C(16, 16, 8, 1)
 
 
 def attention_config(
     kernel: str, arch: int, kind: str, head_dim: int, *, plain: bool = True, shared_bytes: int = 163 << 10
 ) -> AttentionConfig:
-    """The config of `kernel` (KERNELS) for numbers of `kind` (`device.KINDS`) and the larger head dim of q and v, on
-    `arch`: 80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout. `shared_bytes`: of shared
-    memory that a program may have, at least `device.LEAST_SHARED_BYTES`.
+    """The config of `kernel` (KERNELS) for numbers of `kind` (`device.KINDS`) and the larger head dim of q and v.
+
+    `arch` is 80, 90 or 100, or 0 for the interpreter. `plain`: neither cap, slopes nor dropout. `shared_bytes`: shared
+    memory available to a program, at least `device.LEAST_SHARED_BYTES`.
     """
     if not arch:
         return INTERPRETED
@@ -135,7 +136,7 @@ def attention_config(
 
 
 def decode_config(kind: str, head_dim: int, rows: int) -> AttentionConfig:
-    """Of decode.py, on every architecture: for the larger head dim of q and v, and `rows` queries of a key head.
+    """The config of decode.py on every architecture, for the larger head dim of q and v and `rows` rows per key head.
 
     >>> str(decode_config("bf16", 128, 8))
     '16x64 warps 4 stages 3'
@@ -146,7 +147,7 @@ def decode_config(kind: str, head_dim: int, rows: int) -> AttentionConfig:
 
 
 def padded(head_dim: int) -> int:
-    """What a kernel makes of a head dim: a power of 2 that matrix units take.
+    """Head dim padded to a power of 2 that matrix units support.
 
     >>> padded(40), padded(192)
     (64, 256)

@@ -1,14 +1,14 @@
-"""Attention of a few new tokens of each text to a long cache of keys and values, dense or in pages.
+"""Attention of a few new tokens per text over a long cache of keys and values, dense or in pages.
 
     part t of a text and key head:  n_t, total_t, weighted_t         as forward.py, over its keys alone
     n = max_t n_t,  (total, weighted) = sum_t 2^(n_t - n) * (total_t, weighted_t)
     out = weighted / total,  lse = ln 2 * (n + log2(total))
 
-One query would keep one multiprocessor busy, so several programs take a part of the cache each. All query heads of a
-key head, and all new tokens, are rows of one tile, so a key is read once for them. A second kernel adds the parts up in
-the order of the keys: every run gives the same bits, and n, which are whole, make its rescaling exact.
+One query would keep only one multiprocessor busy, so several programs take a part of the cache each. All query heads
+of a key head, and all new tokens, are rows of one tile, so a key is read once for them. A second kernel adds the parts
+in the order of the keys: every run produces the same bits, and its rescaling is exact because n are whole numbers.
 
-Rows of the cache lie dense in [batch, capacity, heads, dim], or in pages [pages, page_size, heads, dim]: row i of a
+Rows of the cache are dense in [batch, capacity, heads, dim], or in pages [pages, page_size, heads, dim]: row i of a
 text is row i % page_size of page pages[text, i // page_size].
 
 Sources: Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "PagedAttention"
@@ -33,12 +33,12 @@ from .forward import finished, fold, no_keys
 from .launch import Terms, check_rows, constants, heads_of
 
 _PROGRAMS_PER_SM = 2
-_FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging them costs more than it saves
+_FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging the parts costs more than it saves
 ODD = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
 
 
 class Parts(NamedTuple):
-    """What several programs give for one tile: fp32 [tiles, splits, ROWS], of weighted [..., PADDED_DV] too."""
+    """Partial results of several programs for one tile: fp32 [tiles, splits, ROWS], weighted [..., PADDED_DV]."""
 
     weighted: Any
     highest: Any
@@ -51,10 +51,10 @@ def parts_kernel(
     kv_heads, group, new, tiles, splits, span, page_size, pages_stride,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of a key head of a text, part): `span` keys, of those that its rows see.
+    """Program (tile of a key head of a text, part) computes one part: `span` of the keys that its rows see.
 
-    What it gives goes to `Parts`, or, where it is the only one (`found` given), out and lse to where they belong. q, k,
-    v and found are `Heads`.
+    It stores its result to `parts`, or, if it is the only part (`found` is not None), out and lse to `found`. q, k, v
+    and found are `Heads`.
     """
     ROWS: tl.constexpr = C.ROWS
     BLOCK: tl.constexpr = C.BLOCK
@@ -109,7 +109,7 @@ def parts_kernel(
 
 @triton.jit(do_not_specialize=ODD)
 def merge_kernel(parts, found, kv_heads, group, new, tiles, splits, C: tl.constexpr):
-    """out and lse of a tile, of all its parts."""
+    """Merge all parts of a tile and store its out and lse."""
     index = tl.program_id(0)
     batch, _, head, number, there = packed_heads(index, kv_heads, group, new, tiles, C.ROWS)
     columns = tl.arange(0, C.PADDED_DV)[None, :]
@@ -129,7 +129,7 @@ def merge_kernel(parts, found, kv_heads, group, new, tiles, splits, C: tl.conste
 
 @triton.jit
 def packed_heads(index, kv_heads, group, new, tiles, ROWS: tl.constexpr):
-    """(text, key head, and of each row of the tile: query head, number of the query, whether there is such a row)."""
+    """(text, key head, and for each row of the tile: query head, number of the query, True if the row exists)."""
     packed = index % tiles * ROWS + tl.arange(0, ROWS)
     kv_head = index // tiles % kv_heads
     return index // (tiles * kv_heads), kv_head, kv_head * group + packed // new, packed % new, packed < group * new
@@ -143,7 +143,7 @@ def packed_rows(x, batch, number, head):
 
 @triton.jit
 def store_found(found, n, sums, values, batch, number, head, there, C: tl.constexpr):
-    """out in the first DV columns of found [batch, new, heads, DV + 1], lse behind it; 0 and -inf of no keys."""
+    """Store out in the first DV columns of found [batch, new, heads, DV + 1], lse in the last; 0, -inf if no keys."""
     rows = packed_rows(found, batch, number, head)
     out, log = finished(n, sums, values)
     columns = tl.arange(0, C.PADDED_DV)[None, :]
@@ -167,19 +167,19 @@ def flash_decode(
     splits: int | None = None,
     config: AttentionConfig | None = None,
 ) -> Tensor:
-    """fp32 [batch, new, heads, v_head_dim + 1]: out, and behind it lse; 0 and -inf where a query sees nothing.
+    """fp32 [batch, new, heads, v_head_dim + 1]: out, then lse; 0 and -inf for a query that sees nothing.
 
     Args:
         q: [batch, new, heads, head_dim], bf16, fp16 or fp32.
         k, v: [batch, capacity, kv_heads, head_dim] and [..., v_head_dim], any strides with a dense last dim; with
             `pages` [pages, page_size, kv_heads, ...].
-        starts, stops: int32 [batch, new], like all tables with a dense last dim and where q is: query i of a text sees
-            the rows [starts, stops) of it. No others are read.
-        most: keys that a text has between the lowest start and the highest stop, at most.
+        starts, stops: int32 [batch, new], like all tables with a dense last dim and on the device of q: query i of a
+            text sees the rows [starts, stops) of it. No others are read.
+        most: largest number of keys of a text between its lowest start and its highest stop.
         pages: int32 [batch, most pages of a text].
-        places, k_indices: with slopes alone: int32 [batch, new] places of queries and [rows] of the cache's rows.
-        splits: in how many parts a text of `most` keys is cut; None: as many as keep the GPU busy.
-        config: tiles, in place of the shipped ones.
+        places, k_indices: for slopes only: int32 [batch, new] places of queries and [rows] of the cache's rows.
+        splits: number of parts of a text of `most` keys; None: as many as keep the GPU busy.
+        config: tiles that replace the default ones.
 
     Raises:
         ValueError: rows are too far apart, see `launch.check_rows`.

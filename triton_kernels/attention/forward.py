@@ -1,23 +1,23 @@
-"""Attention of queries over keys that may be some of those they see, from and to a state in fp32.
+"""Attention of queries over some or all of the keys that they see, from and to a state in fp32.
 
     s[i, j] = score(q[i] . k[j]) in base 2                              blocks.py
     n[i]    = max(n[i], ceil(max_j s[i, j]))
     total[i], weighted[i] = those * 2^(old n - n) + sum_j 2^(s[i, j] - n[i]) * (1, dropped(v[j]))
     out = weighted / total,  lse = ln 2 * (n + log2(total))
 
-Softmax is usually kept relative to the highest score. Here it is the next whole number above it, in base 2: rescaling
-is by powers of 2 and rounds nothing, so it does not matter in how many steps, blocks and launches keys are taken. The
-state holds n * ln 2 (`highest`); what comes back from it is n again, exactly. A step of a ring reads the state and
-writes it; the first need not read it (FIRST). What is one step has no state: it writes out and lse, with the sinks.
+Softmax is usually kept relative to the highest score. Here n is the next whole number above it, in base 2: rescaling
+is by powers of 2 and rounds nothing, so the number of steps, blocks and launches over the keys does not matter. The
+state holds n * ln 2 (`highest`); reading it recovers n exactly. A step of a ring reads the state and writes it; the
+first step does not read it (FIRST). A single step has no state: it writes out and lse, with the sinks.
 
-A mask is an interval of keys for each query (`tiles.Step`): causal, windows, packed documents, lengths that differ, and
-any part of these that falls to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer heads, v
+A mask is an interval of keys for each query (`tiles.Step`): causal, windows, packed documents, different lengths, and
+any part of these that belongs to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer heads, v
 another head dim.
 
-What a query does not see changes no bit of its results as long as it is finite. NaN and infinities in k or v reach all
-queries whose tile visits a block with such a key, also those that do not see it (0 times them is NaN); those in q or
-grad_out reach, in dk and dv, all keys whose tile visits the block of such a query. Keys that no query of a tile sees,
-and queries that see no key of one, are not visited.
+A key that a query does not see changes no bit of its results as long as it is finite. NaN and infinities in k or v
+reach all queries whose tile visits a block with such a key, also those that do not see it (0 times them is NaN); those
+in q or grad_out reach, in dk and dv, all keys whose tile visits the block of such a query. A tile does not visit blocks
+of keys that none of its queries sees, or of queries that see none of its keys.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv:1805.02867); Dao, "FlashAttention-2"
 (arXiv:2307.08691).
@@ -70,7 +70,7 @@ State = tuple[Tensor, Tensor, Tensor]
 
 
 class StateArguments(NamedTuple):
-    """A state, as a launch passes it."""
+    """The state as a kernel argument."""
 
     weighted: Any  # Heads [B, S, H, DV]
     highest: Any  # Heads [B, H, S]
@@ -85,7 +85,7 @@ def forward_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA. q, k, v, out and lse are
-    `Heads`; state is None, or else out, lse and sinks are; sinks may be."""
+    `Heads`. Either state is None, or out, lse and sinks are; sinks may always be None."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end = tile.batch, tile.head, tile.row, tile.row_end
     rows = rows_of(k, batch, head // shared), rows_of(v, batch, head // shared)
@@ -121,9 +121,9 @@ def fold_keys(
     n, sums, values, queries, rows, k_tma, v_tma, batch, key_head, first, bounds, seen, k_indices, score,
     NO_LICM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """(n, total, weighted) with the keys [begin, end) of `bounds` in them, which lie from row `first` on of `rows`, of
-    k and of v: first those that need no mask. NO_LICM: what does not change in a loop is made in it nevertheless, or it
-    would take registers."""
+    """(n, total, weighted) after adding the keys [begin, end) of `bounds`, unmasked blocks first. The keys are stored
+    from row `first` on of `rows`, of k and of v. NO_LICM: loop invariants are computed inside the loop, since hoisted
+    they would take registers."""
     k_rows, v_rows = rows
     begin, end, full_begin, full_end = bounds
     for key in tl.range(full_begin, full_end, C.BLOCK, disable_licm=NO_LICM):
@@ -143,7 +143,7 @@ def fold_keys(
 def fold(
     n, sums, values, queries, keys, v_block, key, end, seen, k_indices, score, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """(n, total, weighted) with the keys of one block in them."""
+    """(n, total, weighted) after adding the keys of one block."""
     products = dot(queries, keys.T, None, C)
     columns = key + tl.arange(0, C.BLOCK)
     index = columns
@@ -178,10 +178,10 @@ def no_keys(C: tl.constexpr):
 
 @triton.jit
 def load_state(state, batch, head, row, row_end, C: tl.constexpr):
-    """(n, total, weighted): `highest` in base 2 as a whole number, and the others relative to that."""
+    """(n, total, weighted) of a state: n is `highest` in base 2 as a whole number, the others are relative to n."""
     exponent = load_vector(vector_of(state.highest, batch, head), row, row_end, C.ROWS, float("-inf")) * LOG2_E
     n = tl.floor(exponent + 0.5)
-    # What this kernel has written is n but for the rounding of n * ln 2 and of this product; others write any number.
+    # A state of this kernel holds n up to the rounding of n * ln 2 and of this product; other writers store any number.
     exact = (tl.abs(exponent - n) <= tl.abs(exponent) * 2.4e-7) | (exponent == float("-inf"))
     by = tl.where(exact, 1.0, tl.exp2(exponent - n))
     sums = load_vector(vector_of(state.total, batch, head), row, row_end, C.ROWS, 0.0) * by
@@ -191,7 +191,7 @@ def load_state(state, batch, head, row, row_end, C: tl.constexpr):
 
 @triton.jit
 def add_sink(n, sums, values, sink):
-    """The state with one more key of score `sink`, in base 2, and value 0."""
+    """(n, total, weighted) with one more key of score `sink`, in base 2, and value 0."""
     now = tl.maximum(n, tl.ceil(sink))
     base = tl.where(now == float("-inf"), 0.0, now)
     before = tl.exp2(n - base)
@@ -200,7 +200,7 @@ def add_sink(n, sums, values, sink):
 
 @triton.jit
 def finished(n, sums, values):
-    """(out, lse): 0 and -inf of rows that have seen nothing."""
+    """(out, lse): 0 and -inf for rows that have seen nothing."""
     none = sums == 0
     sums = tl.where(none, 1.0, sums)
     return values * (1.0 / sums)[:, None], tl.where(none, float("-inf"), (n + tl.log2(sums)) * LN_2)
@@ -223,8 +223,8 @@ def flash_forward(
     Args:
         q, k, v: bf16, fp16 or fp32 of any strides with a dense last dim.
         fresh: `state` holds nothing yet and is not read; it need not be initialised.
-        precision: of fp32: "ieee", or "tf32" (tensor cores, 10 bits of mantissa).
-        config: tiles, in place of the shipped ones.
+        precision: precision of fp32 products, "ieee" or "tf32" (tensor cores, 10 bits of mantissa).
+        config: tiles that replace the default ones.
 
     Raises:
         ValueError: rows are too far apart, see `launch.check_rows`.
@@ -244,10 +244,10 @@ def flash_attention(
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf where a query sees nothing.
+    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
 
-    `sinks` [H] are scores of one more key each, whose value is 0; they count in lse. The other arguments and errors are
-    those of `flash_forward`.
+    `sinks` [H] are scores of one more key per head, whose value is 0; they count in lse. The other arguments and errors
+    are those of `flash_forward`.
     """
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -268,7 +268,7 @@ def _launch(
     *,
     first: bool,
 ) -> None:
-    """`results`: the state, or out, lse and sinks."""
+    """Launch `forward_kernel`; `results` are the state, or out, lse and sinks."""
     check_rows(q=q, k=k, v=v)
     if q.numel() == 0:
         return

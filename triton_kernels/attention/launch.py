@@ -1,4 +1,4 @@
-"""What a launch of an attention kernel is given: the host's side of blocks.py."""
+"""Launch arguments of attention kernels: the host side of blocks.py."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .blocks import Constants, Heads, Mask, ScoreArguments
 from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded
 
 _L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
-_ROW_STRIDES = 2**31 // 256  # elements; blocks have 128 rows at most, and offsets inside of them 32 bits
+_ROW_STRIDES = 2**31 // 256  # elements; blocks have at most 128 rows, and offsets inside a block have 32 bits
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Probability `p`, `seed` of 63 bits, and the number in the whole of the first head that is here."""
+    """Probability `p`, `seed` of 63 bits, and the number of this rank's first head among all heads."""
 
     p: float
     seed: int
@@ -48,11 +48,11 @@ class Terms:
 
     @property
     def plain(self) -> bool:
-        """Whether a score is scale * q.k and nothing is dropped."""
+        """True if a score is scale * q.k and nothing is dropped."""
         return self.softcap == 0.0 and self.slopes is None and not (self.dropout and self.dropout.p > 0)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a kernel but for `C`: scores, seeds and the like."""
+        """Kernel arguments of the terms: scores, seeds and the like, without `C`."""
         drop = self.dropout or Dropout(0.0, 0)
         keep_scale = 1.0 / (1.0 - drop.p)
         return {
@@ -84,13 +84,13 @@ def constants(
 def kernel_arguments(
     config: AttentionConfig, q: Tensor, v: Tensor, terms: Terms, precision: str, *, tma: bool, first: bool = False
 ) -> dict[str, Any]:
-    """What all kernels have: what `terms` say, the `constants` and the compiler's options."""
+    """Arguments of all kernels: those of `terms`, the `constants` and the compiler's options."""
     c = constants(config, q, v, terms, precision, tma=tma, first=first)
     return {**terms.arguments(), "C": c, **config.options()}
 
 
 def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.device | None) -> str | None:
-    """Why the kernels cannot compute it, or None. No device: some GPU that need not be here."""
+    """Reason why the kernels cannot compute attention, or None. No device: a GPU that need not be present."""
     if dtype not in DTYPES:
         return f"the Triton kernels of attention compute in bf16, fp16 and fp32, not in {dtype}"
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= v_head_dim <= MAX_HEAD_DIM):
@@ -110,9 +110,9 @@ def obstacle(dtype: torch.dtype, head_dim: int, v_head_dim: int, device: torch.d
 
 
 def check_rows(**tensors: Tensor) -> None:
-    """Raises ValueError where offsets inside of a block of rows of a tensor [B, S, H, D] do not fit 32 bits.
+    """Raise ValueError if offsets inside a block of rows of a tensor [B, S, H, D] do not fit 32 bits.
 
-    All else that callers give has been checked where an op was called.
+    The ops have checked all other arguments.
     """
     for name, x in tensors.items():
         if x.shape[1] > 1 and x.stride(1) >= _ROW_STRIDES:
@@ -123,12 +123,12 @@ def check_rows(**tensors: Tensor) -> None:
 
 
 def dense(x: Tensor | None) -> Tensor | None:
-    """As kernels read a vector of heads: fp32, one number behind the other."""
+    """x as kernels read a vector of heads: fp32 and contiguous."""
     return None if x is None else x.detach().float().contiguous()
 
 
 def config_for(kernel: str, q: Tensor, v: Tensor, terms: Terms, precision: str) -> AttentionConfig:
-    """The shipped config of `kernel` (`configs.KERNELS`)."""
+    """The default config of `kernel` (`configs.KERNELS`)."""
     widest = max(q.shape[-1], v.shape[-1])
     arch, kind = arch_of(q.device), kind_of(q.dtype, precision)
     shared_bytes = shared_bytes_of(q.device) if arch else LEAST_SHARED_BYTES
@@ -148,10 +148,10 @@ def launch_tiles(
     first: bool = False,
     **arguments: Any,
 ) -> None:
-    """Launches a program for each tile of rows and head, of keys or of queries; `tma` is loaded so where that fits."""
+    """Launch a program for each tile and head, of keys or queries; tensors of `tma` are loaded by TMA if possible."""
     q, k, v = qkv
     heads, shared = k.shape[2] if of_keys else q.shape[2], q.shape[2] // k.shape[2]
-    # Tiles of keys walk through the rows of all queries that share their head.
+    # Tiles of keys read the rows of all query heads that share their key head.
     read = q if of_keys else k
     per_head = read.shape[1] * (q.shape[3] + v.shape[3]) * q.element_size() * (shared if of_keys else 1)
     together = max(1, _L2_BYTES // max(1, per_head)) * (1 if of_keys else shared)
@@ -175,23 +175,24 @@ def launch_tiles(
 
 
 def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[Any, ...]:
-    """Of each tensor [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head; None of all where one
-    does not fit TMA, or the config does without."""
+    """TMA descriptors of tensors [B, S, H, D] as [B, H, S, D], in blocks of `config.block` rows of one head.
+
+    All are None if one tensor does not fit TMA, or the config does not use it."""
     if not (config.tma and all(x.element_size() <= 2 and fits_tma(x) for x in tensors)):
         return (None,) * len(tensors)
     return tuple(tma_descriptor(x.transpose(1, 2), (1, 1, config.block, padded(x.shape[3]))) for x in tensors)
 
 
 def heads_of(x: Tensor) -> Heads:
-    """x as a kernel takes it; its last dim is dense."""
+    """x as a kernel argument; its last dim is dense."""
     return Heads(x, x.stride()[:-1])
 
 
 def mask_of(on: Mapping[str, Tensor], first: str, last: str) -> Mask:
-    """The vectors of a `Step`, or of a ring's chunks, as a kernel takes them."""
+    """The vectors of a `Step`, or of a ring's chunks, as a kernel argument."""
     return Mask(on[first], on[last], on["places"], on["q_indices"], on["k_indices"])
 
 
 def _signed(word: int) -> int:
-    """The same 32 bits as a signed number: always one type of argument."""
+    """The same 32 bits as a signed number, so that the argument's type never changes."""
     return word - (1 << 32) if word >> 31 else word

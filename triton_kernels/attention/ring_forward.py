@@ -1,17 +1,17 @@
-"""Ring attention in one launch: attention of this rank's queries over all ranks' keys, while these are on their way.
+"""Ring attention in one launch: attention of this rank's queries over all ranks' keys, while these arrive.
 
-The equations and the blocks are those of forward.py. What is new is the order: a program takes a tile of queries of one
-head through all chunks of keys (module `ring_keys`), this rank's own first and then source by source, and waits for the
-flag of each. The sums never leave the registers: no state in memory, nothing merged. The order is that of the steps,
-not of arrival, so every run gives the same bits; copies are made in that order too.
+The equations and the blocks are those of forward.py; the order is new. For a tile of queries of one head, a program
+visits all chunks of keys (module `ring_keys`), this rank's own first and then source by source, and waits for the flag
+of each. The sums never leave the registers: no state in memory, no merge. The order is that of the steps, not of
+arrival, so every run produces the same bits; copies are issued in that order too.
 
-Heads come in groups: all tiles of a group are computed while the chunks of the next group, heads of the same rows,
-arrive; a tile that waited for its last chunk while others could do without would waste the overlap. A tile waits only
-for chunks of which its queries see something, once for a program.
+Heads are processed in groups: all tiles of a group are computed while the chunks of the next group, heads of the same
+rows, arrive. Without groups a tile would wait for its last chunk, and nothing would overlap that wait. A program waits
+only for chunks that queries of its tile see, once per chunk.
 
-The launch is persistent: its programs must all run at once, and leave an SM to the relays between the copies. Where
-nothing promises that copies and kernel run at once (interpreter, CUDA graphs, CUDA_LAUNCH_BLOCKING=1) the groups whose
-chunks are held at a time are copied, then computed, then the next: the same bits.
+The launch is persistent: its programs must all run at once, and leave an SM to the relays between the copies. If copies
+and kernel may not run concurrently (interpreter, CUDA graphs, CUDA_LAUNCH_BLOCKING=1), the groups that fit the slots
+are copied, then computed, then the next ones: the bits are the same.
 
 Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (arXiv:2310.01889); Dao,
 "FlashAttention-2" (arXiv:2307.08691); the overlap of Chang et al., "FLUX" (arXiv:2406.06858).
@@ -48,8 +48,8 @@ from .launch import (
 )
 from .ring_keys import GROUP_DONE, OP, KeysLayout, KeysPuller, RingWorkspace, arrived_flag, done_flag
 
-CHUNK_COLUMNS = tl.constexpr(3)  # of a chunk: source, row in own keys or in a slot, where its k_indices begin
-BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of what needs no mask
+CHUNK_COLUMNS = tl.constexpr(3)  # of a chunk: source, row in own keys or in a slot, first of its k_indices
+BOUND_COLUMNS = tl.constexpr(4)  # of a tile and a chunk: begin, end, begin and end of the blocks without a mask
 
 RING_ODD = (
     *("chunk_count", "queries", "own_rows", "slots_row", "slot_rows", "slots", "first_group", "last_group"),
@@ -76,13 +76,13 @@ def ring_kernel(
 ):  # fmt: skip
     """k and v are this rank's memory, [1, rows, heads of a group, D or DV]; k_tma and v_tma its descriptors with TMA.
 
-    starts and stops [chunks, queries] are in keys of the chunk; tiles [tiles, 2] are rows of queries. `together` query
-    heads look at the keys of a group; this launch computes groups [first_group, last_group).
+    starts and stops [chunks, queries] count keys of the chunk; tiles [tiles, 2] are rows of queries. `together` query
+    heads read the keys of a group; this launch computes groups [first_group, last_group).
     """
     per_group = tile_count * together
     arrived = tl.cast(0, tl.int64)  # bit c: this program has waited for chunk c of the group
     group_before = first_group
-    # What does not change in a loop is made in it nevertheless: made before, it would take registers from the sums.
+    # Loop invariants are computed inside the loop (disable_licm): hoisted, they would take registers from the sums.
     for work in tl.range(
         tl.program_id(0) + first_group * per_group,
         last_group * per_group,
@@ -119,7 +119,7 @@ def ring_kernel(
                 if C.TMA:
                     ptx.async_fence()
 
-            # Anew for each chunk: kept for all of them, queries would take registers from the sums.
+            # Loaded anew for each chunk: kept across chunks, queries would take registers from the sums.
             q_block = load_block(rows_of(q, batch, head), row, row_end, C.D, C.ROWS, C.PADDED_D)
             indices = mask.k_indices + tl.load(chunk + 2)
             of_chunk = tl.cast(c, tl.int64) * queries
@@ -142,13 +142,13 @@ def ring_kernel(
 
 
 class Chunks(Protocol):
-    """What this rank's queries see of its own keys and of each chunk; the first chunk are own keys."""
+    """Masks of this rank's queries over its own keys and each chunk; the first chunk is its own keys."""
 
     def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
-        """int32 tensors there, for tiles of `rows` queries against blocks of `block` keys: tiles [tiles, 2] and bounds
-        [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks [chunks, CHUNK_COLUMNS]; starts, stops
-        [chunks, queries], in keys of the chunk; places, q_indices [queries]; and k_indices, of own keys and of each
-        chunk's, one behind the other."""
+        """int32 tensors on `device`, for tiles of `rows` queries against blocks of `block` keys: tiles [tiles, 2] and
+        bounds [tiles, chunks, BOUND_COLUMNS], as in tiles.py; chunks [chunks, CHUNK_COLUMNS]; starts, stops
+        [chunks, queries], in keys of the chunk; places, q_indices [queries]; and k_indices, those of own keys, then
+        those of each chunk, concatenated."""
         ...
 
 
@@ -166,21 +166,21 @@ def ring_forward(
     precision: str = "ieee",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf where a query sees nothing.
+    """(out [B, S, H, Dv] in the dtype of q, lse fp32 [B, H, S]): 0 and -inf for a query that sees nothing.
 
     Args:
         q: [B, S, H, D], k: [B, rows, Hkv, D], v: [B, rows, Hkv, Dv]: this rank's, bf16, fp16 or fp32, of any strides
             with a dense last dim.
-        layout: of the keys of all ranks in this call: of this rank, these k and v, at most MAX_CHUNKS - 1 chunks and
-            MAX_GROUPS groups.
+        layout: layout of all ranks' keys in this call. This rank's part describes k and v, and has at most
+            MAX_CHUNKS - 1 chunks and MAX_GROUPS groups.
         workspace: of this group and stream, of at least `layout.nbytes(W)` bytes.
-        programs: that run at once, on a GPU next to the relays: fewer than there are SMs.
-        sinks: [H] scores of one more key each, whose value is 0; they count in lse.
-        precision: of fp32: "ieee", or "tf32".
-        config: tiles, in place of the shipped ones.
+        programs: number of programs that run at once; on a GPU fewer than there are SMs, to leave one to the relays.
+        sinks: [H] scores of one more key per head, whose value is 0; they count in lse.
+        precision: precision of fp32 products, "ieee" or "tf32".
+        config: tiles that replace the default ones.
 
     Raises:
-        ValueError: rows are too far apart, or the workspace is too small. Nothing has run then.
+        ValueError: rows are too far apart, or the workspace is too small. No kernel has been launched then.
     """
     check_rows(q=q, k=k, v=v)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
@@ -191,7 +191,7 @@ def ring_forward(
         at_once = ring_keys.runs_at_once(q)
         length = layout.groups if at_once else layout.slots
         windows = [range(first, min(first + length, layout.groups)) for first in range(0, layout.groups, length)]
-        # All that may allocate comes before `stage`, which tells the peers that this rank has begun the call.
+        # All allocations happen before `stage`, which notifies the peers that this rank has begun the call.
         launches = [
             _launch(q, out, lse, chunks, terms, layout, workspace, programs, sinks, precision, config, groups)
             if q.numel()
@@ -208,13 +208,13 @@ def ring_forward(
             if launch is not None:  # there are queries
                 gather.run(launch)
             if at_once:
-                # Copies behind the kernel, which has own keys to begin with: the host's time for them is hidden by it.
+                # Copies are issued after the kernel, which begins with own keys and so hides the host's time for them.
                 puller.pull(event, groups)
     return out, lse
 
 
 def _load(workspace: RingWorkspace, launches: list[LaunchOf | None]) -> None:
-    """Loads what no call of this workspace has loaded yet."""
+    """Load the kernels that no call of this workspace has loaded yet."""
     needed = [launch for launch in launches if launch is not None]
     key = tuple(variant_of(launch) for launch in needed)
     if key not in workspace.loaded:
@@ -268,7 +268,7 @@ def _launch(
         "first_group": groups.start,
         "last_group": groups.stop,
         "WORLD": workspace.world_size,
-        # Relays wait for peers and say so when they give up; this deadline only bounds the wait.
+        # Relays wait for peers, and put negative flags when they give up; this deadline only bounds the wait.
         **workspace.arguments(ring_keys.longer(workspace.timeout_ns, 2)),
         **kernel_arguments(config, q, values, terms, precision, tma=k_tma is not None),
     }
@@ -277,9 +277,9 @@ def _launch(
 
 
 def variant_of(launch: LaunchOf) -> tuple[Any, ...]:
-    """Launches of a kernel that give the same run the same variant of it, as Triton compiles it.
+    """Key of the compiled variant of a kernel: launches with equal keys run the same one.
 
-    Not what the mask makes of a call: sequences of any lengths have few variants.
+    It does not depend on the mask: sequences of any lengths have few variants.
     """
     kernel, _, arguments = launch
     return tuple(
@@ -289,7 +289,7 @@ def variant_of(launch: LaunchOf) -> tuple[Any, ...]:
 
 
 def _kind(value: Any, specialised: bool) -> Any:
-    """What Triton looks at of an argument: its type, what divides it, and whether it is 1."""
+    """Properties of an argument that Triton specializes on: its type, divisibility by 16, and equality to 1."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, tuple):
@@ -299,7 +299,7 @@ def _kind(value: Any, specialised: bool) -> Any:
         return (wide, value % 16 == 0, value == 1) if specialised else wide
     if hasattr(value, "block_shape"):
         return value.base.dtype, tuple(value.block_shape)
-    return type(value)  # floats, and what is not there
+    return type(value)  # floats and None
 
 
 fix_cache_keys(__name__)

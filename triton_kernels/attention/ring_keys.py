@@ -1,26 +1,26 @@
-"""Keys and values of all ranks for a kernel of ring attention: pulled chunk by chunk, each announced by a flag.
+"""Keys and values of all ranks for a kernel of ring attention: pulled chunk by chunk, each signalled by a flag.
 
-A rank's queries look at rows of other ranks' keys: its chunks, each of one source. Heads go by groups, so that what is
-held of other ranks is two groups' heads (SLOTS), not all, and the second group travels while the first is computed
-with. Memory of a rank, [rows, heads of a group, D + Dv], K next to V so that a chunk of a group is one piece:
+A rank's queries see rows of other ranks' keys: its chunks, each of one source. Heads are processed in groups, so that a
+rank holds two groups' heads (SLOTS) of other ranks, not all, and the second group is copied while the first is used.
+Memory of a rank, [rows, heads of a group, D + Dv], with K next to V so that a chunk of a group is contiguous:
 
-    own keys         group by group, all rows of this rank; what peers read
-    slots            group g's chunks, one behind the other, in slot g % SLOTS
+    own keys         group by group, all rows of this rank; peers read them
+    slots            group g's chunks, one after the other, in slot g % SLOTS
 
-`stage` copies own keys there and says so (module `gather` has that part of the protocol, and its words begun, ready and
-pulled, of W each); between two copies of the copy engine `relay`, one program, announces the one and waits for what the
-other needs. More words:
+`stage` copies own keys there and puts ready (module `gather` describes that part of the protocol, and its words begun,
+ready and pulled, W each). Between two copies of the copy engine, `relay`, one program, puts the flag of the first and
+waits for the conditions of the second. More words, all put by this rank:
 
-    verdict[s]       this rank, between two of its own launches: whether rank s's keys came
-    arrived[g][c]    this rank: chunk c of group g is in its slot
-    done[g]          this rank: all of group g has been computed with, so its slot may be written again
+    verdict[s]       the epoch if rank s's keys arrived, else 0; passed from one relay to a later one
+    arrived[g][c]    chunk c of group g is in its slot
+    done[g]          all of group g has been used, so its slot may be written again
 
-Between calls a slot is free, since copies are behind `stage`, which is behind the kernel of the call before. Own keys
-are free once all ranks have pulled: each puts pulled in each call, at once where it needs nothing of that source, so
-calls whose masks skip different steps do not pass each other.
+Between calls a slot is free, since copies are ordered after `stage`, which is ordered after the kernel of the previous
+call. Own keys are free once all ranks have pulled: each rank puts pulled in each call, at once if it needs nothing of
+that source, so calls whose masks skip different steps do not overtake each other.
 
-A wait that expires is on record before anything is overwritten or missed because of it: the reader of the chunks checks
-the record when it ends (`signals.unbroken`), and writes NaN.
+A wait that expires is recorded before anything is overwritten or missed because of it: the kernel that reads the chunks
+checks the record at its end (`signals.unbroken`), and writes NaN.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ from .launch import heads_of
 
 OP = tl.constexpr(OPS.index("ring_attention"))
 
-VERDICT = tl.constexpr(3)  # run of W words, behind begun, ready and pulled
+VERDICT = tl.constexpr(3)  # run of W words, after begun, ready and pulled
 FLAGS = tl.constexpr(4)  # runs before the flags of chunks and groups
 MAX_CHUNKS = tl.constexpr(64)  # of a rank in one call
 MAX_GROUPS = tl.constexpr(8)
-GROUP_DONE = tl.constexpr(2)  # first of the counters of programs that have done with a group
+GROUP_DONE = tl.constexpr(2)  # first of the counters of programs that no longer use a group
 NONE = tl.constexpr(-1)
 
 _LONGEST_NS = (1 << 63) - 1  # kernels count nanoseconds in 63 bits
 
 SLOTS = 2  # groups whose chunks are held at a time
-MAX_STREAMS = 2  # one copies while the other's relay runs; more would let a later chunk slow an earlier one down
+MAX_STREAMS = 2  # one copies while the other's relay runs; with more, a later chunk would slow an earlier one
 LEAST_GROUP_BYTES = 1 << 20  # of a shard's keys and values: a smaller copy takes less time than its relay
-ROWS = tl.constexpr(32)  # that a program of `stage` copies at a time
+ROWS = tl.constexpr(32)  # rows that a program of `stage` copies at a time
 
 
 @triton.jit
 def arrived_flag(group, chunk, WORLD: tl.constexpr):
-    """Number of the flag that tells of a chunk (0 is the first behind a rank's own keys)."""
+    """Number of the flag of a chunk's arrival (chunk 0 is the first after a rank's own keys)."""
     return FLAGS * WORLD + group * MAX_CHUNKS + chunk
 
 
 @triton.jit
 def done_flag(group, WORLD: tl.constexpr):
-    """Number of the flag that tells that a group's slot is free."""
+    """Number of the flag that is set once a group's slot is free."""
     return FLAGS * WORLD + MAX_GROUPS * MAX_CHUNKS + group
 
 
@@ -86,8 +86,8 @@ def stage_kernel(
     ws, rank, WORLD: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
 ):  # fmt: skip
-    """Begins a call: copies k and v [B, rows, heads, D or DV] to own [groups, rows, per_group, D + DV], once all have
-    read what was there. Bit s of `unneeded` says that nothing of rank s's keys will be pulled."""
+    """Begin a call: copy k and v [B, rows, heads, D or DV] to own [groups, rows, per_group, D + DV], once all peers
+    have read its previous content. Bit s of `unneeded` is set if none of rank s's keys will be pulled."""
     call, free = begin_stage(ws, rank, WORLD, OP)
     width = per_group * (D + DV)
     for block in tl.range(tl.program_id(0), pairs * tl.cdiv(rows, ROWS), tl.num_programs(0)):
@@ -104,8 +104,8 @@ def stage_kernel(
 
 @triton.jit(do_not_specialize=_RELAY_ODD)
 def relay_kernel(group, chunk, source, last, awaited, freed, ws, rank, WORLD: tl.constexpr):
-    """Between two copies, one program: tells that a chunk of `source` has arrived, the last of its chunks or not, and
-    waits for rank `awaited`'s keys, or until group `freed` has been computed with. NONE: of none, for none."""
+    """Run one program between two copies: put the flag of a chunk of `source` (and pulled, if it is the `last` one),
+    then wait for rank `awaited`'s keys, or until group `freed` has been used. NONE: no such chunk, no such wait."""
     call = join(ws, rank)
     if source != NONE:
         good = tl.load(flag_at(call, rank, VERDICT * WORLD + source)) == call.epoch
@@ -129,14 +129,14 @@ class Chunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class KeysLayout:
-    """Where the keys of one call lie in the memory of all ranks.
+    """Layout of the keys of one call in the memory of all ranks.
 
     Attributes:
-        rows: of keys that each rank has.
-        chunks: of this rank, in the order in which it computes with them; not its own keys.
-        most: rows of the chunks of the rank that has most of them; the same on all ranks, like all below.
-        pairs: of a batch row and a head of keys.
-        groups: that these are cut into; divides them.
+        rows: number of keys of each rank.
+        chunks: chunks of this rank, in the order of their use; without its own keys.
+        most: largest number of rows in a rank's chunks; the same on all ranks, like all below.
+        pairs: number of pairs of a batch row and a key head.
+        groups: number of groups that the pairs are divided into; divides `pairs`.
     """
 
     rank: int
@@ -163,12 +163,12 @@ class KeysLayout:
 
     @property
     def slots_row(self) -> int:
-        """Where slots begin, in rows."""
+        """First row of the slots."""
         return self.groups * max(self.rows)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each chunk begins in its slot, in rows; and where the last ends."""
+        """First row of each chunk in its slot, and the end of the last chunk."""
         found = [0]
         for chunk in self.chunks:
             found.append(found[-1] + chunk.rows)
@@ -176,15 +176,15 @@ class KeysLayout:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a rank's memory: rows, heads, elements."""
+        """Shape of a rank's memory: rows, heads, elements."""
         return self.slots_row + self.slots * self.most, self.per_group, self.head_dim + self.v_head_dim
 
     def nbytes(self, world_size: int) -> int:
-        """The smallest workspace for it; the same on all ranks."""
+        """Bytes of the smallest workspace for this layout; the same on all ranks."""
         return data_offset(world_size) + prod(self.shape) * self.dtype.itemsize
 
     def own(self, rank: int, group: int, first: int, rows: int) -> tuple[int, int]:
-        """Rows [start, stop) of `rank`'s memory that hold these of its keys, in heads of `group`."""
+        """Rows [start, stop) of `rank`'s memory that hold its keys [first, first + rows), in heads of `group`."""
         start = group * self.rows[rank] + first
         return start, start + rows
 
@@ -195,13 +195,13 @@ class KeysLayout:
 
 
 def data_offset(world_size: int) -> int:
-    """Where keys begin in a rank's memory, in bytes, behind all words."""
+    """Byte offset of the keys in a rank's memory, after all words."""
     words = FLAGS.value * world_size + MAX_GROUPS.value * (MAX_CHUNKS.value + 1)
     return -(-words * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
 def groups_of(pairs: int, shard_bytes: int) -> int:
-    """Into how many groups heads are cut, where the longest shard's keys and values have that many bytes.
+    """Number of groups of the heads, if the longest shard's keys and values have `shard_bytes` bytes.
 
     >>> groups_of(16, 64 << 20), groups_of(6, 3 << 20), groups_of(7, 0)
     (8, 3, 1)
@@ -211,7 +211,7 @@ def groups_of(pairs: int, shard_bytes: int) -> int:
 
 
 def longer(timeout_ns: int, times: int) -> int:
-    """That many times the deadline, or for ever.
+    """`times` times the deadline, limited to the longest one that kernels can count.
 
     >>> longer(5, 3), longer(1 << 62, 3) == (1 << 63) - 1
     (15, True)
@@ -220,13 +220,13 @@ def longer(timeout_ns: int, times: int) -> int:
 
 
 class RingWorkspace(GatherWorkspace):
-    """The memory of one rank's calls of ring attention, which only they use; of at least `KeysLayout.nbytes` bytes."""
+    """Memory for one rank's calls of ring attention, and for nothing else; at least `KeysLayout.nbytes` bytes."""
 
     def __init__(
         self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
     ) -> None:
-        # Before the barrier at the end of what follows: behind it a peer's kernel may run and wait for this rank, and
-        # nothing says that the driver makes streams meanwhile.
+        # Before the barrier at the end of super().__init__: after it a peer's kernel may run and wait for this rank,
+        # and the driver may not create streams meanwhile.
         self.streams: list[torch.cuda.Stream] = []
         if buffer.is_cuda:
             self.streams = own_streams(self, buffer.device, min(handle.world_size - 1, MAX_STREAMS), urgent=True)
@@ -236,7 +236,7 @@ class RingWorkspace(GatherWorkspace):
         """The memory of `rank`, in the shape of `layout`.
 
         Raises:
-            ValueError: it is too small.
+            ValueError: the workspace is too small.
         """
         self.require(layout.nbytes(self.world_size))
         offset = (self.begin + data_offset(self.world_size)) // layout.dtype.itemsize
@@ -244,7 +244,7 @@ class RingWorkspace(GatherWorkspace):
 
 
 def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorkspace, programs: int) -> LaunchOf:
-    """What begins a call, with `programs` programs at most."""
+    """The launch that begins a call, with at most `programs` programs."""
     needed = {chunk.source for chunk in layout.chunks}
     unneeded = sum(1 << rank for rank in range(workspace.world_size) if rank not in needed)
     arguments = {
@@ -261,7 +261,7 @@ def stage_launch(k: Tensor, v: Tensor, layout: KeysLayout, workspace: RingWorksp
         "DV": layout.v_head_dim,
         "PADDED_D": padded(layout.head_dim),
         "PADDED_DV": padded(layout.v_head_dim),
-        "maxnreg": 168,  # left alone ptxas takes 72, and spills
+        "maxnreg": 168,  # by default ptxas uses 72, and spills
     }
     blocks = layout.pairs * -(-layout.own_rows // ROWS.value)
     return stage_kernel, (max(1, min(blocks, programs)),), arguments | workspace.arguments()
@@ -275,11 +275,10 @@ class _Pull(NamedTuple):
 
 
 class KeysPuller:
-    """Pulls the chunks of a call into this rank's slots, in the order in which they are used; sources are dealt to the
-    side streams of the workspace in turn.
+    """Pulls the chunks of a call into this rank's slots, in the order of their use, on the workspace's side streams.
 
-    Each stream is a chain of relay, copy, relay, copy, ..., relay. A relay is one warp, but needs an SM that can take
-    it while others compute: leave at least one free.
+    Sources are distributed over the streams in turn. Each stream is a chain of relay, copy, relay, copy, ..., relay. A
+    relay is one warp, but needs an SM with room for it while others compute: leave at least one free.
     """
 
     def __init__(self, layout: KeysLayout, workspace: RingWorkspace) -> None:
@@ -291,7 +290,7 @@ class KeysPuller:
         self._first = {chunk.source: number for number, chunk in reversed(list(enumerate(layout.chunks)))}
 
     def relay_launch(self, before: _Pull | None, behind: _Pull | None) -> LaunchOf:
-        """What tells of the copy before it and waits for what that behind it needs; None: of none, for none."""
+        """The relay between two copies: it signals the copy `before` and waits until the copy `behind` may run."""
         layout, chunks = self.layout, self.layout.chunks
         told = {"group": 0, "chunk": 0, "source": NONE.value, "last": 0}
         if before is not None:
@@ -306,20 +305,20 @@ class KeysPuller:
             elif behind.group == 0 and behind.chunk == self._first[source]:
                 awaited = source
         arguments = told | {"awaited": awaited, "freed": freed, "WORLD": self.workspace.world_size, "num_warps": 1}
-        # The kernel that frees a group waits for other chunks meanwhile: the wait for a peer must expire first.
+        # The kernel that frees a group meanwhile waits for other chunks: its waits for peers must expire first.
         arguments |= self.workspace.arguments(longer(self.workspace.timeout_ns, 1 if freed == NONE.value else 3))
         return relay_kernel, (1,), arguments
 
     def relays_to_load(self) -> list[LaunchOf]:
-        """One of each kind: deadlines of more than 32 bits are another kind."""
+        """One relay per compiled variant: a deadline of more than 32 bits has a variant of its own."""
         kinds = [self.relay_launch(None, None)]
         if self.layout.chunks and self.layout.groups > self.layout.slots:
             kinds.append(self.relay_launch(None, _Pull(self.layout.slots, 0)))
         return kinds
 
     def pull(self, staged: torch.cuda.Event | None, groups: range) -> None:
-        """Pulls the chunks of these groups, behind `staged`; the current stream goes on once all have been copied.
-        None: on a CPU, where all is copied now, as one chain."""
+        """Pull the chunks of these groups after `staged`; the current stream continues once all have been copied.
+        `staged` None: on a CPU, where all chunks are copied now, as one chain."""
         streams = self.workspace.streams
         if staged is None:
             self._run(groups, self._sources)
@@ -352,16 +351,16 @@ class KeysPuller:
 
 
 def runs_at_once(x: Tensor) -> bool:
-    """Whether a kernel and the copies it waits for run at once where x is; if not, the copies must come first.
+    """True if a kernel and the copies it waits for can run concurrently on x's device; else copies must be first.
 
-    Nothing promises that of branches of a CUDA graph, nor where streams share queues or every launch is waited for.
+    CUDA does not guarantee it for branches of a CUDA graph, for streams that share queues, or for blocking launches.
     """
     blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") == "1"
     return x.is_cuda and not blocking and not queues_are_few() and not torch.cuda.is_current_stream_capturing()
 
 
 def staged_on(x: Tensor) -> torch.cuda.Event | None:
-    """The end of what is in the current stream; None on a CPU."""
+    """Event at the end of the current stream's work; None on a CPU."""
     return torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
 
 

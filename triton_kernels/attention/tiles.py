@@ -1,14 +1,14 @@
-"""How attention is cut into tiles: for each, its rows and the blocks on the other side that it has to look at.
+"""Tiles of attention: the rows of each tile, and the blocks of the other side that it has to visit.
 
-Query i sees the keys [starts[i], stops[i]), key j is seen by the queries [first[j], last[j]); all four never go back.
-So what a tile of rows sees lies between the lowest start and the highest stop, which are those of its first and its
-last row, and what all of its rows see lies between the highest start and the lowest stop. Blocks inside of the latter
-need no mask, blocks outside of the former are not visited. All of that is found here, on the host and for all tiles at
-once, so that a kernel has loops with bounds and no branches.
+Query i sees the keys [starts[i], stops[i]), key j is seen by the queries [first[j], last[j]); all four never decrease.
+So a tile of rows sees nothing outside the interval from its lowest start to its highest stop, those of its first and
+its last row, and all of its rows see the interval from its highest start to its lowest stop. Blocks inside the latter
+need no mask, blocks outside the former are not visited. These bounds are computed here, on the host and for all tiles
+at once, so that a kernel has loops with bounds and no branches.
 
-A tile is cut short where rows stop belonging together: at a break of the layout (a rank's second zigzag chunk), where a
-long document begins, and where keys lie between two neighbours that neither sees. What no row of a tile sees is thus
-never loaded for it.
+A tile ends early where its rows do not belong together: at a break of the layout (a rank's second zigzag chunk), where
+a long document begins, and where two neighbouring rows both do not see the keys between them. Thus a tile never loads
+keys that none of its rows sees.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-COLUMNS = 6  # row, end of rows, begin, end, begin and end of what needs no mask
+COLUMNS = 6  # row, end of rows, begin, end, begin and end of the blocks without a mask
 
 
 class Step(Protocol):
-    """Which of `keys` keys each of `rows` queries sees; a step of a ring is one.
+    """Mask of `rows` queries over `keys` keys; a step of a ring is one.
 
-    `starts`, `stops` and `seen_by` (first, last) are int32 arrays; the breaks are rows behind which tokens of the whole
-    sequence are missing. `on` gives int32 tensors of a device by name: starts, stops, first, last, places, q_indices
-    and k_indices; the tiles are kept in the same dict.
+    `starts`, `stops` and `seen_by` (first, last) are int32 arrays; the breaks are rows before which tokens of the whole
+    sequence are missing. `on` returns int32 tensors on a device by name: starts, stops, first, last, places, q_indices
+    and k_indices; the tiles are cached in the same dict.
     """
 
     rows: int
@@ -43,7 +43,7 @@ class Step(Protocol):
 
 
 def query_tiles(step: Step, rows: int, block: int, device: torch.device) -> Tensor:
-    """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], made once."""
+    """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], computed once."""
     return _kept(step, f"query tiles {rows}x{block}", device, step.starts, step.stops, step.q_breaks, rows, block)
 
 
@@ -60,9 +60,9 @@ def _kept(step: Step, name: str, device: torch.device, *of: Any) -> Tensor:
 
 
 def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: int) -> Any:
-    """int32 [tiles, COLUMNS], those with most to look at first: (row, end of rows, begin, end, full begin, full end).
+    """int32 [tiles, COLUMNS], tiles with most work first: (row, end of rows, begin, end, full begin, full end).
 
-    Blocks lie at begin, begin + block, ...; those in [full begin, full end) are whole and seen by all rows of the tile.
+    Blocks begin at begin, begin + block, ...; all rows of the tile see all of the blocks in [full begin, full end).
 
     >>> tiles_of(np.zeros(4, int), np.arange(1, 5), (), 2, 2).tolist()  # causal
     [[2, 4, 0, 4, 0, 2], [0, 2, 0, 2, 0, 0]]
@@ -78,12 +78,13 @@ def tiles_of(starts: Any, stops: Any, breaks: Sequence[int], rows: int, block: i
 def tiles_of_chunks(
     seen: tuple[Any, Any], breaks: Sequence[int], starts: Any, stops: Any, rows: int, block: int
 ) -> tuple[Any, Any]:
-    """The same for keys that come in chunks: int32 (tiles [tiles, 2], bounds [tiles, chunks, 4]), those with most to
-    look at first: (row, end of rows), and (begin, end, full begin, full end) in each chunk.
+    """`tiles_of` for keys in chunks: int32 (tiles [tiles, 2], bounds [tiles, chunks, 4]), tiles with most work first.
+
+    A tile is (row, end of rows), its bounds are (begin, end, full begin, full end) in each chunk.
 
     Args:
-        seen: starts and stops [queries] in the whole, by which tiles are cut.
-        starts, stops: [chunks, queries], in each chunk; none is seen where stop is not above start.
+        seen: starts and stops [queries] over all keys, which determine the rows of the tiles.
+        starts, stops: [chunks, queries], in each chunk; a query sees nothing of it if stop is not above start.
 
     >>> starts, stops = np.zeros((2, 4), int), np.array([[1, 2, 3, 4], [0, 0, 2, 2]])
     >>> tiles, bounds = tiles_of_chunks((starts[0], stops[0]), (), starts, stops, 2, 2)
@@ -105,7 +106,7 @@ def tiles_of_chunks(
 
 
 def _whole_blocks(begin: Any, end: Any, latest_start: Any, earliest_stop: Any, block: int) -> tuple[Any, Any]:
-    """(begin, end) of the blocks that all rows of a tile see; nothing, at begin, where there are none."""
+    """(begin, end) of the blocks that all rows of a tile see; (begin, begin) if there are none."""
     full_begin = begin + -(-(latest_start - begin) // block) * block
     full_end = begin + (np.minimum(earliest_stop, end) - begin) // block * block
     some = full_end > full_begin
@@ -123,7 +124,7 @@ def _rows_of_tiles(starts: Any, stops: Any, breaks: Sequence[int], rows: int) ->
 
 def _segments(starts: Any, stops: Any, breaks: Sequence[int], rows: int) -> Any:
     """Ends of the runs of rows that tiles may not straddle: 0, ..., the number of rows."""
-    # Neighbours that see nothing in common are of two documents. Short ones share a tile.
+    # Neighbours that see no common key belong to two documents. Short documents share a tile.
     bounds = np.concatenate(([0], np.flatnonzero(starts[1:] >= stops[:-1]) + 1, [len(starts)]))
     long = np.diff(bounds) >= rows
     documents = bounds[1:-1][long[:-1] | long[1:]]

@@ -1,1 +1,1 @@
-"""Signals, workspaces and gathers: what kernels of several ranks share."""
+"""Signals, workspaces and gathers of kernels that run on several ranks."""

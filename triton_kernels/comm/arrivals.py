@@ -1,21 +1,21 @@
-"""Shards that copy engines bring while a kernel runs: which is there, in an order that is the same for all programs.
+"""Arrival of shards that copy engines transfer while a kernel runs, in one order for all programs.
 
-Words of this rank's memory, int64, W each; all are 0 when the kernel begins (csrc/copy_engine/steps.h has the rest):
+Words in this rank's memory, int64, W each, all 0 when the kernel begins (the host's side: csrc/copy_engine/steps.h):
 
-    arrived[s]  the stream that copies: rank s's shard is in its place, 1
-    order[p]    the first program to ask for shard number p: 1 + the rank whose shard that is
-    order[W-1]  all programs: the time, which every thread of a program must see alike
+    arrived[s]  set to 1 by the copying stream once rank s's shard is in place
+    order[p]    set by the first program that asks for shard number p: 1 + the rank of that shard
+    order[W-1]  written by all programs: the time, so that every thread of a program reads the same one
 
-Orders: the stream writes arrived behind the copy, for the whole system. A program that finds no order[p] looks at all
-of arrived (relaxed) and claims one that is there and not taken (compare and swap, acq_rel.gpu); every program then
-reads order[p] (acquire) and arrived of that rank (acquire.sys), which holds 1 by then, and meets a barrier: no load of
-the shard by any thread can run ahead of it. Loads by TMA are of another proxy, so a fence follows (`ptx.async_fence`).
+Memory order: the stream writes `arrived` after the copy, at system scope. A program that finds order[p] empty reads all
+of `arrived` (relaxed) and claims a shard that has arrived and is not taken (compare and swap, acq_rel.gpu). Then every
+program reads order[p] (acquire) and `arrived` of that rank (acquire.sys), which is 1 by then, and passes a barrier: no
+thread loads the shard before it. TMA loads use another proxy, so a fence follows (`ptx.async_fence`).
 
-Deadlines: the host's watchdog ends the waits of streams, and sets arrived of what does not come; what the kernel makes
-of that becomes NaN behind it. Only where streams do not run at all does the kernel's own deadline pass. It sets
-`expired` then, a word of the host, and writes NaN itself.
+Deadlines: the host's watchdog ends the waits of streams and sets `arrived` of shards that do not arrive; results of
+these are overwritten with NaN after the kernel. The kernel's own deadline passes only if the streams do not run at all.
+The kernel then sets `expired`, a word of the host, and writes NaN itself.
 
-Any program may claim, so that a rank that is late holds up nothing but what is made of its own shard.
+Any program may claim any shard, so a late rank delays only the results of its own shard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .signals import POLLS_PER_CLOCK, look, time_at
 
 
 class Arrivals(NamedTuple):
-    """What a kernel is given of a gather that it waits for."""
+    """Kernel arguments that describe the gather it waits for."""
 
     arrived: Any  # int64 [W]
     order: Any  # int64 [W]
@@ -41,9 +41,9 @@ class Arrivals(NamedTuple):
 
 @triton.jit
 def next_shard(come, position, taken, rank, WORLD: tl.constexpr):
-    """The rank whose shard is number `position` to be taken and can be read now; -1 where none has come in time.
+    """Rank of shard number `position`, once it can be read; -1 if none arrives in time.
 
-    Bits of `taken` are ranks whose shards have come before.
+    `taken` has a bit for each rank whose shard was taken before.
     """
     chosen = look(come.order + position)
     if chosen == 0:
@@ -57,14 +57,14 @@ def next_shard(come, position, taken, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def claim(come, position, taken, rank, WORLD: tl.constexpr):
-    """What order[position] holds once it is set, or 0 when the deadline has passed."""
+    """Value of order[position] once it is set, by this program or another; 0 once the deadline has passed."""
     place = come.order + position
     time = come.order + WORLD - 1
     start = time_at(time)
     chosen = tl.cast(0, tl.int64)
     polls = 0
     waiting = True
-    # By distance, so that no two ranks look for the same shard first.
+    # Ordered by distance, so that no two ranks look for the same shard first.
     distance = tl.arange(0, triton.next_power_of_2(WORLD))
     source = (distance + rank) % WORLD
     others = (distance > 0) & (distance < WORLD)
@@ -73,7 +73,7 @@ def claim(come, position, taken, rank, WORLD: tl.constexpr):
         free = others & (here == 1) & ((taken >> tl.cast(source, tl.int64)) & 1 == 0)
         nearest = tl.min(tl.where(free, distance, WORLD), axis=0)
         found = tl.where(nearest < WORLD, (nearest + rank) % WORLD + 1, 0)
-        # Threads may have found different ones: that of the thread that swaps counts. With 0 nothing changes.
+        # Threads may have found different ranks: the thread that swaps decides. Swapping in 0 changes nothing.
         tl.atomic_cas(place, tl.cast(0, tl.int64), tl.cast(found, tl.int64), sem="acq_rel", scope="gpu")
         chosen = look(place)
         polls += 1

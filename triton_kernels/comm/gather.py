@@ -1,29 +1,29 @@
-"""Rows of all ranks that peers read: a rank's shard in its region, and the flags around it.
+"""Regions of memory from which peers read a rank's shard, and the flags that guard them.
 
     x_shard [M_r, K] per rank -> gathered [M, K]: rank r has rows r*c to (r+1)*c; the last ranks may have fewer, or none
 
 One call of a rank is several launches:
 
-    1. stage    copies its shard into its region, where peers can read it, and says so
-    2. a kernel that loads peers' regions itself, and says when it is done
+    1. stage    copies the shard into this rank's region, where peers can read it, and puts ready
+    2. a kernel that loads from the peers' regions, and puts pulled when it is done
 
-Words of a rank's memory, W each, and who puts them:
+Words in a rank's memory, W each, put by rank s:
 
-    begun[s]    rank s: it has begun the call
-    ready[s]    rank s: its shard is in its region, as rows in one piece
-    pulled[s]   rank s: it has read this rank's region and will not again in this call
+    begun[s]    rank s has begun the call
+    ready[s]    rank s's shard is in its region, as contiguous rows
+    pulled[s]   rank s has read this rank's region and will not read it again in this call
 
-The flags are those of `signals`, but lie at one address, not in two halves that calls use in turn: a rank stages call
-e+1 once all have pulled e, and they pull e+1 once it is staged. Flags only grow, so nothing is zeroed.
+The flags are those of `signals`, but all calls use the same address instead of alternating halves: a rank stages call
+e+1 once all peers have pulled e, and they pull e+1 once it is staged. Flags only grow, so nothing is zeroed.
 
-`stage` advances the number of the call; its other launches read it (`signals.join`). They are ordered behind it, and
-the next `stage` behind them, by the stream, so a CUDA graph may capture all of it.
+`stage` advances the call number; the call's other launches read it (`signals.join`). The stream orders them after
+`stage` and before the next `stage`, so a CUDA graph may capture all of it.
 
-Orders: `stage`'s programs meet at a counter (acq_rel) and the last one puts ready (release.sys), for which the reader
-waits (acquire.sys).
+Memory order: the programs of `stage` increment a counter (acq_rel), the last one puts ready (release.sys), and the
+reader waits for ready (acquire.sys).
 
-Deadlines are those of `signals`. A shard that did not arrive is NaN in `gathered`, and so is all that is made of it. A
-rank that gave up does not write to its region again, which peers may still read.
+Deadlines are those of `signals`. A shard that did not arrive is NaN in `gathered`, as are all results of it. A rank
+that gave up does not write to its region again, since peers may still read it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
 
 OP = tl.constexpr(OPS.index("all_gather_matmul"))
 
-# Runs of W words in a rank's memory; begun words come first.
+# Runs of W words in a rank's memory; the begun words are the first run.
 READY = tl.constexpr(1)
 PULLED = tl.constexpr(2)
 RUNS = tl.constexpr(3)
@@ -52,16 +52,16 @@ ALIGNMENT = tl.constexpr(DATA_ALIGNMENT)
 
 # Counters of `state`.
 STAGED = tl.constexpr(0)  # programs of `stage` that have copied their share
-DONE = tl.constexpr(1)  # programs that have done with the peers' regions
+DONE = tl.constexpr(1)  # programs that no longer read the peers' regions
 
-# What a program of 4 warps copies at a time.
+# Block that a program of 4 warps copies at a time.
 BLOCK_ROWS = tl.constexpr(16)
 BLOCK_COLUMNS = tl.constexpr(512)
 
 
 @triton.jit
 def begin_stage(ws, rank, WORLD: tl.constexpr, OP: tl.constexpr):
-    """(call, whether all peers have read what this rank's region held in the call before)."""
+    """(call, free): begin a call; `free` is True if all peers have read this rank's region of the previous call."""
     call = begin(ws, rank, WORLD)
     pulled = flag_at(call, rank, PULLED * WORLD)
     free = all_reached(pulled, call.epoch - 1, rank, WORLD) & (call.epoch > 0)
@@ -74,12 +74,12 @@ def begin_stage(ws, rank, WORLD: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def end_stage(call, unneeded, WORLD: tl.constexpr):
-    """Says that the region is ready, once all programs have copied their share, and advances the number of the call.
+    """Put ready once all programs have copied their share, and advance the call number.
 
-    Of ranks whose bits are set in `unneeded` nothing will be pulled.
+    `unneeded` has a bit for each rank from which this rank will pull nothing.
     """
     if is_last(call, STAGED, tl.num_programs(0)):
-        # All programs have read the call's number and, had one of them not been free to write, that is on record.
+        # By now all programs have read the call number, and one that was not free to write has recorded that.
         good = unbroken(call)
         put_all(call, call.rank + READY * WORLD, good, WORLD)
         if unneeded != 0:
@@ -91,7 +91,7 @@ def end_stage(call, unneeded, WORLD: tl.constexpr):
 
 @triton.jit
 def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
-    """True once `peer` has read what was in this rank's region in the call before; as `wait`."""
+    """True once `peer` has read this rank's region of the previous call; otherwise as `wait`."""
     epoch = tl.maximum(call.epoch - 1, 0)
     before = Call(call.ws, call.rank, epoch)
     index = PULLED * WORLD + peer
@@ -99,7 +99,7 @@ def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
     if seen < epoch:
         seen = poll(before, index, peer, seen)
         if seen < epoch:
-            # On record as of this call: all programs of it must agree that it was not broken when it began.
+            # Recorded under this call: all its programs must agree that no wait had expired when it began.
             record(call, peer, -1, seen < 0, WORLD, OP)
     tl.debug_barrier()
     return (seen >= epoch) & (call.epoch > 0)
@@ -107,15 +107,15 @@ def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def region_at(call, rank, ELEMENT: tl.constexpr, WORLD: tl.constexpr):
-    """Pointer to `rank`'s shard, as rows in one piece."""
+    """Pointer to `rank`'s shard, in contiguous rows."""
     offset: tl.constexpr = (RUNS * WORLD * 8 + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT  # as region_offset
-    # An address out of a table carries no alignment; without it the compiler would move single elements.
+    # The compiler cannot know the alignment of an address from a table, and would move single elements.
     return tl.multiple_of((tl.load(call.ws.workspaces + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
 
 
 @triton.jit
 def fill_nan(ptr, count):
-    """NaN in `count` elements from `ptr` on."""
+    """Store NaN in `count` elements from `ptr` on."""
     nan = rounded(tl.full((1024,), float("nan"), tl.float32), ptr.dtype.element_ty)
     for first in tl.range(0, tl.cast(count, tl.int64), 1024, num_stages=1):
         places = first + tl.arange(0, 1024)
@@ -124,7 +124,7 @@ def fill_nan(ptr, count):
 
 @triton.jit
 def copy_rows(source, strides, target, rows, K, good):
-    """Copies [rows, K] to rows in one piece, unless `good` is False; the programs of a launch share the work."""
+    """Copy [rows, K] to contiguous rows, unless `good` is False; the programs of a launch share the work."""
     blocks_n = tl.cdiv(K, BLOCK_COLUMNS)
     for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS) * blocks_n, tl.num_programs(0)):
         block_m = block // blocks_n
@@ -137,63 +137,63 @@ def copy_rows(source, strides, target, rows, K, good):
 
 @triton.jit(do_not_specialize=["rank", "rows"])
 def stage_kernel(x_ptr, rows, K, strides, ws, rank, WORLD: tl.constexpr):
-    """Begins a call: copies x [rows, K] to this rank's region, once all have read what was there."""
+    """Begin a call: copy x [rows, K] to this rank's region, once all peers have read its previous content."""
     call, free = begin_stage(ws, rank, WORLD, OP)
     copy_rows(x_ptr, strides, region_at(call, rank, x_ptr.dtype.element_ty, WORLD), rows, K, free)
     end_stage(call, tl.cast(0, tl.int64), WORLD)
 
 
 def region_offset(world_size: int) -> int:
-    """Where a rank's shard begins in its memory, in bytes."""
+    """Byte offset of a rank's shard in its memory."""
     return -(-RUNS.value * world_size * 8 // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
 class GatherWorkspace(Workspace):
-    """The memory of one rank's gathers, of one stream. As `Workspace`, but for gathers, which only this one does."""
+    """Memory for one rank's gathers on one stream: a `Workspace` for gathers only, which other workspaces cannot do."""
 
-    halves = 1  # see above
+    halves = 1  # all calls use the same memory: see the top of this file
 
     def __init__(
         self, buffer: Tensor, handle: Handle, *, timeout_seconds: float, rescue: torch.cuda.Stream | None = None
     ) -> None:
         super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=16, rescue=rescue)
         self.handle = handle
-        # Where the buffer begins in what the handle's `get_buffer` gives, the same on all ranks.
+        # Offset of the buffer in the memory that `handle.get_buffer` returns, the same on all ranks.
         self.begin = buffer.data_ptr() - handle.get_buffer(self.rank, (1,), torch.uint8, 0).data_ptr()
         self.nbytes = buffer.nbytes
-        self.loaded: set[Any] = set()  # calls whose kernels are on the device
+        self.loaded: set[Any] = set()  # keys of calls whose kernels are on the device
 
     def require(self, needed: int) -> None:
-        """Raises ValueError where it has fewer bytes."""
+        """Raise ValueError if the workspace has fewer than `needed` bytes."""
         if needed > self.nbytes:
             raise ValueError(f"The workspace has {self.nbytes} bytes; this call needs {needed}. Make it larger.")
 
     def region(self, rank: int, rows: int, k: int, dtype: torch.dtype) -> Tensor:
-        """[rows, k] at the beginning of `rank`'s region."""
+        """Tensor [rows, k] at the beginning of `rank`'s region."""
         offset = (self.begin + region_offset(self.world_size)) // dtype.itemsize
         return self.handle.get_buffer(rank, (rows, k), dtype, offset)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Which rows of [M, K] which rank has."""
+    """Distribution of the rows of [M, K] over ranks."""
 
     rows: int
     rows_per_rank: int
     k: int
 
     def range(self, rank: int) -> tuple[int, int]:
-        """(first row, how many) of `rank`."""
+        """(first row, number of rows) of `rank`."""
         first = min(rank * self.rows_per_rank, self.rows)
         return first, min(self.rows_per_rank, self.rows - first)
 
 
-# (kernel, grid, arguments by name): a launch that has not taken place yet.
+# (kernel, grid, arguments by name) of a launch that has not been issued yet.
 LaunchOf = tuple[Any, tuple[int], dict[str, Any]]
 
 
 def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> LaunchOf:
-    """What begins a call, with `programs` programs at most."""
+    """The launch that begins a call, with at most `programs` programs."""
     rows, k = x_shard.shape
     blocks = -(-rows // BLOCK_ROWS.value) * -(-k // BLOCK_COLUMNS.value)
     arguments = {
@@ -207,15 +207,15 @@ def stage_launch(x_shard: Tensor, workspace: GatherWorkspace, programs: int) -> 
 
 
 def run(launch: LaunchOf) -> None:
-    """Launches a kernel on the current stream."""
+    """Launch a kernel on the current stream."""
     kernel, grid, arguments = launch
     kernel[grid](**arguments)
 
 
 def load(launch: LaunchOf) -> None:
-    """Compiles a kernel and loads it onto the device, without launching it.
+    """Compile a kernel and load it onto the device, without launching it.
 
-    Loading may wait for the kernels that run, and these may wait for a launch that is yet to come.
+    Loading may wait for running kernels, which may themselves wait for a launch that has not been issued yet.
     """
     kernel, _, arguments = launch
     compiled = kernel.warmup(grid=(1,), **arguments)

@@ -1,4 +1,4 @@
-"""What depends on the maker of the GPU: time, barriers and fences by inline PTX, or for the interpreter."""
+"""Vendor-specific code: time, barriers and fences as inline PTX, or emulated for the interpreter."""
 
 import time
 
@@ -14,7 +14,7 @@ if INTERPRETED.value:
         return time.monotonic_ns()
 
     def pause() -> None:
-        # Ranks are processes that share the cores: one that waits must let the others run.
+        # Ranks are processes that share the CPU cores: a waiting rank must let the others run.
         time.sleep(200e-6)
 
 else:
@@ -22,20 +22,20 @@ else:
 
     @triton.jit
     def now_ns():
-        """One clock for all SMs of a GPU. Threads of a program may read different times: see `signals.time_at`."""
+        """Time in ns, one clock for all SMs of a GPU. Threads of a program may read different times: see `signals`."""
         return globaltimer()
 
     @triton.jit
     def pause():
-        """Nothing: a poll is a round trip to L2, and flags usually arrive within a few of them."""
+        """Do nothing: a poll is a round trip to L2, and flags usually arrive within a few polls."""
         return
 
 
 @triton.jit
 def thread_barrier():
-    """`tl.debug_barrier`, hidden from Triton, which does not pipeline a loop that has one.
+    """`tl.debug_barrier`, hidden from Triton, which does not pipeline a loop with a barrier.
 
-    Triton keeps loads behind a barrier. This one orders stores before a flag, and no load.
+    Triton keeps loads behind a barrier that it knows. This one orders stores before a flag, but no loads.
     """
     if INTERPRETED:
         tl.debug_barrier()
@@ -45,7 +45,7 @@ def thread_barrier():
 
 @triton.jit
 def async_fence():
-    """Orders loads by TMA, which are of the async proxy, behind what this thread has waited for. sm_90 and later."""
+    """Order TMA loads, which use the async proxy, after the waits of this thread. sm_90 and later."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -54,9 +54,9 @@ def async_fence():
 
 @triton.jit
 def store_release(word, value, wanted):
-    """Stores `value` in the int64 `word`, at any rank, if `wanted`: by one thread, a release for the system.
+    """Store `value` in the int64 `word`, on any rank, if `wanted`: one thread, with release at system scope.
 
-    A store, not an atomic operation: links without atomics carry it, and no answer of the peer's is waited for.
+    A store, not an atomic: it works over links without atomics, and does not wait for a reply of the peer.
     """
     if INTERPRETED:
         if wanted:
@@ -82,10 +82,10 @@ def store_release(word, value, wanted):
 
 @triton.jit
 def store_release_all(table, offset, value, WORLD: tl.constexpr):
-    """Stores `value` in the int64 `offset` bytes behind each of the WORLD addresses in `table`, by a release each.
+    """Store `value` in the int64 `offset` bytes past each of the WORLD addresses in `table`, with a release each.
 
-    One thread for each (a program has 128 or more), at the same time: their fences are one, where stores one after the
-    other have one each.
+    Each address has its own thread (a program has 128 or more). The threads store at the same time, so they wait for
+    one fence together; successive stores would wait for one each.
     """
     if INTERPRETED:
         ranks = tl.arange(0, triton.next_power_of_2(WORLD))
@@ -115,10 +115,10 @@ def store_release_all(table, offset, value, WORLD: tl.constexpr):
 
 @triton.jit
 def all_reached(flags, value, but, WORLD: tl.constexpr):
-    """Whether each of WORLD int64 in a row, the one of number `but` left out, is `value` or more; for all threads.
+    """True, for all threads, if each of WORLD consecutive int64, except number `but`, is `value` or more.
 
-    An acquire for the system by one thread for each, at the same time, and one barrier, which also tells all threads
-    what they found together: none of them can part from the others, and loads behind it stay behind it.
+    Each word has its own thread, which loads it with acquire at system scope. One barrier combines the results for all
+    threads, so that they cannot diverge, and later loads stay behind the barrier.
     """
     if INTERPRETED:
         ranks = tl.arange(0, triton.next_power_of_2(WORLD))

@@ -1,58 +1,58 @@
-"""Signals between ranks inside of a kernel: put a flag, wait for one, begin and end a call.
+"""Signals between ranks inside a kernel: put a flag, wait for one, begin and end a call.
 
-Every rank has a workspace that all ranks map, of two halves. Call number `epoch` uses half `epoch % 2`:
+Every rank has a workspace of two halves, mapped by all ranks. Call number `epoch` uses half `epoch % 2`:
 
     word 0 .. W-1   begun: word s is put by rank s when it begins the call
-    word W ..       flags: each has one writer and one reader per call; which is which is the kernel's to say
-    bytes           data, behind a 64th of the half that is kept for words, whatever is launched
+    word W ..       flags: each has one writer and one reader per call, chosen by the kernel
+    bytes           data, after the first 64th of the half, which is reserved for words in every launch
 
-A flag is an int64 that holds the number of the last call that set it: set means `flag >= epoch`, so nothing is zeroed
-between calls; no byte of data may lie where a later launch may have a flag. (32 bits would not do: a flag unused for
-2^31 calls, 6 hours at 10 us each, would look set.) Calls are counted in device memory: every program reads the number
-when it begins and the last to end advances it, so a captured CUDA graph counts on at each replay.
+A flag is an int64 that holds the number of the last call that set it. It is set if `flag >= epoch`, so nothing is
+zeroed between calls, and data may not be stored where a later launch may have a flag. (32 bits are too few: a flag
+unused for 2^31 calls, 6 hours at 10 us each, would look set.) Calls are counted in device memory: every program reads
+the number when it begins and the last to end advances it, so each replay of a CUDA graph continues the count.
 
-Patterns, and what each orders:
+Patterns, and the memory order of each:
 
     put          1. all threads store a tile; 2. barrier of the threads; 3. one thread does st.release.sys on a flag at
                  the reader. The release is cumulative: a reader that sees the flag sees the tile, through NVLink as
-                 well as in shared memory. put_all: as many threads as ranks; the fence of a release waits for all
-                 stores before it to arrive, and those of all these threads wait at once. Atomic operations are on
-                 memory of the GPU that does them, so links need not carry any.
-    wait         1. one thread polls its own flag with acquire.sys (adding 0 to it, which Triton makes a load);
-                 2. Triton hands the value to the other threads through a barrier; 3. one more barrier: no load of the
-                 tile by any thread can run ahead of it. Polls stay on this GPU, because a flag lies at its reader. All
-                 threads see one value, so they leave the loop together (with ld.volatile each would see its own, and
-                 they could part where a barrier is to come). wait_all: a thread for each of W flags in a row, and
-                 one barrier for all of this; only where a flag is missing are they waited for one by one.
+                 well as in shared memory. put_all: one thread per rank; the fence of a release waits until all earlier
+                 stores have arrived, and the fences of these threads wait at the same time. Atomics are used only on
+                 memory of their own GPU, so links need not support them.
+    wait         1. one thread polls a flag of its own rank with acquire.sys (adding 0, which Triton compiles to a
+                 load); 2. Triton broadcasts the value to the other threads through a barrier; 3. one more barrier keeps
+                 the loads of the tile by all threads behind it. Polls stay on this GPU, because a flag is stored at its
+                 reader. All threads see one value, so they leave the loop together (with ld.volatile each would see its
+                 own value, and they could diverge before a barrier). wait_all: one thread for each of W consecutive
+                 flags, and one barrier for all; flags are waited for one by one only if one is missing.
     begin, end   call e+1 of a rank begins after its call e ended (one stream per workspace), and end waits until all
-                 ranks have begun. So a rank that begins call e+2 knows that all have ended e, and may write its half
-                 again. That is the only barrier between calls; it is free where data came from all ranks anyway.
-    count        programs of one rank meet at a counter (atom.acq_rel.gpu); the last one goes on alone. None waits.
+                 ranks have begun. So a rank that begins call e+2 knows that all ranks have ended e, and may write its
+                 half again. This is the only barrier between calls; it is free if data arrived from all ranks anyway.
+    count        programs of one rank increment a counter (atom.acq_rel.gpu); the last one continues. None waits.
 
 Progress. Programs wait only for programs of the same number (`tl.program_id(0)`) on other ranks, and these waits form
 no cycle: all programs first compute and put, then sum, then copy. So a kernel ends if all its programs run at once, in
-order on fewer SMs, or one after the other, as interpreted. The ranks must launch equally many.
+order on fewer SMs, or one after the other, as in the interpreter. All ranks must launch the same number of programs.
 
-Rules for kernels. Data is stored and loaded by the threads: a TMA store that has been waited for has read shared
-memory, and need not have written. No wait is in a loop that Triton pipelines (one with a dot in it), which moves loads
-of later iterations ahead of their wait.
+Rules for kernels. Threads store and load the data: a completed wait for a TMA store means that the store has read
+shared memory, not that it has written. No wait is in a loop that Triton pipelines (one with a dot), because pipelining
+moves loads of later iterations ahead of their wait.
 
 Failure. No wait is unbounded. One that lasts longer than `timeout_ns` writes an error record and returns False, and
-from then on no wait of the workspace waits: the kernel runs to its end, with wrong results, and leaves the CUDA context
-usable. A rank that gave up
+all later waits of the workspace return at once: the kernel runs to its end, with wrong results, and the CUDA context
+stays usable. A rank that gave up
 
-    - puts `-epoch` where it would have put a result made of what did not arrive, so that it is not taken for one;
-    - in calls that it has yet to make (queued, or in a graph that replays) touches no peer, which may be calls behind
-      and still reading: `begin` puts `-epoch` as begun, which tells peers that nothing will come, and all else that the
-      call writes goes to its own memory.
+    - puts `-epoch` instead of `epoch` for a result whose input did not arrive, so that no peer uses it;
+    - in later calls (queued, or in a graph that is replayed) writes no data to peers, which may be calls behind and
+      still reading: `begin` puts `-epoch` as begun, so that peers expect nothing, and the call writes all else to this
+      rank's own memory.
 
-So a wait that returned True has the right data, always. `workspace.Workspace.leave` ends the waits of peers in the same
-way, for a host that makes no more calls. The record lies in host memory, where `workspace.Workspace.expired` reads it
-while kernels run; its first word is written last, behind a release for the system.
+So the data is right whenever a wait returns True. `workspace.Workspace.leave` ends the waits of peers in the same way,
+for a host that makes no more calls. The record is in host memory, where `workspace.Workspace.expired` reads it while
+kernels run; its first word is written last, after a release at system scope.
 
-A CUDA graph may be captured if the workspace was made before, is large enough, and is used by one stream (or branch of
-the graph) at a time; if kernels were loaded by a call before; and if all ranks replay graphs with the same calls in the
-same order. Calls outside of the graph may run in between.
+A CUDA graph may be captured if the workspace was created before, is large enough, and is used by one stream (or branch
+of the graph) at a time; if an earlier call loaded the kernels; and if all ranks replay graphs with the same calls in
+the same order. Calls outside of the graph may run in between.
 """
 
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ from ..cache_keys import fix_cache_keys
 from . import protocol
 from .ptx import all_reached, now_ns, pause, store_release, store_release_all
 
-# The words that this file uses, as the compiler wants them.
+# The words that this file uses, as constexpr: kernels cannot read other globals.
 EPOCH = tl.constexpr(protocol.EPOCH)
 ENDED = tl.constexpr(protocol.ENDED)
 CLOCK = tl.constexpr(protocol.CLOCK)
@@ -84,16 +84,16 @@ POLLS_PER_CLOCK = tl.constexpr(32)
 
 
 class Call(NamedTuple):
-    """One call as its kernel sees it; made by `begin`."""
+    """One call in a kernel; made by `begin` or `join`."""
 
     ws: Any  # workspace.WorkspaceArguments
     rank: Any
-    epoch: Any  # number of this call; negative if this rank has given up in an earlier one
+    epoch: Any  # number of this call; negative if this rank gave up in an earlier call
 
 
 @triton.jit
 def half_at(call, rank):
-    """Address of the half of `rank`'s workspace that this call uses; of this rank's own if it has given up before."""
+    """Address of this call's half of `rank`'s workspace; of this rank's own workspace if it gave up before."""
     place = tl.where(call.epoch > 0, rank, call.rank)
     return tl.load(call.ws.workspaces + place) + (call.epoch & 1) * call.ws.half_bytes
 
@@ -106,28 +106,28 @@ def flag_at(call, rank, index):
 
 @triton.jit
 def join(ws, rank):
-    """The call that an earlier launch of this rank has begun, and advanced the number to."""
+    """The call that an earlier launch of this rank has begun; that launch has also advanced the call number."""
     return Call(ws, rank, tl.load(ws.state + EPOCH))
 
 
 @triton.jit
 def unbroken(call):
-    """Whether no wait of this workspace has expired so far."""
+    """True if no wait of this workspace has expired so far."""
     return tl.atomic_add(call.ws.state + EXPIRED, 0, sem="relaxed", scope="gpu") == 0
 
 
 @triton.jit
 def look(flag):
-    """Acquire: the flag's value now, the same for all threads."""
+    """Acquire: the flag's current value, the same for all threads."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
 def begin(ws, rank, WORLD: tl.constexpr):
-    """Starts the call on this rank and tells all ranks so; every program does this first."""
+    """Begin the call on this rank and notify all ranks; every program does this first."""
     epoch = tl.abs(tl.load(ws.state + EPOCH)) + 1
     expired = tl.load(ws.state + EXPIRED)
-    # A wait of this very call may expire before its last program begins: all programs must decide the same.
+    # A wait of this call may expire before its last program begins, and all programs must decide the same.
     number = tl.where((expired != 0) & (expired < epoch), -epoch, epoch)
     if tl.program_id(0) == 0:
         release_all(Call(ws, rank, epoch), rank, number, WORLD)
@@ -136,7 +136,7 @@ def begin(ws, rank, WORLD: tl.constexpr):
 
 @triton.jit
 def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
-    """Ends the call on this rank, once all ranks have begun it; every program does this last."""
+    """End the call on this rank once all ranks have begun it; every program does this last."""
     if tl.program_id(0) == 0:
         wait_all(call, 0, -1, WORLD, OP)
     tl.debug_barrier()
@@ -147,9 +147,9 @@ def end(call, WORLD: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def put(call, rank, index, good):
-    """Release: what this program has stored is visible to `rank` once it has waited for flag `index`.
+    """Release: set flag `index` at `rank`. A program there that waits for the flag sees this program's earlier stores.
 
-    `good` False says that it was made of something that did not arrive.
+    `good` False: the stores are invalid, because some of their input did not arrive.
     """
     tl.debug_barrier()
     store_release(flag_at(call, rank, index), value_of(call, good), True)
@@ -157,27 +157,27 @@ def put(call, rank, index, good):
 
 @triton.jit
 def put_here(call, index):
-    """`put` of flag `index` at this rank itself. Atomic operations need no link here, and take fewer registers."""
+    """`put` of flag `index` at this rank itself, by an atomic: no link is involved, and it takes fewer registers."""
     tl.debug_barrier()
     tl.atomic_xchg(flag_at(call, call.rank, index), call.epoch, sem="release", scope="sys")
 
 
 @triton.jit
 def put_all(call, index, good, WORLD: tl.constexpr):
-    """`put` of flag `index` at all ranks, this one too."""
+    """`put` of flag `index` at all ranks, including this one."""
     tl.debug_barrier()
     release_all(call, index, value_of(call, good), WORLD)
 
 
 @triton.jit
 def value_of(call, good):
-    """What a flag is put to."""
+    """Value of a flag: the call number, negative if not `good` or if this rank gave up before."""
     return tl.where(good, call.epoch, -tl.abs(call.epoch))
 
 
 @triton.jit
 def release_all(call, index, value, WORLD: tl.constexpr):
-    """Sets flag `index` at all ranks to `value`; at none if this rank has given up before."""
+    """Set flag `index` at all ranks to `value`; at none if this rank gave up before."""
     if call.epoch > 0:
         offset = (call.epoch & 1) * call.ws.half_bytes + tl.cast(index, tl.int64) * 8
         store_release_all(call.ws.workspaces, offset, value, WORLD)
@@ -185,9 +185,9 @@ def release_all(call, index, value, WORLD: tl.constexpr):
 
 @triton.jit
 def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
-    """Acquire: True once `source` has put flag `index` of this rank; False when it will not, which is then on record.
+    """Acquire: True once `source` has put flag `index` of this rank; False, with an error record, if it will not.
 
-    `tile` is for the record.
+    `tile` is written to the record.
     """
     seen = look(flag_at(call, call.rank, index))
     if seen < call.epoch:
@@ -200,7 +200,7 @@ def wait(call, index, source, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def wait_all(call, first, tile, WORLD: tl.constexpr, OP: tl.constexpr):
-    """Acquire: True once every rank s has put flag `first` + s of this rank; False when one of them will not."""
+    """Acquire: True once every rank s has put flag `first` + s of this rank; False if one of them will not."""
     good = all_reached(flag_at(call, call.rank, first), call.epoch, -1, WORLD) & (call.epoch > 0)
     if not good:
         good = True
@@ -212,9 +212,9 @@ def wait_all(call, first, tile, WORLD: tl.constexpr, OP: tl.constexpr):
 
 @triton.jit
 def poll(call, index, source, seen):
-    """What flag `index` holds once it is set or the deadline has passed; something negative if `source` has given up.
+    """Value of flag `index` once it is set or the deadline has passed; negative if `source` has given up.
 
-    The branches are the same for all threads, since each is on what came through an atomic.
+    All threads take the same branches, since each condition is on a value read by an atomic.
     """
     flag = flag_at(call, call.rank, index)
     clock = call.ws.state + CLOCK
@@ -228,7 +228,7 @@ def poll(call, index, source, seen):
         waiting = (seen < call.epoch) & (seen >= 0)
         if waiting & (polls % POLLS_PER_CLOCK == 0):
             if look(flag_at(call, call.rank, source)) < 0:
-                # It has given up. What it did before, in this call too, can be seen by now.
+                # `source` has given up. All that it put before, in this call too, is visible by now.
                 seen = look(flag)
                 seen = tl.where(seen < call.epoch, -call.epoch, seen)
                 waiting = False
@@ -239,21 +239,21 @@ def poll(call, index, source, seen):
 
 @triton.jit
 def hopeless(call, source):
-    """Whether a wait has expired already, or the host has ended those for `source`."""
+    """True if a wait has expired already, or the host has ended the waits for `source`."""
     stopped = tl.atomic_add(call.ws.state + STOP, 0, sem="relaxed", scope="gpu")
     return ~unbroken(call) | ((stopped >> tl.cast(source, tl.int64)) & 1 != 0)
 
 
 @triton.jit
 def time_at(word):
-    """The time in ns, the same for all threads of the program: it has been through an atomic, at `word`."""
+    """Time in ns, the same for all threads of the program since it is read by an atomic on `word`."""
     tl.atomic_max(word, now_ns(), sem="relaxed", scope="gpu")
     return tl.atomic_add(word, 0, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def record(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
-    """Writes the error record, unless there is one: the first wait to expire is the one to tell of."""
+    """Write the error record unless there is one: only the first wait to expire is reported."""
     none = tl.cast(0, tl.int64)
     if tl.atomic_cas(call.ws.state + EXPIRED, none, call.epoch, sem="relaxed", scope="gpu") == 0:
         absent = none
@@ -269,16 +269,16 @@ def record(call, source, tile, gave_up, WORLD: tl.constexpr, OP: tl.constexpr):
         tl.store(call.ws.error + ERROR_ABSENT, absent)
         tl.store(call.ws.error + ERROR_GAVE_UP, gave_up.to(tl.int64))
         tl.debug_barrier()
-        # A fence for the system, on a word of this GPU: not every host takes atomics of a GPU in its own memory.
+        # A fence at system scope, on a word of this GPU: not every host supports GPU atomics on its memory.
         tl.atomic_xchg(call.ws.state + EXPIRED, call.epoch, sem="acq_rel", scope="sys")
         tl.store(call.ws.error + ERROR_SET, 1)
 
 
 @triton.jit
 def is_last(call, counter, count):
-    """True for the last of `count` programs that arrive at this counter: it sees what all have stored before.
+    """True for the last of `count` programs that arrive at this counter: it sees the earlier stores of all of them.
 
-    Leaves the counter at zero, for the next call.
+    The counter is reset to zero for the next call.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(call.ws.state + COUNTERS + counter, 1, sem="acq_rel", scope="gpu")
@@ -291,7 +291,7 @@ def is_last(call, counter, count):
 
 @triton.jit(do_not_specialize=["rank"])
 def begin_kernel(ws, rank, WORLD: tl.constexpr):
-    """Begins a call, and no more: for a rank that gives up in it."""
+    """Begin a call and do nothing else, for a rank that gives up in it."""
     begin(ws, rank, WORLD)
 
 

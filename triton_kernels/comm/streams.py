@@ -1,9 +1,10 @@
-"""Streams with one owner. Those of torch are of a pool of 32 that it hands out in turn, to all callers.
+"""Streams with one owner; torch instead hands out the 32 streams of a pool in turn, to all callers.
 
-Work that a kernel waits for must not end up behind that kernel. With a stream of the pool it may: the caller's own
-stream can be the very same one, also by way of a CUDA graph's capture. Nor may it end up behind a kernel that finds no
-room: a GPU places no block of a later kernel meanwhile, unless that has a higher priority. A collective of NCCL that is
-launched in clusters can be such a kernel, so work that a kernel waits for has `urgent` streams.
+Work that a kernel waits for must not be queued behind that kernel. On a pool stream it may be: the caller's own stream
+can be the same one, also through the capture of a CUDA graph. Nor may it be queued behind a kernel that does not fit
+on the GPU yet: until that kernel fits, a GPU places no block of a later kernel, unless the later one has a higher
+priority. An NCCL collective launched in clusters can be such a kernel, so work that a kernel waits for uses `urgent`
+streams.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from typing import Any
 
 import torch
 
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: takes no turns with the default stream
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread is taken for one that harms a capture
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: not serialized with the default stream
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread invalidates a capture
 
 _DEFAULT_QUEUES = 8
 
 _free: dict[tuple[int, bool], list[torch.cuda.ExternalStream]] = {}
-_lock = threading.RLock()  # the garbage collector may give streams back in the middle of handing some out
+_lock = threading.RLock()  # reentrant: the garbage collector may return streams while some are handed out
 
 
 def own_streams(owner: object, device: torch.device, count: int, *, urgent: bool = False) -> list[torch.cuda.Stream]:
-    """`count` streams of `device` that belong to `owner`, and to others only once `owner` is deleted.
+    """`count` streams of `device` that belong to `owner`; others may get them only once `owner` is deleted.
 
     Args:
-        urgent: of the greatest priority that the device has; else of the least, as streams are by default.
+        urgent: use the device's greatest priority; else the least, the default of streams.
 
     Raises:
-        RuntimeError: the driver gives none.
+        RuntimeError: the driver cannot create a stream.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _lock:
@@ -50,7 +51,7 @@ def _give_back(kind: tuple[int, bool], streams: list[torch.cuda.ExternalStream])
 
 def _create(index: int, urgent: bool) -> torch.cuda.ExternalStream:
     torch.cuda.init()
-    # By the driver: the one that torch offers (cudart().cudaStreamCreate) is serialized with the default stream.
+    # Created by the driver: torch's cudart().cudaStreamCreate makes one that is serialized with the default stream.
     handle = new_stream(ctypes.CDLL("libcuda.so.1"), index, urgent)
     return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))
 
@@ -58,14 +59,14 @@ def _create(index: int, urgent: bool) -> torch.cuda.ExternalStream:
 def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
     """Handle of a new stream of GPU `index`, also while this thread captures a CUDA graph; `urgent` as `own_streams`.
 
-    Nothing is asked of any stream, and this thread's context is what it was. The device's own context, which torch
-    uses too, stays for as long as the process, as that of torch does.
+    No stream is queried, and this thread's context is restored. The device's primary context, which torch uses too,
+    stays retained for as long as the process runs, as it does for torch.
 
     Args:
-        driver: libcuda, by ctypes.
+        driver: libcuda, loaded by ctypes.
 
     Raises:
-        RuntimeError: the driver refuses.
+        RuntimeError: a call of the driver fails.
     """
 
     def call(name: str, *arguments: object) -> None:
@@ -88,16 +89,16 @@ def new_stream(driver: Any, index: int, urgent: bool = False) -> int:
         finally:
             call("cuCtxPopCurrent_v2", ctypes.byref(before))
     finally:
-        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # what it was
+        call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # restores the previous mode
     if handle.value is None:
         raise RuntimeError("The CUDA driver made no stream: cuStreamCreateWithPriority gave none.")
     return handle.value
 
 
 def queues_are_few() -> bool:
-    """True where CUDA_DEVICE_MAX_CONNECTIONS leaves the GPU fewer queues than it has by default.
+    """True if CUDA_DEVICE_MAX_CONNECTIONS leaves the GPU fewer queues than it has by default.
 
-    Streams then share queues, and work that a kernel waits for can be behind one that waits for this kernel. Megatron
+    Streams then share queues, and work that a kernel waits for can be queued behind the kernel that waits. Megatron
     sets it to 1.
     """
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")

@@ -1,4 +1,4 @@
-"""The host's side of `signals`: a workspace's memory, how much of it a launch needs, and what an expired wait says."""
+"""Host side of `signals`: the memory of a workspace, the bytes that a launch needs, and reports of expired waits."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from . import protocol
 from .protocol import BUFFER_ALIGNMENT, DATA_ALIGNMENT, FLAG_SHARE, OPS
 from .streams import own_streams
 
-# Rows of tiles that a launch may count, unless more are asked for.
+# Default limit on the rows of tiles that a launch may count.
 COUNTERS = 4096
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` up to a multiple of DATA_ALIGNMENT."""
+    """`nbytes` rounded up to a multiple of DATA_ALIGNMENT."""
     return -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
 def flag_bytes(half_bytes: int) -> int:
-    """How much of the front of a half only ever holds begun words and flags, whatever is launched.
+    """Bytes at the front of a half that hold only begun words and flags, in every launch.
 
-    Were data allowed there by a launch that has fewer flags, its bytes would look like flags to a later launch that has
-    more: about half of all numbers are >= any epoch.
+    If a launch with fewer flags stored data there, its bytes would look like set flags to a later launch with more
+    flags: about half of all numbers are >= any epoch.
     """
     return half_bytes // (FLAG_SHARE * DATA_ALIGNMENT) * DATA_ALIGNMENT
 
 
 def needed_bytes(world_size: int, slot_bytes: Sequence[tuple[int, int]]) -> int:
-    """The smallest workspace, both halves of it, whose `layout(slot_bytes)` fits."""
+    """Bytes of the smallest workspace (both halves) in which `layout(slot_bytes)` fits."""
     flags = aligned(8 * (world_size + sum(count for count, _ in slot_bytes)))
     data = sum(aligned(count * nbytes) for count, nbytes in slot_bytes)
     return 2 * max(FLAG_SHARE * flags, aligned(-(-data * FLAG_SHARE // (FLAG_SHARE - 1))))
 
 
 class WorkspaceArguments(NamedTuple):
-    """What kernels are given of a workspace, as `ws`."""
+    """The argument `ws` of kernels, which describes a workspace."""
 
     workspaces: Any  # int64 [W]: addresses of the ranks' workspaces
     state: Any  # int64, words of `protocol`
@@ -50,7 +50,7 @@ class WorkspaceArguments(NamedTuple):
 
 
 class Handle(Protocol):
-    """What a workspace needs of a symmetric memory handle, ours or torch's."""
+    """The interface of a symmetric memory handle, ours or torch's, that a workspace uses."""
 
     rank: int
     world_size: int
@@ -69,11 +69,11 @@ class Expired:
 
     op: str
     call: int
-    rank: int  # who waited
-    tile: int | None  # None: for the call to begin
-    source: int  # whom it waited for
+    rank: int  # the rank that waited
+    tile: int | None  # None: it waited for the call to begin
+    source: int  # the rank that it waited for
     absent: tuple[int, ...]  # ranks that had not begun the call
-    gave_up: bool  # `source` did come, but could not finish for want of others, or raised an error
+    gave_up: bool  # `source` gave up, because it waited for another rank in vain or raised an error
 
     def __str__(self) -> str:
         what = "its beginning" if self.tile is None else f"tile {self.tile}"
@@ -90,25 +90,25 @@ class Expired:
 
 
 class Workspace:
-    """The memory of one rank's calls, of one stream: two halves of `buffer`, state of its own, and an error record.
+    """Memory for one rank's calls on one stream: two halves of `buffer`, private state, and an error record.
 
     Args:
         buffer: this rank's symmetric memory, any dtype, the same size on all ranks; it is zeroed here, on the current
-            stream, behind which all launches must be.
-        handle: reaches the others' buffers. All ranks make their workspaces at the same time (there is a barrier).
+            stream, and all launches must be ordered after that.
+        handle: maps the peers' buffers. All ranks create their workspaces at the same time (there is a barrier).
         timeout_seconds: longest wait for a peer.
-        counters: most rows of tiles that a launch may count.
-        rescue: a stream of a GPU in which nothing waits, which workspaces may share; None: one of its own.
+        counters: limit on the rows of tiles that a launch may count.
+        rescue: a GPU stream in which no work waits, which workspaces may share; None: a stream of its own.
 
     Attributes:
-        halves: of the buffer, which calls use in turn; 1: all calls use the same.
-        multicast_address: where one store reaches `buffer` on all ranks at once; 0 without NVLink SHARP.
+        halves: number of halves of the buffer, used by alternate calls; 1: all calls use the same memory.
+        multicast_address: address at which one store writes `buffer` of all ranks; 0 without NVLink SHARP.
 
-    It may be used in CUDA graphs: make it before the capture, with room for the largest call (`needed_bytes`), and see
-    `signals` for what else that needs. Nothing is allocated, copied or waited for by the host per call.
+    CUDA graphs may use it: create it before the capture, with room for the largest call (`needed_bytes`); `signals`
+    lists the other conditions. Per call, the host allocates nothing, copies nothing and waits for nothing.
 
     Raises:
-        ValueError: a buffer that is not what `handle` reaches, or not at a multiple of 64 bytes on every rank.
+        ValueError: `buffer` is not the memory of `handle`, or not at a multiple of 64 bytes on every rank.
     """
 
     halves = 2
@@ -132,7 +132,7 @@ class Workspace:
         self.half_bytes = buffer.nbytes // 2 // DATA_ALIGNMENT * DATA_ALIGNMENT if self.halves == 2 else 0
         self.counters = counters
         device = buffer.device
-        self.buffer, self._handle = buffer, handle  # keep the memory, the peers' too where ranks are threads
+        self.buffer, self._handle = buffer, handle  # keeps the memory alive, the peers' too where ranks are threads
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self.state = torch.zeros(protocol.COUNTERS + counters, dtype=torch.int64, device=device)
         # Host memory that the GPU maps, so that reading it waits for no kernel.
@@ -142,23 +142,23 @@ class Workspace:
         if rescue is None and buffer.is_cuda:
             rescue = own_streams(self, device, 1, urgent=True)[0]
         self._rescue = rescue
-        self._expire(0)  # loads what `leave` needs: then a kernel may be waiting, and loading one may wait for that
+        self._expire(0)  # loads a kernel that `leave` needs: loaded there, it might wait for a kernel that waits itself
         if buffer.is_cuda:
             self._load_begin()
         buffer.zero_()
         handle.barrier(0, int(timeout_seconds * 1000))
 
     def arguments(self, timeout_ns: int | None = None) -> dict[str, Any]:
-        """The arguments `ws` and `rank` of a kernel, with another deadline than the workspace's if it is given."""
+        """The arguments `ws` and `rank` of a kernel; `timeout_ns` overrides the workspace's deadline."""
         timeout_ns = self.timeout_ns if timeout_ns is None else timeout_ns
         ws = WorkspaceArguments(self.addresses, self.state, self.error, self.half_bytes, timeout_ns)
         return {"ws": ws, "rank": self.rank}
 
     def layout(self, slot_bytes: Sequence[tuple[int, int]], counters: int = 0) -> list[int]:
-        """Byte offsets in a half of runs of slots, given as (how many, bytes of each), behind all flags.
+        """Byte offsets in a half of runs of slots, given as (number, bytes of each), after all flags.
 
         Raises:
-            ValueError: the workspace is too small; says how much the launch needs.
+            ValueError: the workspace is too small; the message states the bytes that the launch needs.
         """
         needed = needed_bytes(self.world_size, slot_bytes)
         if needed > 2 * self.half_bytes:
@@ -177,13 +177,13 @@ class Workspace:
         return offsets
 
     def leave(self, ended: Sequence[int] = ()) -> None:
-        """Ends this rank's part, for a host that will launch nothing more: all waits of peers for it, now and later.
+        """End all waits of peers for this rank, now and later, for a host that will launch nothing more.
 
-        It is one more call, behind those that have been launched, in which this rank gives up at once. The memory of
-        ranks that have `ended`, which may be gone, is left alone.
+        This is one more call, queued behind those already launched, in which this rank gives up at once. It does not
+        touch the memory of ranks that have `ended`, which may be gone.
         """
         self._expire(protocol.LEFT)
-        for rank in ended:  # in place, behind all calls: native kernels, and graphs, have the address of the table
+        for rank in ended:  # in place, after all calls: native kernels and graphs hold the address of the table
             self.addresses[rank : rank + 1].copy_(self.addresses[self.rank : self.rank + 1])
         self._begin()
 
@@ -202,29 +202,29 @@ class Workspace:
             begin_kernel.warmup(**self._begin_arguments(), grid=(1,))[1, 1, 1]
 
     def _begin_arguments(self) -> dict[str, Any]:
-        # It waits for nothing. Triton compiles another variant for another kind of deadline, and that may have changed.
+        # The kernel waits for nothing. A fixed deadline keeps its variant: Triton compiles one per kind of deadline.
         return self.arguments(timeout_ns=0) | {"WORLD": self.world_size}
 
     def stop_waiting(self, rank: int | None = None) -> None:
-        """Ends every wait of this rank's kernels for `rank`, or for all, as if its deadline had passed; later ones too.
+        """End every wait of this rank's kernels for `rank` (None: all), now and later, as if its deadline had passed.
 
-        For a host that knows of a peer's end. It may be called by another thread than the one that launches.
+        For a host that knows that a peer has ended. Any thread may call it, not only the one that launches.
         """
         self._stopped |= -1 if rank is None else 1 << rank
         word = self.state[protocol.STOP : protocol.STOP + 1]
         if self._rescue is None:
             word.copy_(self._stopped)
         else:
-            # A copy from host memory, not a kernel: those that wait may leave it no SM to run on.
+            # A copy from host memory, not a kernel: waiting kernels may leave no SM free.
             with torch.cuda.stream(self._rescue):
                 word.copy_(self._stopped, non_blocking=True)
 
     def expired(self) -> Expired | None:
-        """What the first wait to expire left behind, or None. Waits for nothing, kernels that still run included.
+        """The first wait to expire, or None. Never blocks, even while kernels run.
 
-        After it, the calls of this workspace give wrong results on some ranks; it is not to be used again.
+        Once a wait has expired, calls of this workspace return wrong results on some ranks: do not use it again.
         """
-        if not self._error_set.value:  # every call asks, and a tensor's element takes microseconds
+        if not self._error_set.value:  # checked in every call, and reading a tensor's element takes microseconds
             return None
         words = [int(word) for word in self.error.tolist()]  # complete: the word above was written last
         tile = words[protocol.ERROR_TILE]
@@ -241,8 +241,8 @@ class Workspace:
 
 
 def _checked_offset(buffer: Tensor, handle: Handle) -> int:
-    """How far into `handle`'s memory `buffer` begins, in bytes, the same on all ranks; see `Workspace`."""
-    # Torch's handle has the address of an allocation, in which tensors of a memory pool begin further in.
+    """Byte offset of `buffer` in `handle`'s memory, the same on all ranks, checked as `Workspace` requires."""
+    # torch's handle holds the address of an allocation; tensors of a memory pool begin at an offset in it.
     offset = buffer.data_ptr() - handle.buffer_ptrs[handle.rank]
     if offset not in (0, getattr(handle, "offset", 0)):
         raise ValueError(

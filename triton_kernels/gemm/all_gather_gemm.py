@@ -1,25 +1,25 @@
-"""y_i = AG(x) @ w_i^T, in one launch for several weights, which multiplies what is there while the rest is on its way.
+"""y_i = AG(x) @ w_i^T for several weights in one launch, which multiplies arrived shards while the others arrive.
 
     x_shard [M_r, K], weights [N_i, K] per rank -> y_i [M, N_i] = gathered x @ w_i^T (+ bias_i)
 
-Rank r has rows r*c to (r+1)*c of x, c = ceil(M / W); the last ranks may have fewer, or none. Shards come in one of two
-ways, the same on all ranks:
+Rank r has rows r*c to (r+1)*c of x, c = ceil(M / W); the last ranks may have fewer, or none. Shards arrive in one of
+two ways, the same on all ranks:
 
-    copied   copy engines bring peers' shards into `gathered` (csrc/copy_engine), while a persistent matmul takes tiles
-             of this rank's own rows and then those of each shard that has arrived, in the order of arrival
-             (`arrivals`). Each byte crosses the link once, no SM moves it, and operands come by TMA where they are
+    copied   copy engines transfer peers' shards to `gathered` (csrc/copy_engine), while a persistent matmul computes
+             the tiles of this rank's own rows and then those of each arrived shard, in the order of arrival
+             (`arrivals`). Each byte crosses the link once, no SM moves it, and operands are loaded by TMA if they are
              aligned for it.
     direct   the matmul loads tiles of x from the peers' memory itself (`gather`), its own rows first and then source by
              source. Two launches and one hop, but every column of tiles reads x over the link again: for few rows.
 
-All tiles of a shard, of all weights, are taken before the next shard is waited for, once by each program. The wait is
-outside of the loop over tiles, so this loop may be flattened with the one over K: loads run ahead across tiles, but
-never across a wait. Programs count on from shard to shard and from weight to weight, so that the last round of one is
-filled up by the next. Own rows are read where x lies, or, read directly and not in one piece, from the copy that peers
-read. Results are stored by threads, not by TMA: a tile may end where the rows of the next shard begin.
+Each program computes its tiles of a shard, for all weights, before it waits for the next shard. The wait is outside of
+the loop over tiles, so this loop may be flattened with the one over K: loads are prefetched across tiles, but never
+across a wait. Tiles are distributed over programs across shards and weights: the next one fills up the last round of
+the one before. Own rows are read from x in place; if x is read directly and not contiguous and aligned, from the copy
+that peers read. Threads store the results, not TMA: a tile may end where the rows of the next shard begin.
 
-Direct calls may be captured in a CUDA graph: nothing in them depends on the number of the call but in device memory,
-and the host waits for nothing. Copied ones may not, as CUDA does not promise that branches of a graph run at once.
+Direct calls may be captured in a CUDA graph: only device memory holds the call number, and the host waits for nothing.
+Copied calls may not, as CUDA does not guarantee that branches of a graph run concurrently.
 
 Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion", 2024.
 """
@@ -56,14 +56,14 @@ from .configs import GemmConfig
 from .launch import Launch, LoadPlan, descriptor, is_swapped, plan_loads
 from .tiles import Matrix, Sizes, add_product, store_result, tile_at
 
-# Weights of one launch: each takes a loop of its own in the kernel. More are launched after one another.
+# Weights per launch: each has its own loop in the kernel. More weights take several launches.
 MAX_WEIGHTS = 3
 
 
 class Weight(NamedTuple):
-    """What belongs to one weight of a launch, but for the weight itself, and its bias.
+    """Result, size and strides of one weight of a launch; the weight and its bias are arguments of their own.
 
-    That may be None, and Triton 3.6 forgets other constants of a tuple with None in it, such as a stride of 1.
+    The bias may be None, and Triton 3.6 forgets other constants of a tuple that contains None, such as a stride of 1.
     """
 
     y: Any
@@ -75,7 +75,7 @@ class Weight(NamedTuple):
 def multiply_shard(x, w, weight, bias_ptr, x_row, y_row, rows, K, first, C: tl.constexpr):
     """Rows y_row.. of y = `rows` rows of x from x_row on @ w^T (+ bias): tiles first, first + programs, ...
 
-    Returns which tile of the next shard or weight this program begins with.
+    Returns the tile of the next shard or weight with which this program begins.
     """
     tiles_m = tl.cdiv(rows, C.BLOCK_M)
     tiles_n = tl.cdiv(weight.n, C.BLOCK_N)
@@ -93,9 +93,9 @@ def multiply_shard(x, w, weight, bias_ptr, x_row, y_row, rows, K, first, C: tl.c
 
 @triton.jit
 def fill_missing(ptr, missing, M, N, rows_per_rank, WORLD: tl.constexpr, KNOWN: tl.constexpr):
-    """NaN in the rows of [M, N] that belong to ranks whose bits are set in `missing`; if not KNOWN, in all rows.
+    """Store NaN in the rows of [M, N] of ranks whose bits are set in `missing`; in all rows if not KNOWN.
 
-    Other programs may have seen a shard come that this one has not, and store results: each is right, or NaN.
+    Other programs may have seen a shard that this one has not, and store its results: each element is right or NaN.
     """
     if KNOWN:
         for source in tl.range(0, WORLD):
@@ -115,9 +115,9 @@ def all_gather_gemm_kernel(
     DIRECT: tl.constexpr, LAST: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """x_own [rows of this rank, K] and x [M, K] are in one piece each; DIRECT has no x, and copied shards have no ws.
+    """x_own [rows of this rank, K] and x [M, K] are contiguous. If DIRECT, x is None, else ws is None.
 
-    With TMA they and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i} its
+    With TMA x_own, x and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i} its
     bias or None.
     """
     operands, biases = (w0, w1, w2), (b0, b1, b2)
@@ -127,17 +127,17 @@ def all_gather_gemm_kernel(
     own_row = tl.minimum(rank * rows_per_rank, M)
     own_rows = tl.minimum(M - own_row, rows_per_rank)
     if C.TMA:
-        # A descriptor cannot be chosen while the kernel runs, so these tiles have a loop of their own.
+        # A descriptor cannot be chosen while the kernel runs, so the tiles of x_own have a loop of their own.
         for i in tl.static_range(WEIGHTS):
             first = multiply_shard(x_own, operands[i], weights[i], biases[i], 0, own_row, own_rows, K, first, C)
 
     one = tl.cast(1, tl.int64)
     taken = one << tl.cast(rank, tl.int64)  # bit s: rank s's rows have been multiplied, or are being
-    missing = one - 1  # bit s: rank s's shard did not come; copied: which is not known, only that one did not
+    missing = one - 1  # bit s: rank s's shard did not arrive; if copied, only that some shard did not
     position = 1 if C.TMA else 0
-    if WORLD > 1 or not C.TMA:  # Triton 3.6 fails on a loop that cannot begin
+    if WORLD > 1 or not C.TMA:  # Triton 3.6 fails on a loop that never runs
         while position < WORLD:  # not a range: Triton flattens the outermost of nested `for`s only
-            # Anew for each shard, so that nothing of it takes registers while tiles are multiplied.
+            # Computed anew for each shard, so that it holds no registers while tiles are multiplied.
             source = rank
             arrived = position == 0
             if position > 0:
@@ -156,7 +156,7 @@ def all_gather_gemm_kernel(
             wide_row = tl.cast(row, tl.int64)
             rows = tl.where(arrived, rows, 0)
             missing |= tl.where(arrived, 0, one << tl.cast(source, tl.int64))
-            if not DIRECT:  # none after one that has not come in time: that would take as long again for each
+            if not DIRECT:  # stop at the first late one: each further wait could last as long
                 position = tl.where(arrived, position, WORLD)
             if C.TMA:
                 x_rows = x
@@ -170,7 +170,7 @@ def all_gather_gemm_kernel(
             for i in tl.static_range(WEIGHTS):
                 first = multiply_shard(x_rows, operands[i], weights[i], biases[i], x_row, row, rows, K, first, C)
             position += 1
-        # Behind the tiles, so that nothing of it takes registers there.
+        # After the tiles, so that it holds no registers there.
         if missing != 0:
             for i in tl.static_range(WEIGHTS):
                 fill_missing(weights[i].y, missing, M, weights[i].n, rows_per_rank, WORLD, DIRECT)
@@ -197,17 +197,17 @@ def all_gather_gemm(
 
     Args:
         x_shard: [M_r, K] bf16, fp16 or fp32, K the same on all ranks; any strides.
-        weights: [N_i, K] of that dtype; any strides. How many, and N_i, may differ between ranks, or be none where
-            `gathered` is wanted too.
+        weights: [N_i, K] of that dtype; any strides. Their number and N_i may differ between ranks; may be empty if
+            `gathered` is True.
         workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
         launch: tiles and programs of this rank; see `launch_for`.
-        rows: M, over all ranks.
-        rows_per_rank: c, where it is not ceil(M / W).
+        rows: M, number of rows over all ranks.
+        rows_per_rank: c, if it is not ceil(M / W).
         biases: [N_i] each, or None.
-        gathered: whether to return gathered x too.
+        gathered: True to return gathered x too.
 
     Raises:
-        ValueError: the workspace is too small. Nothing has run then.
+        ValueError: the workspace is too small. No kernel has been launched then.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
     per_rank = -(-rows // workspace.world_size) if rows_per_rank is None else rows_per_rank
@@ -218,13 +218,13 @@ def all_gather_gemm(
     if rows == 0:
         return ys, kept
 
-    # No peer reads what one rank would stage.
+    # A single rank has no peer that would read a staged shard.
     read_in_place = workspace.world_size == 1 and is_read_in_place(x_shard) and not gathered
     stage = gather.stage_launch(x_shard[:0] if read_in_place else x_shard, workspace, launch.programs)
     x_own = x_shard
     if not is_read_in_place(x_shard):
         x_own = workspace.region(workspace.rank, x_shard.shape[0], shards.k, x_shard.dtype)
-    # Without a weight the kernel still reads, and says so.
+    # Without a weight the kernel still gathers and puts pulled.
     groups = _groups(weights, ys, biases) or [[(x_shard.new_empty(0, shards.k), x_shard.new_empty(rows, 0), None)]]
     peers = Peers(workspace.rank, workspace.world_size, workspace.arguments())
     matmuls = [
@@ -259,17 +259,17 @@ def multiply_arriving(
     loaded: set[Any],
     biases: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:
-    """[y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), of shards that arrive meanwhile.
+    """[y_i [M, N_i]]: y_i = gathered x @ weights[i]^T (+ biases[i]), for shards that arrive meanwhile.
 
     Args:
-        x_own: [M_r, K], this rank's rows, in one piece.
-        gathered: [M, K], where the shards of the others arrive; rows of this rank are not read there.
+        x_own: [M_r, K], this rank's rows, contiguous.
+        gathered: [M, K], where the peers' shards arrive; this rank's rows of it are not read.
         weights: [N_i, K]; any strides.
-        start: begins to gather, and says by what words shards are told of. It is called once the kernels are loaded:
-            loading may wait for kernels that run, and peers for this rank.
-        rank, world_size: of the group, as `launch` and `rows_per_rank` (c).
-        timeout_ns: the longest that the kernel waits for copies of its own rank.
-        loaded: calls whose kernels are on the device; of the caller's, for all calls.
+        start: starts the gather and returns the words that signal arrivals. It is called once the kernels are loaded:
+            loading may wait for running kernels, while peers wait for this rank.
+        rank, world_size: of the group. `launch` and `rows_per_rank` (c) are equal on all its ranks.
+        timeout_ns: longest wait of the kernel for its own rank's copies.
+        loaded: keys of calls whose kernels are on the device; kept by the caller for all calls.
         biases: [N_i] each, or None.
     """
     biases = [None] * len(weights) if biases is None else list(biases)
@@ -294,13 +294,13 @@ def multiply_arriving(
 
 
 def no_arrivals(world_size: int, timeout_ns: int, device: torch.device) -> Arrivals:
-    """Words of a gather that nothing comes of: to load kernels, and for a rank that is alone."""
+    """Words of a gather to which no shard arrives: to load kernels, and for a group of one rank."""
     words = torch.zeros(2, world_size + world_size % 2, dtype=torch.int64, device=device)
     return Arrivals(words[0], words[1], words.data_ptr(), timeout_ns)
 
 
 class Peers(NamedTuple):
-    """The ranks of a launch, and what kernels are given to reach them: `ws` and `rank`, or `come` and `rank`."""
+    """The ranks of a launch, and the kernel arguments to reach them: `rank`, with `ws` or `come`."""
 
     rank: int
     world_size: int
@@ -310,7 +310,7 @@ class Peers(NamedTuple):
 def _groups(
     weights: Sequence[Tensor], ys: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> list[list[tuple[Tensor, Tensor, Tensor | None]]]:
-    """What belongs to the weights of each launch; nothing where there is no result."""
+    """(weight, result, bias) of the weights of each launch, without those whose result is empty."""
     used = [(w, y, b) for w, y, b in zip(weights, ys, biases, strict=True) if y.numel()]
     return [used[i : i + MAX_WEIGHTS] for i in range(0, len(used), MAX_WEIGHTS)]
 
@@ -333,7 +333,7 @@ def matmul_launch(
 ) -> LaunchOf:
     """The matmul of up to MAX_WEIGHTS weights, each with its result and bias.
 
-    Alone, as one rank, it waits for nothing: what the benchmarks compare with.
+    With a single rank it waits for nothing; benchmarks use this as the baseline.
     """
     weights = [weight for weight, _, _ in used]
     if direct:
@@ -365,7 +365,7 @@ def matmul_launch(
         "WORLD": peers.world_size,
         "DIRECT": direct,
         "LAST": last,
-        # Flattened loops of several weights at 128x128 hold so much from loop to loop that they spill.
+        # Flattened loops of several weights at 128x128 keep so many registers across loops that they spill.
         "C": plan.constants(
             launch.precision,
             even_k=shards.k % config.block_k == 0,
@@ -380,14 +380,14 @@ def matmul_launch(
 
 
 def is_read_in_place(x_shard: Tensor) -> bool:
-    """Whether the matmul takes own rows where x lies, and not from the copy that peers read."""
+    """True if the matmul reads own rows from x in place, not from the copy that peers read."""
     return x_shard.is_contiguous() and x_shard.data_ptr() % 16 == 0
 
 
 def by_pointers(config: GemmConfig) -> GemmConfig:
-    """`config` with tiles that leave registers for operands that come by pointers: 128x256 would spill.
+    """`config` with tiles that leave registers for operands loaded by pointers: 128x256 would spill.
 
-    Tiles may differ between ranks here, since flags are those of whole shards.
+    Tiles may differ between ranks here, since a flag covers a whole shard.
     """
     if config.block_m * config.block_n <= 128 * 128:
         return config
@@ -401,7 +401,7 @@ def _key(
     shards: Shards,
     *rest: Any,
 ) -> tuple[Any, ...]:
-    """Launches of the same key run the same compiled kernels: Triton compiles for 1, multiples of 16, and others."""
+    """Key of a call: equal keys run the same compiled kernels. Triton specializes for 1 and for multiples of 16."""
     tensors = [x_shard, *weights, *(bias for bias in biases if bias is not None)]
     layouts = tuple(
         (tuple((size == 1, size % 16) for size in (*t.shape, *t.stride())), t.data_ptr() % 16) for t in tensors

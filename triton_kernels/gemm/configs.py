@@ -1,8 +1,8 @@
-"""The tile shapes that are shipped: a few per architecture and dtype, all of which the tests compile.
+"""Tile shapes of matmuls: a few per architecture and dtype, all compiled by the tests.
 
-What bounds them: 255 registers a thread hold an fp32 tile of 128x256 over 8 warps, no more; stages share the 163 KB
-(sm_80) or 227 KB (sm_90, sm_100) of shared memory. None is warp specialized: on sm_90 Triton's way does not take
-descriptors that the host makes, and before Triton 3.7 it fails on sm_100 too.
+Limits: 255 registers per thread hold at most an fp32 tile of 128x256 over 8 warps; stages share the 163 KB (sm_80) or
+227 KB (sm_90, sm_100) of shared memory. None is warp specialized: on sm_90 Triton's warp specialization does not
+support descriptors made by the host, and before Triton 3.7 it fails on sm_100 too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Constants(NamedTuple):
     FLATTEN: bool
     PRECISION: str  # of fp32: "ieee", or "tf32" (10 bits of mantissa, on tensor cores)
     TMA: bool
-    X_SWAPPED: bool  # columns of x, not rows, are in one piece
+    X_SWAPPED: bool  # columns of x, not rows, are contiguous
     W_SWAPPED: bool
     EVEN_K: bool  # every K is a multiple of BLOCK_K: no masks along K
     PRODUCTS: int = 1  # pairs (x, w) that are multiplied and added
@@ -33,7 +33,7 @@ class Constants(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How a matmul is cut into tiles and run."""
+    """Tile shape and compiler options of a matmul."""
 
     block_m: int
     block_n: int
@@ -42,16 +42,16 @@ class GemmConfig:
     num_stages: int
     group_m: int = 8
     split_store: bool = False  # a tile is stored in two halves of its columns
-    flatten: bool = False  # one loop over tiles and K, so that loads run on across tiles
+    flatten: bool = False  # one loop over tiles and K, so that loads are prefetched across tiles
     programs_per_sm: int = 1
 
     def options(self) -> dict[str, int]:
-        """The compiler's options. Left alone ptxas takes fewer registers than there are, and spills."""
+        """The compiler's options. By default ptxas uses fewer registers than there are, and spills."""
         registers = min(255, 65536 // (self.programs_per_sm * self.num_warps * 32))
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": registers}
 
     def half_k(self) -> GemmConfig:
-        """The same tiles in half the steps along K, unless these are short: for loops with many pointers."""
+        """The same tiles with half the block_k, unless that is short: for loops with many pointers."""
         return replace(self, block_k=self.block_k // 2) if self.block_k > 32 else self
 
     def __str__(self) -> str:
@@ -62,11 +62,11 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class FusedConfig:
-    """Tiles of a matmul that talks to other ranks: the same on all ranks, however each of them loads its operands."""
+    """Tiles of a matmul that communicates: the same on all ranks, however each rank loads its operands."""
 
     pointers: GemmConfig
     tma: GemmConfig | None = None
-    speed: float = 1.0  # of its inner loop on a full GPU, of the largest tiles' one: what decides between waves
+    speed: float = 1.0  # of the inner loop on a full GPU, relative to the largest tiles; weighs the number of waves
 
 
 _FLAT = {"flatten": True, "split_store": True}
@@ -108,7 +108,7 @@ _FUSED: dict[int, dict[str, list[FusedConfig]]] = {
         ],
     },
 }
-# On CUDA cores, the same everywhere: no matrix unit multiplies all 24 bits of fp32.
+# On CUDA cores, the same on all architectures: no matrix unit multiplies all 24 bits of fp32.
 _FUSED_IEEE = [
     FusedConfig(GemmConfig(64, 64, 16, 8, 3)),
     FusedConfig(GemmConfig(32, 32, 16, 4, 3, programs_per_sm=2), speed=0.5),
@@ -116,7 +116,7 @@ _FUSED_IEEE = [
 
 
 def fused_configs(arch: int, kind: str) -> tuple[FusedConfig, ...]:
-    """The tiles that a matmul of operands of `kind` (`device.KINDS`) may have beside a collective on `arch`.
+    """Tile configs of a matmul of `kind` operands (`device.KINDS`) that is fused with a collective on `arch`.
 
     `arch` is one of ARCHITECTURES, or 0 for the interpreter.
     """

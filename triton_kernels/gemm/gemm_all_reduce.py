@@ -1,19 +1,19 @@
-"""y = sum over ranks of x @ w^T, on all ranks, in one launch; with the residual add and RMS norm behind it.
+"""y = sum over ranks of x @ w^T, on all ranks, in one launch; optionally with a residual add and RMS norm after it.
 
     x [M, K_r], w [N, K_r] per rank -> out [M, N]: sum_r x_r @ w_r^T (+ bias) (+ residual)
     normed [M, N] = out / sqrt(mean(out^2) + eps) * norm_weight
 
-A rank may have several pairs (x, w), each with a K of its own, whose products add up in fp32 before anything is sent.
-Each rank multiplies all of [M, N] and pushes each tile, in the dtype of out, to the ranks that sum it: once its flag is
-there the data is local, and no read waits for the link. The terms are added in fp32 in the order of the ranks, and
-rounded once, so a sum is the same bits on all ranks. A tile of which something did not arrive in time is NaN on all.
+A rank may have several pairs (x, w), each with a K of its own, whose products are added in fp32 before anything is
+sent. Each rank multiplies all of [M, N] and pushes each tile, in the dtype of out, to the ranks that sum it: once its
+flag is set the data is local, and no read waits for the link. The terms are added in fp32 in rank order and rounded
+once, so a sum has the same bits on all ranks. A rank's tile is NaN if a term or the sum of it did not arrive in time.
 
     one-shot   all ranks sum every tile: W times the traffic, but one hop. For small M.
     two-shot   the owner of a tile sums it and sends the sum to all: 2 * (W-1)/W of the bytes of out per rank, two hops.
                Ranks begin with the tiles of the next rank and end with their own, so they write to different owners.
 
-The norm of a row of tiles is taken by whichever program stores the last of them, so no program waits for another of its
-own rank. It is taken of the rounded out, because that is what backward has and what the next layer sees.
+The program that stores the last tile of a row of tiles computes the norm of that row, so no program waits for another
+of its own rank. The norm is that of the rounded out, which backward and the next layer use too.
 
 Sources: one-shot and two-shot all-reduce: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
 Operations in MPICH", 2005; flags per tile: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs
@@ -50,7 +50,7 @@ def gemm_all_reduce_kernel(
     call = begin(ws, rank, WORLD)
     ELEMENT: tl.constexpr = out.ptr.dtype.element_ty
     STRIPS: tl.constexpr = C.BLOCK_M // C.STRIP_M
-    # One number to load, not one of each rank: more at a time, for as many bytes under way.
+    # Copies load one number per element, not one per rank: more rows at a time keep as many bytes in flight.
     COPY_M: tl.constexpr = C.BLOCK_M if C.BLOCK_M < 4 * C.STRIP_M else 4 * C.STRIP_M
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -59,8 +59,8 @@ def gemm_all_reduce_kernel(
     tiles = tiles_m * tiles_n
     per_owner = tl.cdiv(tiles, WORLD)
     rounds = rounds_of(program, programs, tiles)
-    # One-shot terms lie by (tile, source); two-shot ones by (tile of the owner, source), and the sums behind them, as
-    # flags do.
+    # Order of the slots, and of their flags. One-shot: terms by (tile, source). Two-shot: terms by (tile of the owner,
+    # source), then the sums.
     first_sum = WORLD * per_owner
     first_tile = (rank + 1) % WORLD * per_owner
 
@@ -130,7 +130,7 @@ def gemm_all_reduce_kernel(
 def norm_if_last(call, h, weight_ptr, normed, tile_m, tiles_n, M, N, eps, C: tl.constexpr):
     """RMS norm of the rows of h [M, N] in row of tiles `tile_m`, once all of its tiles are stored.
 
-    The same bits whichever program does it: squares add along a row in the order of the columns.
+    The bits do not depend on the program: squares are added along a row in the order of the columns.
     """
     STRIP_M: tl.constexpr = C.STRIP_M
     STRIPS: tl.constexpr = C.BLOCK_M // STRIP_M
@@ -167,10 +167,10 @@ def gemm_all_reduce(
         products: 1 to 4 pairs (x [M, K_i], weight [N, K_i]), bf16, fp16 or fp32; K_i may differ between pairs and
             between ranks. Any strides.
         workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
-        launch: tiles and programs, the same on all ranks; see `launch_for`. With fewer programs on the device than
-            `launch.programs` at once the ranks must share it fairly, see `signals`.
-        two_shot: who sums, the same on all ranks.
-        bias, norm_weight: [N], residual: [M, N] with rows in one piece; the same values on all ranks.
+        launch: tiles and programs, the same on all ranks; see `launch_for`. If the device runs fewer than
+            `launch.programs` programs at once, the ranks must share it fairly, see `signals`.
+        two_shot: the owner of a tile sums it, not all ranks; the same on all ranks.
+        bias, norm_weight: [N], residual: [M, N] with contiguous rows; the same values on all ranks.
 
     Raises:
         ValueError: the workspace is too small.
@@ -212,7 +212,7 @@ def workspace_bytes(m: int, n: int, dtype: torch.dtype, world_size: int, launch:
 def _slots(
     m: int, n: int, dtype: torch.dtype, world_size: int, launch: Launch, two_shot: bool
 ) -> list[tuple[int, int]]:
-    """Runs of terms and of sums."""
+    """(number, bytes of each) of the slots of terms and of sums."""
     tiles_m, tiles_n = launch.tiles(m, n)
     slot_bytes = launch.block_m * launch.block_n * dtype.itemsize
     tiles = tiles_m * tiles_n

@@ -1,14 +1,14 @@
-"""This rank's rows of y = sum over ranks of x @ w^T, in one launch.
+"""y = sum over ranks of x @ w^T, each rank its own rows, in one launch.
 
     x [M, K_r], w [N, K_r] per rank -> out [M_r, N]: rows r*c to (r+1)*c of sum_r x_r @ w_r^T (+ bias)
 
-c is ceil(M / W), or as given; the last ranks' rows may be fewer, or none. A rank may have several pairs (x, w), each
-with a K of its own, whose products add up in fp32 before anything is sent: dX of layers that share an input.
+c is ceil(M / W), or as given; the last ranks may have fewer rows, or none. A rank may have several pairs (x, w), each
+with a K of its own, whose products are added in fp32 before anything is sent: dX of layers that share an input.
 
 Each rank multiplies all of [M, N], the next rank's rows first and its own last, so that at any time ranks write to
-different owners. A tile goes, in the dtype of out, straight into the owner's slots; the owner adds the terms in fp32 in
-the order of the ranks, and rounds once. No tile holds rows of two owners. A tile of which a term did not arrive in time
-is NaN.
+different owners. A tile is stored, in the dtype of out, straight into the owner's slots; the owner adds the terms in
+fp32 in rank order and rounds once. No tile holds rows of two owners. A tile is NaN if one of its terms did not arrive
+in time.
 
 Source: Chang et al., "FLUX: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion", 2024.
 """
@@ -48,7 +48,7 @@ def gemm_reduce_scatter_kernel(
     tiles_m = tl.cdiv(rows_per_rank, C.BLOCK_M)
     tiles_n = tl.cdiv(N, C.BLOCK_N)
     per_owner = tiles_m * tiles_n
-    # Owners with all their rows first, then one with fewer, then those without any: no number is left out.
+    # Full owners are first, then one with fewer rows, then those without any: tile numbers have no gaps.
     full_owners = M // rows_per_rank
     tiles = full_owners * per_owner + tl.cdiv(M - full_owners * rows_per_rank, C.BLOCK_M) * tiles_n
     rounds = rounds_of(program, programs, tiles)
@@ -99,7 +99,7 @@ def gemm_reduce_scatter(
             between ranks. Any strides.
         workspace: of this group and stream, of at least `workspace_bytes(...)` bytes.
         launch: tiles and programs, the same on all ranks; see `launch_for`.
-        rows_per_rank: c, where it is not ceil(M / W); the same on all ranks.
+        rows_per_rank: c, if it is not ceil(M / W); the same on all ranks.
         bias: [N], added once, to the sum.
 
     Raises:

@@ -1,7 +1,7 @@
-"""How matmuls load their operands and are launched next to a collective. Callers have checked what they give.
+"""Operand loads and launch parameters of matmuls fused with a collective. Callers have checked the arguments.
 
-TMA loads blocks of a matrix whose rows (or, transposed, columns) are in one piece and begin at multiples of 16 bytes;
-anything else is loaded by pointers.
+TMA loads blocks of a matrix whose rows (or, transposed, columns) are contiguous and begin at multiples of 16 bytes;
+all others are loaded by pointers.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ..device import kind_of, tma_descriptor
 from .configs import Constants, FusedConfig, GemmConfig, fused_configs
 from .tiles import Sizes
 
-# Matmuls that one launch adds up: the operands of each are arguments of the kernel.
+# Most products that one launch adds: the operands of each are arguments of the kernel.
 MAX_PRODUCTS = 4
 
 
 def is_swapped(t: Tensor) -> bool:
-    """Whether columns, not rows, are in one piece."""
+    """True if columns, not rows, are contiguous."""
     return t.stride(0) == 1 and t.stride(1) != 1 and t.shape[1] > 1
 
 
 def fits_tma(t: Tensor) -> bool:
-    """Whether TMA can load blocks of `t`."""
+    """True if TMA can load blocks of `t`."""
     rows = t.t() if is_swapped(t) else t
     return rows.stride(1) == 1 and rows_fit_tma(rows)
 
 
 def descriptor(t: Tensor, block: Sequence[int]) -> Any:
-    """Of blocks [rows, columns] of `t`; where it `is_swapped`, of the transposed matrix in blocks [columns, rows]."""
+    """TMA descriptor of blocks [rows, columns] of `t`; if it `is_swapped`, of the transpose's [columns, rows]."""
     return tma_descriptor(t.t(), block[::-1]) if is_swapped(t) else tma_descriptor(t, block)
 
 
@@ -42,14 +42,14 @@ def descriptor(t: Tensor, block: Sequence[int]) -> Any:
 class Launch:
     """Programs and tiles of a launch; equal on all ranks, because flags are counted in tiles and programs.
 
-    How a rank loads its operands is its own affair: by TMA where they are aligned for it, else by pointers.
+    Each rank loads its operands in its own way: by TMA if they are aligned for it, else by pointers.
     """
 
-    programs: int  # at most what the device runs at once
-    config: GemmConfig  # by pointers
+    programs: int  # at most as many as the device runs at once
+    config: GemmConfig  # for loads by pointers
     precision: str = "ieee"  # of fp32: "ieee" or "tf32"
-    strip_elements: int | None = None  # of a sum over ranks at a time; None: what registers hold
-    tma_config: GemmConfig | None = None  # by TMA; None: never
+    strip_elements: int | None = None  # elements summed over ranks at a time; None: as many as registers hold
+    tma_config: GemmConfig | None = None  # for loads by TMA; None: never
 
     def __post_init__(self) -> None:
         tma = self.tma_config
@@ -68,7 +68,7 @@ class Launch:
         return -(-m // self.block_m), -(-n // self.block_n)
 
     def strip_rows(self, config: GemmConfig, element_bytes: int) -> int:
-        """Rows of a tile that are summed over ranks at a time: 8 ranks' terms take half of the registers then."""
+        """Rows of a tile that are summed over ranks at a time: the terms of 8 ranks then take half the registers."""
         elements = self.strip_elements or 1024 // element_bytes * config.num_warps
         return max(1, min(config.block_m, elements // config.block_n))
 
@@ -84,15 +84,15 @@ def launch_for(
     sm_margin: int = 0,
     precision: str = "ieee",
 ) -> Launch:
-    """The launch of a matmul [m, n] over `world_size` ranks, chosen from what all ranks know.
+    """Choose the launch of a matmul [m, n] over `world_size` ranks, from values that all ranks know.
 
     Args:
         dtype: bf16, fp16 or fp32, of the operands and of the result.
-        m, n: of the whole result. K does not matter: it may differ between ranks.
+        m, n: size of the whole result. K does not matter: it may differ between ranks.
         arch: 80, 90 or 100 (`device.arch_of`); 0 under the interpreter.
         sms: multiprocessors of the GPU; the same on all ranks.
-        sm_margin: how many of them to leave to other kernels.
-        precision: of fp32: "ieee" or "tf32".
+        sm_margin: number of multiprocessors to leave to other kernels.
+        precision: precision of fp32 products, "ieee" or "tf32".
 
     Raises:
         ValueError: `sm_margin` leaves no SM.
@@ -102,7 +102,7 @@ def launch_for(
     kind = kind_of(dtype, precision)
 
     def tiles(config: GemmConfig) -> int:
-        # Tiles do not span the rows of two ranks, where rows belong to ranks.
+        # No tile spans the rows of two ranks, if rows belong to ranks.
         rows_per_rank = -(-m // world_size)
         return world_size * -(-rows_per_rank // config.block_m) * -(-n // config.block_n)
 
@@ -121,7 +121,7 @@ def launch_for(
 
 
 class LoadPlan(NamedTuple):
-    """How this rank loads the operands of a launch, and its tiles."""
+    """Tiles of a launch, and the way in which this rank loads its operands."""
 
     config: GemmConfig
     tma: bool
@@ -129,7 +129,7 @@ class LoadPlan(NamedTuple):
     w_swapped: bool
 
     def constants(self, precision: str, *, even_k: bool, flatten: bool = True) -> Constants:
-        """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with that over K."""
+        """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with the one over K."""
         c = self.config
         return Constants(
             *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten),
@@ -138,24 +138,24 @@ class LoadPlan(NamedTuple):
 
 
 def plan_loads(products: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> LoadPlan:
-    """By TMA where all operands are aligned for it and have the same order of strides, else by pointers."""
+    """Choose TMA if all operands are aligned for it and have the same order of strides, else pointers."""
     xs, ws = [x for x, _ in products], [w for _, w in products]
     swapped = [{is_swapped(t) for t in tensors} for tensors in (xs, ws)]
-    # By pointers it is about speed alone how the others lie.
+    # With pointers, the order of the other operands' strides only affects speed.
     of_first = is_swapped(xs[0]), is_swapped(ws[0])
     # Tensor cores transpose 16-bit numbers only.
     transposes = not any(of_first) or xs[0].element_size() == 2
     alike = all(len(found) == 1 for found in swapped)
     if launch.tma_config is not None and alike and transposes and all(map(fits_tma, (*xs, *ws))):
         return LoadPlan(launch.tma_config, True, *of_first)
-    # Several products are as many loops, all of whose pointers are ready at once: half as many each.
+    # Several products take as many loops, all of whose pointers are live at once: halve the pointers of each.
     return LoadPlan(launch.config.half_k() if len(products) > 1 else launch.config, False, *of_first)
 
 
 def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch, *, flatten: bool) -> dict[str, Any]:
-    """What a launch passes for its products: x0, w0, ... up to MAX_PRODUCTS, their sizes, constants and options.
+    """Kernel arguments of the products of a launch: x0, w0, ... up to MAX_PRODUCTS, sizes, constants and options.
 
-    `flatten` False: the kernel's loop over tiles cannot be flattened with that over K.
+    `flatten` False: the kernel's loop over tiles cannot be flattened with the one over K.
     """
     plan = plan_loads(products, launch)
     config = plan.config

@@ -1,13 +1,13 @@
-"""Tiles of y = x @ w^T: which one is next, multiplying one, storing it. Shared by every matmul kernel.
+"""Tiles of y = x @ w^T: their order, their product, their store. Shared by all matmul kernels.
 
-    y[m, n] = sum_k x[m, k] * w[n, k]        x [M, K], w [N, K] (out, in, as nn.Linear keeps it), summed in fp32
+    y[m, n] = sum_k x[m, k] * w[n, k]        x [M, K], w [N, K] (out, in, as in nn.Linear), summed in fp32
 
-Tile (i, j) is y[i*BLOCK_M : (i+1)*BLOCK_M, j*BLOCK_N : (j+1)*BLOCK_N]. Every operand comes with two strides, so that a
-transposed view is read as it lies: dX = dY @ W is a product with W's strides swapped.
+Tile (i, j) is y[i*BLOCK_M : (i+1)*BLOCK_M, j*BLOCK_N : (j+1)*BLOCK_N]. Every operand has two strides, so that a
+transposed view is read in place: dX = dY @ W is a product with W's strides swapped.
 
 Any M, N, K >= 1 works. Rows beyond the end are masked: they are read as zeros, never from memory, and not stored. That
-mask is the same for all of K, so it costs nothing in the loop; the one along K is there only without EVEN_K (wrapping
-rows around with `% M`, as many kernels do, loses the vector loads along M and N, which transposed views need).
+mask is the same for all of K, so it costs nothing in the loop; a mask along K is used only without EVEN_K. Rejected:
+wrapping rows around with `% M`, as many kernels do, loses the vector loads along M and N that transposed views need.
 Offsets are 64-bit: a tensor may have more than 2^31 elements.
 
 Kernels take their constants as one constexpr, `C`, a `configs.Constants`.
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix in memory whose rows are in one piece."""
+    """A matrix in memory with contiguous rows."""
 
     ptr: Any
     stride: Any
@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 @triton.jit
 def tile_at(index, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(tile_m, tile_n) of tile number `index`: down columns of GROUP_M tiles, so that those in flight share L2."""
+    """(tile_m, tile_n) of tile number `index`: down columns of GROUP_M tiles, so that tiles in flight share L2."""
     group_size = GROUP_M * tiles_n
     first_m = index // group_size * GROUP_M
     rows = tl.minimum(tiles_m - first_m, GROUP_M)
@@ -70,14 +70,14 @@ def load_tile(matrix, tile_m, tile_n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def store_tile(matrix, values, tile_m, tile_n, M, N):
-    """Writes `values`, rounded to the dtype of the `Matrix` [M, N], to its tile (tile_m, tile_n) of their shape."""
+    """Write `values`, rounded to the dtype of the `Matrix` [M, N], to its tile (tile_m, tile_n) of their shape."""
     pointers, mask = tile_pointers(matrix, tile_m, tile_n, M, N, values.shape[0], values.shape[1])
     tl.store(pointers, rounded(values, matrix.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def add_bias(values, bias_ptr, tile_n, N):
-    """`values` plus bias [N], where there is one."""
+    """`values` plus bias [N], if there is one."""
     if bias_ptr is None:
         return values
     else:
@@ -87,8 +87,9 @@ def add_bias(values, bias_ptr, tile_n, N):
 
 @triton.jit
 def store_result(y, total, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
-    """Writes total (+ bias) to tile (tile_m, tile_n) of `Matrix` y [M, N]; with SPLIT the left columns, then the right
-    ones."""
+    """Write total (+ bias) to tile (tile_m, tile_n) of `Matrix` y [M, N].
+
+    With SPLIT the left columns are written first, then the right ones."""
     if SPLIT:
         left, right = halves(total)
         store_tile(y, add_bias(left, bias_ptr, 2 * tile_n, N), tile_m, 2 * tile_n, M, N)
@@ -101,12 +102,12 @@ def store_result(y, total, bias_ptr, tile_m, tile_n, M, N, SPLIT: tl.constexpr):
 def load_operand(
     operand, tile, k, size, K, strides, BLOCK: tl.constexpr, SWAPPED: tl.constexpr, C: tl.constexpr, first=0
 ):
-    """[BLOCK, BLOCK_K] of `size` rows, from row `first` on, of an operand [.., K] of a matmul.
+    """Block [BLOCK, BLOCK_K] of the `size` rows from row `first` on of an operand [.., K] of a matmul.
 
-    Rows from tile * BLOCK, columns from k; by pointers zeros beyond `size` and K, by TMA beyond the operand's ends.
+    Rows begin at tile * BLOCK, columns at k. The rest is zero: beyond `size` and K, with TMA beyond the operand's ends.
 
-    `operand` is a pointer or, with TMA, a descriptor of blocks [BLOCK, BLOCK_K]; where columns are in one piece
-    (SWAPPED), one of blocks [BLOCK_K, BLOCK] of the transposed matrix. By pointers SWAPPED is about speed alone.
+    `operand` is a pointer or, with TMA, a descriptor of blocks [BLOCK, BLOCK_K]; if columns are contiguous (SWAPPED),
+    one of blocks [BLOCK_K, BLOCK] of the transposed matrix. With pointers SWAPPED only affects speed.
     """
     if C.TMA:
         if SWAPPED:
@@ -114,7 +115,7 @@ def load_operand(
         else:
             return operand.load([first + tile * BLOCK, k])
     else:
-        # What is in one piece comes last: else sm_80 does not pipeline the loads of a transposed weight.
+        # The contiguous dim is last: else sm_80 does not pipeline the loads of a transposed weight.
         rows = tile_offsets(tile, BLOCK)
         ks = k + tl.arange(0, C.BLOCK_K)
         if SWAPPED:
@@ -134,7 +135,7 @@ def load_operand(
 def add_product(total, x, w, sizes, tile_m, tile_n, M, N, first_row, C: tl.constexpr):
     """total + tile (tile_m, tile_n) of x @ w^T: the loop over K of every matmul.
 
-    x has M rows from `first_row` on, w has N; by pointers the tile is zero beyond them.
+    x has M rows from `first_row` on, w has N; with pointers the tile is zero beyond them.
     """
     for step in tl.range(0, tl.cdiv(sizes.k, C.BLOCK_K)):
         k = step * C.BLOCK_K
