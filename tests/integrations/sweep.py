@@ -8,7 +8,7 @@ each of MODES; "advised" removes from the plan the names that refusals say to le
 | outcome  | meaning                                                                                                |
 |----------|--------------------------------------------------------------------------------------------------------|
 | right    | the loss and every gradient are those of the whole model                                               |
-| refused  | fused_tp raised ValueError, TypeError or NotImplementedError, and left the model unchanged              |
+| refused  | fused_tp raised ValueError, TypeError or NotImplementedError, and left the model unchanged             |
 | late     | a refusal after `parallelize` changed the model, or while the model ran                                |
 | wrong    | another loss, or another gradient                                                                      |
 | crashed  | any other error                                                                                        |
@@ -192,7 +192,7 @@ def compare_generation(model: Any, wanted: tuple[Tensor, ...] | None, tokens: Te
     assert made is not None
     off = max(float((one - other).abs().max()) for one, other in zip(made, wanted, strict=True))
     said = f"{said}, generated logits {off:.0e}"
-    return "right" if off < GRADIENT else "wrong", said  # logits of order 1; other orders of sums: 1e-5
+    return "right" if off < GRADIENT else "wrong", said  # logits of order 1; another order of sums: below 1e-5
 
 
 def sweep_rank(

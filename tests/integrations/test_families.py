@@ -27,7 +27,7 @@ from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
-# Base models that embed the whole sequence, and blocks that receive two sharded tensors; with a norm between layers.
+# Base models that embed the whole sequence, and blocks that receive two sharded tensors: a norm between layers.
 IN_PARTS = {"ctrl": "transformer.h.1.layernorm1", "zaya": "model.layers.1.input_layernorm"}
 
 

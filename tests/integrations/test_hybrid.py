@@ -220,7 +220,7 @@ def test_layers_that_are_not_known(group: dist.ProcessGroup) -> None:
 
 
 def test_the_table_is_that_of_this_version_of_transformers() -> None:
-    """Each entry must exist in transformers; layers of a stale entry would be refused without a reason."""
+    """Each entry must exist in transformers; layers of a stale entry would be refused unnoticed."""
     for kind, (name, calls) in STATE_LAYERS.items():
         family = kind.removesuffix("_text")
         layer = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)

@@ -97,7 +97,7 @@ def test_packed(group: dist.ProcessGroup, layout: str, name: str) -> None:
     with torch.no_grad():
         padded = [model(tokens, attention_mask=mask).logits * mask[..., None] for model in (parallel, whole)]
     assert_near(*padded, "logits of padded rows")
-    if "experts" not in name:  # whose routers read other tokens in a pass with a cache
+    if "experts" not in name:  # routers read other tokens in a pass with a cache
         texts = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
         assert torch.equal(*texts)
 
@@ -127,7 +127,7 @@ def check_sequences(group: dist.ProcessGroup, layout: str, name: str) -> None:
         with torch.no_grad():
             padded = [model(tokens, attention_mask=mask).logits * mask[..., None] for model in (parallel, whole)]
         assert_near(*padded, "logits of padded rows")
-    if "experts" in name:  # whose routers read other tokens in a pass with a cache
+    if "experts" in name:  # routers read other tokens in a pass with a cache
         return
     texts = [model.eval().generate(make_tokens(2, 9), max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
     assert torch.equal(*texts)

@@ -236,7 +236,7 @@ def test_padding(group: dist.ProcessGroup, layout: str, family: str) -> None:
 
 @on_ranks(2)
 def test_documents_under_sequence_parallelism_are_those_of_the_whole_model(group: dist.ProcessGroup) -> None:
-    """Documents see each other depending on use_cache, which sequence parallelism turns off: the caller must, too."""
+    """use_cache decides if documents see each other, and is turned off inside: the caller must turn it off, too."""
     whole, parallel = pair(group, "tp2_sp", "llama")
     tokens, positions = make_tokens(1, 8), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     refuses(ValueError, "Pass use_cache=False", parallel, tokens, position_ids=positions)

@@ -34,7 +34,7 @@ def side(priority: int, copies: int, held: int) -> list[Kernel]:
 
 
 def gathered(sms: int) -> list[Kernel]:
-    """all_gather_matmul, copied: without a kernel, a stream waits for the other rank and copies; the matmul waits."""
+    """all_gather_matmul, copied: a stream (no kernel) waits for the other rank and copies; the matmul waits for it."""
     return [
         Kernel("stage", "main", room=SMALL),
         Kernel("copy", "side", blocks=0, waits=(Passed("stage"),), behind=("stage",)),

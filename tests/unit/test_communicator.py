@@ -358,7 +358,7 @@ def test_graph_of_ops(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_capture_of_another_thread(group: dist.ProcessGroup) -> None:
-    """While one thread captures the communicator's ops another cannot run any, and the capture goes on."""
+    """While one thread captures the communicator's ops another cannot run any, and the capture continues."""
     one = Communicator(group)
     one.check_works()
     stream, (x, out) = libraries.Stream(), one.outputs()

@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "fused_tp"
 BELOW_CLI = [file for file in sorted(PACKAGE.glob("*/**/*.py")) if file.relative_to(PACKAGE).parts[0] != "cli"]
 VARIABLE = re.compile(r"\bFUSED_TP_[A-Z0-9_]+\b")
 
-# Import every module of the package without the optional libraries; the imports may neither start nor load anything.
+# Imports every module of the package without the optional libraries; neither torch.distributed nor CUDA may start.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import torch, torch.distributed as dist, torch.distributed.fsdp  # torch itself looks for some of them

@@ -24,7 +24,7 @@ def changed(rank: int, **fields: object) -> list[Facts]:
     return [replace(fact, **fields) if r == rank else fact for r, fact in enumerate(RANKS)]
 
 
-SHARED = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]  # as torch was told on all of them
+SHARED = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]  # torch allows them to share a GPU
 
 
 @pytest.mark.parametrize(
