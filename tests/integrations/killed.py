@@ -1,9 +1,9 @@
-"""examples.train_resilient, of which a rank kills itself in each of its first lives:
+"""Run examples.train_resilient and kill one rank in each of its first starts:
 
 torchrun ... -m tests.integrations.killed DEATHS ARGUMENTS-OF-THE-EXAMPLE
 
-DEATHS is such as "1:step:6,0:save:2", for one life after the other: which rank, where, and the how-manieth time of that
-life. "step" is before the optimizer takes a step, "save" while a save is being written.
+DEATHS, such as "1:step:6,0:save:2", has one entry per start of the ranks: the rank, the place, and the number of the
+call in that start. "step" kills before the optimizer takes a step, "save" while a save is being written.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m tests.integrations.live --out out/live [llama gpt_oss ...]
 
-A mechanism that does nothing in a small model, such as a window longer than the sequence, is not tested by it. So the
-value of each field is changed by as little as there is (a number by one, a flag, the kinds of two layers), and the
-logits of the whole model, with the same parameters, must change. A field is live, too, where a change of it changes
-names or shapes of parameters, or is refused by the config or the model. A parameter is live that has a gradient, or
-that logits depend on (an indexer, which selects).
+The sweep does not test a mechanism that does nothing in a small model, such as a window longer than the sequence. So
+this check changes each field as little as possible (a number by one, a flag, the kinds of two layers); the logits of
+the whole model, with the same parameters, must change. A field is also live if changing it changes names or shapes of
+parameters, or if the config or the model refuses the change. A parameter is live if it has a gradient or if logits
+depend on it (an indexer selects without a gradient).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from torch import Tensor, nn
 from fused_tp.planning.small_config import VOCABULARY, small_config
 from tests.integrations.sweep import TOKENS, all_kinds, make_model
 
-CHANGE = 1e-3  # of the largest logit: what is below that could be wrong and be taken for rounding
-# Names of fields that are no mechanism of a forward pass of tokens.
+CHANGE = 1e-3  # of the largest logit; an error below that could pass as rounding
+# Names of fields that configure no mechanism in the forward pass of tokens.
 OTHERS = (
     r".*_token_ids?|.*_token_index|.*_idx|.*_token_type.*|mask_token.*|.*layerdrop|.*dropout.*|.*pdrop.*|.*jitter.*",
     r"initializer.*|.*init_std|.*init_(scale|range|method).*|init_std|.*_init|.*time_step_.*|rescale.*|.*initializer.*",
     r".*eps|.*epsilon|use_cache|output_.*|return_dict|dtype|torch_dtype|model_type|architectures|_.*|transformers_.*",
     r"linear_(a_log|dt)_.*|model_max_length|.*no_repeat_ngram_size|lambda_std_dev|id2label|label2id|num_labels|problem_type|chunk_size_feed_forward|is_encoder_decoder|tokenizer_class|bad_words.*",
-    # Of these, lists of one entry for each layer were made, which the small config has itself.
+    # transformers expands these into lists with one entry per layer, which the small config sets itself.
     r"first_k_dense_replace|layer_group_size|max_window_layers|.*_layers?_(interval|period|offset|step)|.*_pattern",
     r"global_attn_every_n_layers|moe_layers|full_attn_idxs|.*attn_every.*|num_attention_heads_per_layer",
-    # Not run by transformers, or by kernels alone.
+    # Not used by transformers, or by kernels only.
     r"num_nextn_predict_layers|mtp_.*|(mamba_)?chunk_size|use_associative_scan|use_mambapy|residual_in_fp32|.*_in_fp32",
     r"tie_word_embeddings|max_position_embeddings|n_positions|max_seq_len|num_logits_to_keep|mamba_expand|summary_.*|.*aux_loss.*|.*loss_(coef|weight).*|pretraining_tp|.*use_.*kernels?|name_or_path|.*z_loss.*",
 )
-# Fields of single types that change nothing here, and why.
+# Fields of single types that change nothing here, with the reason.
 SCALED = "a norm follows, or the scores add up to 1 already"
 UNREAD = "the model of transformers does not read it"
 OFF = "of what its usual config leaves off; test_model_types.py has some of that"
@@ -138,15 +138,15 @@ INERT: dict[str, dict[str, str]] = {
         **dict.fromkeys(("num_mem_blocks", "rope_parameters", "use_long_context"), OFF),
     },
 }
-LATENT = {"head_dim", "num_key_value_heads", "qk_head_dim"}  # which latent attention has no use for
-# Parameters of what tokens alone do not come to, and buffers that are computed anew or only tell of something small.
+LATENT = {"head_dim", "num_key_value_heads", "qk_head_dim"}  # latent attention does not use these
+# Parameters that tokens alone do not reach, and buffers that are recomputed or hold a tiny constant.
 UNSEEN = r".*(vision|audio|image|multi_modal|encoder_attn|pooler|act_fn\.eps|slope_rate|query_decay|key_decay).*"
 ACTIVATIONS = ("silu", "relu", "gelu")
 
 
 def candidates(value: Any) -> Iterator[tuple[int, Any]]:
-    """Other values for a field that has `value`, after the order in which they are tried: first by as little as there
-    is, then, where none of these can be had, by more."""
+    """Yield (order, other value) for a field with `value`. Order 0: as little as possible; order 1: larger changes,
+    tried if none of order 0 runs."""
     if isinstance(value, bool):
         yield 0, not value
     elif isinstance(value, int):
@@ -174,7 +174,7 @@ def is_other(name: str) -> bool:
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
-    torch.manual_seed(0)  # for what draws
+    torch.manual_seed(0)  # for layers that draw random numbers
     with torch.no_grad():
         made: Tensor = model(input_ids=tokens).logits
     return made
@@ -187,7 +187,7 @@ def differ(one: Tensor, other: Tensor) -> bool:
 
 
 def inert_fields(kind: str, whole: Any, tokens: Tensor, names: list[str] | None, given: dict[str, Any]) -> list[str]:
-    """Fields of the small config of that type that change nothing, with dots between those of configs in it."""
+    """Fields of the small config of that type that change nothing; fields of nested configs as dotted names."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -213,7 +213,7 @@ def inert_fields(kind: str, whole: Any, tokens: Tensor, names: list[str] | None,
         name = ".".join(path)
         if (names is not None and name not in names) or path[-1] in latent or name in INERT.get(kind, {}):
             continue
-        ran = set()  # of which orders
+        ran = set()  # orders of the values that ran
         live = refused = False
         for order, other in candidates(value):
             if live or (order and 0 in ran):
@@ -280,8 +280,8 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def inert(kind: str, names: list[str] | None = None, **changes: Any) -> dict[str, list[str]]:
-    """Fields, all or those of `names`, and parameters that do nothing in the small model of that type; or in the one
-    with these changes of its config."""
+    """Fields (all, or those in `names`) and parameters that do nothing in the small model of that type, with `changes`
+    applied to its config."""
     torch.manual_seed(2)
     tokens = torch.randint(3, VOCABULARY, TOKENS)
     try:

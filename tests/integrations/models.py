@@ -1,4 +1,4 @@
-"""Small models, and the comparison of a parallel one with the whole one it came from."""
+"""Small models, and comparisons of a parallel model with the whole model that it was made from."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from fused_tp.nn import gather_state_dict
 from fused_tp.nn.sharding import parts_dims
 from tests.workers import on_ranks
 
-VOCAB = 67  # odd: the ranks' parts of the vocabulary are not equally long
-# fp32 throughout. Sums over ranks and blocks of attention add in another order than one matmul does; two layers deep
-# that moves the last bits only. Values are of order 1 for logits; gradients are compared relative to the largest of a
-# tensor.
+VOCAB = 67  # odd: the ranks' vocabulary shards differ in length
+# fp32 throughout. Sums over ranks and attention blocks add in another order than one matmul does; after two layers
+# only the last bits differ. Logits are of order 1; gradients are compared relative to the largest element of a tensor.
 TOLERANCE = 2e-5
 
 SIZES = {
@@ -57,7 +56,7 @@ FAMILIES = {
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_chunk_size": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# Windows are shorter than the tests' sequences. The numbers of Gemma 2 are such that its caps bend the scores.
+# Windows are shorter than the tests' sequences. Gemma 2's sizes make its caps change the scores.
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "gemma2": {
@@ -150,21 +149,21 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # cp, tp, keywords
 
 
 def on_layouts(*layouts: str, full: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a test of `fn(group, layout, ...)`, run on the ranks of each layout; those of `full` by `make test-all`."""
+    """Make a test of `fn(group, layout, ...)` on the ranks of each layout; layouts in `full` run in `make test-all`."""
     cases = [*layouts, *(pytest.param(name, marks=pytest.mark.full) for name in full)]
     ranks = on_ranks(lambda layout: LAYOUTS[layout][0] * LAYOUTS[layout][1])
     return lambda fn: pytest.mark.parametrize("layout", cases)(ranks(fn))
 
 
 def pair(group: dist.ProcessGroup, layout: str, family: str = "plain", **changes: Any) -> tuple[Any, Any]:
-    """A model that `make` makes, and the parallel one of the same weights."""
+    """A model from `make`, and a parallel model with the same weights."""
     cp, tp, keywords = LAYOUTS[layout]
     whole = make(family, **changes)
     return whole, parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
 
 
 def mesh_of(group: dist.ProcessGroup, cp: int, tp: int) -> DeviceMesh:
-    """A mesh of cp x tp ranks; with a size of 1 the dim is left out, else it takes all ranks of the pool."""
+    """A mesh of cp x tp ranks. A dim of size 1 is left out; with both dims the mesh takes all ranks of the pool."""
     if cp == 1:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     if tp == 1:
@@ -211,7 +210,7 @@ def full(t: Tensor) -> Tensor:
 def assert_near(
     actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE, *, least: float = 1e-3
 ) -> None:
-    """Largest difference, relative to the largest expected value, or to `least` where that is smaller."""
+    """Bound the largest difference, relative to the largest expected value or to `least`, the larger of the two."""
     actual, expected = full(actual).detach(), full(expected).detach()
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} != {tuple(expected.shape)}"
     error = (actual - expected).abs().max().item() / max(expected.abs().max().item(), least)
@@ -219,12 +218,12 @@ def assert_near(
 
 
 def assert_same_gradients(parallel: nn.Module, whole: nn.Module, *, factor: float = 1.0) -> None:
-    """Every parameter's gradient, by name; `factor` is what the parallel one's are expected to be larger by."""
+    """Compare every parameter's gradient by name; the parallel ones are expected to be `factor` times as large."""
     expected = dict(whole.named_parameters())
     names = [name for name, _ in parallel.named_parameters()]
     assert names == list(expected), (names, list(expected))
     parts = parts_dims(parallel)
-    # Some are zero but for rounding: a query's, where attention has one key.
+    # Some are zero except for rounding, such as a query's when attention has one key.
     largest = max(full(p.grad).abs().max().item() for p in expected.values() if p.grad is not None)
     for name, parameter in parallel.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
@@ -235,7 +234,7 @@ def assert_same_gradients(parallel: nn.Module, whole: nn.Module, *, factor: floa
 
 
 def assert_trains_alike(parallel: nn.Module, whole: nn.Module, loss_of: Callable[[Any], Any]) -> None:
-    """The same loss, and after its backward the same gradients."""
+    """Compare the loss, and the gradients after its backward."""
     losses = [loss_of(model) for model in (whole, parallel)]
     assert_near(losses[1], losses[0], "loss")
     for loss in losses:
@@ -244,14 +243,14 @@ def assert_trains_alike(parallel: nn.Module, whole: nn.Module, loss_of: Callable
 
 
 def assert_equal_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """The same names in one order, and the same bits."""
+    """Compare names, their order, and the bits of the values."""
     assert list(one) == list(other)
     for name, t in one.items():
         assert torch.equal(t, other[name]), name
 
 
 def assert_states_travel(group: dist.ProcessGroup, whole: Any, folder: Path) -> None:
-    """The state of a parallel model, gathered, loaded into another, and saved, is that of the whole, bit for bit."""
+    """Gather a parallel model's state, load it into another, and save it: each equals the whole state bit for bit."""
     import transformers
 
     mesh, state = mesh_of(group, 1, 2), whole.state_dict()
@@ -269,13 +268,13 @@ def assert_states_travel(group: dist.ProcessGroup, whole: Any, folder: Path) -> 
     whole.save_pretrained(alone)  # global rank 0 writes
     parallel.save_pretrained(folder)
     dist.barrier(group)
-    # Not `state`: transformers' loading gives some buffers (Zaya's) values of its own.
+    # Not `state`: loading by transformers sets some buffers (Zaya's) to values of its own.
     loaded = [transformers.AutoModelForCausalLM.from_pretrained(one).state_dict() for one in (folder, alone)]
     assert_equal_states(*loaded)
 
 
 def assert_trains_checkpointed(parallel: Any, whole: Any) -> None:
-    """Backward runs layers of transformers models again, after a forward pass of another length."""
+    """Compare training in which backward recomputes layers after a forward pass of another length."""
     losses = []
     for model in (whole, parallel):
         model.train()
@@ -288,7 +287,7 @@ def assert_trains_checkpointed(parallel: Any, whole: Any) -> None:
 
 
 def assert_same_calls(parallel: nn.Module, whole: nn.Module, tokens: Tensor, labels: Tensor, **more: Any) -> None:
-    """Logits, loss and every gradient of the same call."""
+    """Compare logits, loss and every gradient of the same call."""
     with torch.no_grad():
         assert_near(parallel(tokens, **more).logits, whole(tokens, **more).logits, "logits")
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=labels, **more).loss)

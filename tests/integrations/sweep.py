@@ -1,18 +1,18 @@
-"""Every type of causal language model that transformers has, tiny, through `parallelize`: served, refused, or wrong.
+"""Run a tiny model of each causal language model type of transformers through `parallelize`.
 
     python -m tests.integrations.sweep --out out/sweep [llama gpt_oss ...]
 
-Each type is made small and given random weights. A loss and all gradients of two ranks are compared with those of the
-whole model, for each of MODES; "advised" leaves out of the plan what refusals say to leave out. Outcomes:
+Each model has random weights. A loss and all gradients of two ranks are compared with those of the whole model, for
+each of MODES; "advised" removes from the plan the names that refusals say to leave out. Outcomes:
 
 | outcome  | meaning                                                                                                |
 |----------|--------------------------------------------------------------------------------------------------------|
 | right    | the loss and every gradient are those of the whole model                                               |
-| refused  | `parallelize` raised ValueError or TypeError in its own words, and the model is as it was              |
-| late     | a refusal after the model, or something in it, was changed                                             |
+| refused  | fused_tp raised ValueError, TypeError or NotImplementedError, and left the model unchanged             |
+| late     | a refusal after `parallelize` changed the model, or while the model ran                                |
 | wrong    | another loss, or another gradient                                                                      |
-| crashed  | an error in other words than ours                                                                      |
-| alone    | the whole model by itself does not run on this machine, or is too large to be made small by its config |
+| crashed  | any other error                                                                                        |
+| alone    | the whole model does not run on this machine, or its config cannot make it small enough                |
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "cp": ("cp", {}),
 }
 TOKENS = (2, 24)
-NOISE = 1e-4  # of the largest gradient of all: what rounding leaves of one that should be 0, as of a bias of keys
+NOISE = 1e-4  # of the largest gradient: rounding error of one that should be 0, such as that of a key bias
 MOST_PARAMETERS = 14_000_000
 LOSS, GRADIENT = 2e-5, 2e-3  # differences; a gradient's relative to its largest element. Wrong ones are off by 1e-2.
 
@@ -58,7 +58,7 @@ def make_model(kind: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = small_config(CONFIG_MAPPING[kind], **changes)
-    if kind == "gemma3n_text":  # whose initialization asks the language model for what its base model has
+    if kind == "gemma3n_text":  # its initialization reads this from the model around its base model
         transformers.Gemma3nForCausalLM.hidden_size = config.hidden_size
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
@@ -72,7 +72,7 @@ def make_model(kind: str, **changes: Any) -> Any:
 
 
 def changes_of(kind: str, mode: str) -> dict[str, Any]:
-    """Changes of the small config for a mode that refuses it by the sequence's length: chunks shorter than that."""
+    """Changes of the small config for a mode that refuses chunks shorter than the sequence."""
     from transformers import CONFIG_MAPPING
 
     longer: dict[str, Any] = {"attention_chunk_size": 64}
@@ -82,7 +82,7 @@ def changes_of(kind: str, mode: str) -> dict[str, Any]:
 
 
 def outline(model: nn.Module) -> dict[str, object]:
-    """What must be as before once a model has been refused."""
+    """Properties of a model that a refusal must leave unchanged."""
     seen: dict[str, object] = {f"parameter {name}": id(p) for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
@@ -92,7 +92,7 @@ def outline(model: nn.Module) -> dict[str, object]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether it was raised by a line of fused_tp as one of the refusals that it documents."""
+    """True if a line of fused_tp raised the error, with a type that it documents for refusals."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -123,7 +123,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def compare(whole: Any, mesh: DeviceMesh, mode: str, expected: Any, tokens: Tensor) -> tuple[str, str]:
-    """The outcome for one model and mode, and what there is to say of it."""
+    """The outcome for one model and mode, and its details."""
     keywords = MODES[mode][1]
     if mode == "advised":
         keywords = {"plan": advised_plan(whole, mesh) or "auto"}
@@ -164,7 +164,7 @@ def compare(whole: Any, mesh: DeviceMesh, mode: str, expected: Any, tokens: Tens
 
 
 def generate(model: Any, tokens: Tensor) -> tuple[Tensor, ...] | None:
-    """Logits of the tokens that a model makes, from a prompt and then from its cache; None where it makes none."""
+    """Logits of the tokens that a model generates from a prompt and then from its cache."""
     try:
         with torch.no_grad():
             made = model.eval().generate(
@@ -182,7 +182,7 @@ def generate(model: Any, tokens: Tensor) -> tuple[Tensor, ...] | None:
 
 
 def compare_generation(model: Any, wanted: tuple[Tensor, ...] | None, tokens: Tensor, said: str) -> tuple[str, str]:
-    """The outcome of a model that trains rightly: what it generates must be what the whole model does."""
+    """The outcome of a model that trains correctly: its generated logits must match the whole model's."""
     if wanted is None:
         return "right", said
     try:
@@ -192,7 +192,7 @@ def compare_generation(model: Any, wanted: tuple[Tensor, ...] | None, tokens: Te
     assert made is not None
     off = max(float((one - other).abs().max()) for one, other in zip(made, wanted, strict=True))
     said = f"{said}, generated logits {off:.0e}"
-    return "right" if off < GRADIENT else "wrong", said  # of logits of order 1, by other orders of sums: below 1e-5
+    return "right" if off < GRADIENT else "wrong", said  # logits of order 1; another order of sums: below 1e-5
 
 
 def sweep_rank(
@@ -219,8 +219,8 @@ def sweep_rank(
         return dict.fromkeys(modes, ("alone", f"{type(error).__name__}: {error}"))
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     try:
-        generated = generate(model, tokens)  # which has trained: Gemma 3n's forward then writes to its weights
-    except Exception:  # by itself it cannot
+        generated = generate(model, tokens)  # the trained copy: Gemma 3n's forward writes to weights in training
+    except Exception:  # the whole model cannot generate
         generated = None
     expected = float(loss.detach()), gradients, generated
     found = {}
@@ -234,11 +234,11 @@ def sweep_rank(
 
 
 def sweep(kind: str, modes: Sequence[str] = tuple(MODES), **changes: Any) -> dict[str, tuple[str, str]]:
-    """Outcomes of all ranks by mode: the rank that fared worst. `changes` are those of the small config."""
+    """The worst outcome over all ranks, by mode. `changes` apply to the small config."""
     order = ["alone", "right", "refused", "late", "wrong", "crashed"]
     try:
         results = run_ranks(2, sweep_rank, kind, modes, changes, timeout=120)
-    except RanksFailed as error:  # also: one rank refused what another took, and waited for it
+    except RanksFailed as error:  # also if one rank refused a model and another accepted it and waited
         return dict.fromkeys(modes, ("crashed", str(error)))
     return {mode: max((one[mode] for one in results), key=lambda one: order.index(one[0])) for mode in modes}
 
@@ -269,6 +269,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.integrations import sweep as importable  # whose functions ranks can find
+    from tests.integrations import sweep as importable  # ranks cannot import functions of __main__
 
     sys.exit(importable.main())

@@ -1,4 +1,4 @@
-"""DistributedBatches: which rank gets which samples, at another number of ranks and after an interruption too."""
+"""DistributedBatches: samples of each rank, also at another number of ranks and after an interruption."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Numbers(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Shares its samples out to workers by itself, as those of `datasets` do, and has a position."""
+    """Dataset that distributes its samples over workers itself, as those of `datasets` do, and saves its position."""
 
     def __init__(self) -> None:
         self.epoch, self.at, self.begin, self.read = 0, 0, 0, 0
@@ -56,7 +56,7 @@ class Stream(IterableDataset[int]):
 
 
 def mesh_of(group: dist.ProcessGroup, dp: int) -> DeviceMesh:
-    """`dp` ranks with batches of their own, times ranks that share them."""
+    """Mesh of `dp` ranks with batches of their own, times the ranks that share each batch."""
     if group.size() < 4:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard" if dp > 1 else "tp",))
     return DeviceMesh("cpu", torch.arange(4).view(dp, -1), mesh_dim_names=("dp_shard", "tp"))
@@ -65,7 +65,7 @@ def mesh_of(group: dist.ProcessGroup, dp: int) -> DeviceMesh:
 def take(
     group: dist.ProcessGroup, dp: int, kind: str, state: Any, count: int | None, size: int, keywords: dict[str, Any]
 ) -> tuple[list[list[int]], Any]:
-    """This rank's next batches, and the position behind them."""
+    """The next batches of this rank, and the position after them."""
     dataset = Numbers() if kind == "map" else Stream()
     keywords = {"shuffle": kind == "map", **keywords}
     batches = DistributedBatches(dataset, mesh_of(group, dp), size, epochs=3, seed=7, **keywords)
@@ -77,7 +77,7 @@ def take(
 
 
 def global_batches(ranks: list[tuple[list[list[int]], Any]], dp: int) -> list[list[int]]:
-    """Of all ranks, of which those that share a batch have got equal ones."""
+    """Global batches from all ranks; ranks that share a batch must have received equal ones."""
     share = len(ranks) // dp
     assert len({str(state) for _, state in ranks}) == 1
     for rank, (batches, _) in enumerate(ranks):
@@ -127,9 +127,9 @@ def test_another_global_batch_size_and_the_rest_of_an_epoch() -> None:
         ranks = run_ranks(4, take, 2, kind, state, None, 6, {})
         then = global_batches(ranks, 2)
         whole = [*chain(*take_alone(kind))]
-        assert [*chain(*first)] + then[0] == whole[:18]  # 12 samples were given, 11 are left: one batch of 6
+        assert [*chain(*first)] + then[0] == whole[:18]  # 12 samples consumed, 11 left: one batch of 6
         assert [len(batch) for batch in then] == [6] + 2 * [6] * 3
-        # Without drop_last: 22 of 24 samples, shared out by two; the last batch is shorter.
+        # Without drop_last the last batch of 22 samples is shorter.
         batches = DistributedBatches(list(range(22)), None, 4, drop_last=False)
         assert [len(batch) for batch in batches] == [4] * 5 + [2]
 

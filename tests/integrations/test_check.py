@@ -1,4 +1,4 @@
-"""`check_model` and `fused-tp check`: right models are right, and of wrong ones the module is named."""
+"""`check_model` and `fused-tp check`: correct models pass, and the report names the module of a wrong one."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ class Rescaled(nn.Module):
 
 
 class HeadNorm(RMSNorm):
-    """Of each head by itself, with one weight for all heads."""
+    """Norm of each head separately, with one weight for all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.unflatten(-1, (-1, len(self.weight)))).flatten(-2)
 
 
 class FeatureNorm(nn.Module):
-    """Of all features, without a weight."""
+    """Norm over all features, without a weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:])
 
 
 def make_rescaled(projection: str, norm: Callable[[], nn.Module], p: float = 0.0) -> nn.Module:
-    """A Llama one of whose projections, in both layers, is followed by a norm and dropout."""
+    """A Llama with a norm and dropout after one projection of each layer."""
     model: Any = make_llama()
     plan = {}
     for name, style in Llama.tp_plan.items():
@@ -92,7 +92,7 @@ def make_dropout() -> nn.Module:
 
 
 def without_sum(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module | Pipeline:
-    """The parallel model, a row-parallel layer of which leaves each rank with its term of the sum."""
+    """The parallel model with a row-parallel layer that does not reduce: each rank keeps its partial sum."""
     parallel: Any = build(model, config, mesh)
     layer = parallel.get_submodule(f"{LATTER}.self_attn.o_proj")
     layer.forward = lambda x, **_: F.linear(x, local(layer.weight))
@@ -100,7 +100,7 @@ def without_sum(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> nn.Modu
 
 
 def with_local_positions(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module | Pipeline:
-    """The parallel model, which rotates each rank's tokens as if they were the first."""
+    """The parallel model with rotary positions that start at 0 on each rank."""
     parallel: Any = build(model, config, mesh)
     rotary = parallel.model.rotary_emb
     forward = rotary.forward
@@ -109,7 +109,7 @@ def with_local_positions(model: Any, config: ParallelConfig, mesh: DeviceMesh) -
 
 
 def with_own_seeds(model: Any, config: ParallelConfig, mesh: DeviceMesh) -> nn.Module | Pipeline:
-    """The parallel model, whose ranks seed dropout by their number."""
+    """The parallel model with another dropout seed on each rank."""
     parallel: Any = build(model, config, mesh)
     parallel.register_forward_pre_hook(lambda *_: torch.manual_seed(7 + dist.get_rank()) and None)
     return parallel
@@ -173,7 +173,7 @@ def right_on_four(group: dist.ProcessGroup) -> None:
     for config in (ParallelConfig(cp=2, tp=2), ParallelConfig(pp=2, tp=2, microbatches=4)):
         report = check_model(make_transformers_llama, config)
         assert report.right, report
-    # Experts have copies along dp_replicate, and none along ep.
+    # Experts are replicated along dp_replicate and distributed along ep.
     for config in (ParallelConfig(dp_replicate=2, ep=2), ParallelConfig(dp_shard=2, ep=2)):
         report = check_model(make_mixtral, config)
         assert report.right, report

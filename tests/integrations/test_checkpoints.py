@@ -1,4 +1,4 @@
-"""CheckpointManager: state that comes back bit for bit at any size, and saves that fail or are interrupted."""
+"""CheckpointManager: state restored bit for bit at any size, and saves that fail or are interrupted."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def take_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    """With param groups that not all layouts have in common."""
+    """AdamW with param groups that differ between layouts."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
@@ -105,14 +105,14 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def go_on(group: Any, layouts: list[str], family: str, changes: Any, folder: Path, first: int) -> list[dict[str, Any]]:
-    """In one layout after the other restores what there is and saves it again; the states. The first has nothing to
-    restore, and trains a step."""
+    """Restore and save the run in one layout after another, and return the states. The first layout has nothing to
+    restore and trains a step."""
     states = []
     for step, layout in enumerate(layouts, first):
         whole = make(family, **changes)
         with torch.no_grad():
             for p in whole.parameters():
-                p *= float(step == 1)  # what is not restored would show
+                p *= float(step == 1)  # a value that is not restored stays 0
         next(iter(whole.model.layers[0].parameters())).requires_grad_(False)
         model = make_parallel(group, layout, whole)
         optimizer = optimizer_of(model)
@@ -141,10 +141,10 @@ def assert_equal(found: dict[str, Any], wanted: dict[str, Any], what: str) -> No
 
 FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "plain": [("plain", {"num_hidden_layers": 4}), ("plain", {"num_hidden_layers": 4, "tied": True})],
-    # The second with packed parameters.
+    # qwen3_moe has packed parameters.
     "transformers": [("llama", {"num_hidden_layers": 4}), ("qwen3_moe", {"num_hidden_layers": 2})],
 }
-# One after the other.
+# Passes in the order in which they run.
 PASSES: list[tuple[int, Any, list[str]]] = [
     (4, run_ranks, ["dp2_tp2"]),
     (2, run_fresh, ["tp2", "cp2", "plain_tp2", "pp2", "zbv2"]),
@@ -198,7 +198,7 @@ class Small(nn.Module):
 
 
 class Run:
-    """A small training run, of which everything can be saved."""
+    """A small training run whose state can be saved completely."""
 
     def __init__(self, folder: Path, **keywords: Any) -> None:
         torch.manual_seed(0)
@@ -252,7 +252,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
     broken.mkdir()
     (broken / "__0_0.distcp").write_bytes(b"interrupted")
     for stays in ("step-00000099", "step-later", "notes"):
-        (tmp_path / stays).mkdir()  # interrupted later than all that is complete; of others
+        (tmp_path / stays).mkdir()  # an interrupted save newer than any complete one; other files
     run.train(1, 1)
     run.checkpoints.wait()
     assert {path.name for path in tmp_path.iterdir()} >= {"step-00000001", "step-00000002"}
@@ -264,7 +264,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
     assert "comes before step 5" in str(error_of(run.checkpoints.save, 3))
     (tmp_path / "step-00000005" / "complete.pt").unlink()
     assert run.checkpoints.restore() == 4
-    run.train(5, 5)  # over what was left
+    run.train(5, 5)  # overwrites the incomplete checkpoint
     assert run.checkpoints.restore() == 5
     assert [path.name for path in (tmp_path / "step-00000005").iterdir() if "part" in path.name] == []
 
@@ -322,7 +322,7 @@ def test_errors_of_saves_are_raised_by_the_next_call(tmp_path: Path) -> None:
 
 
 def test_state_of_other_dtypes_and_values(tmp_path: Path) -> None:
-    """Optimizers of one's own, of which torch's load_state_dict rounds the state to the dtype of the parameters."""
+    """Restore custom optimizer state, which torch's load_state_dict would round to the dtype of the parameters."""
 
     def make_optimizer() -> tuple[nn.Linear, torch.optim.Optimizer]:
         layer = nn.Linear(3, 2, bias=False).bfloat16()
@@ -409,7 +409,7 @@ def refusals(group: dist.ProcessGroup, folder: Path) -> None:
             assert isinstance(error, ValueError) and says in str(error), (says, error)
     for name, p in other.named_parameters():
         assert torch.equal(p.to_local(), before[name])
-    # Without an optimizer the model alone.
+    # Without an optimizer only the model is restored.
     with CheckpointManager(folder, model) as checkpoints:
         assert checkpoints.restore() == 3
 
@@ -433,14 +433,14 @@ def test_random_numbers(tmp_path: Path) -> None:
     wanted = [numbers for numbers, _ in run_ranks(4, random_numbers, tmp_path, False)]
     assert len({str(numbers) for numbers in wanted}) == 4
     assert [numbers for numbers, _ in run_ranks(4, random_numbers, tmp_path, True)] == wanted
-    assert random_numbers(None, tmp_path, True) == (wanted[0], 1)  # at another number of ranks those of rank 0
+    assert random_numbers(None, tmp_path, True) == (wanted[0], 1)  # at another number of ranks: rank 0's
 
 
 # -- ranks that die ---------------------------------------------------------------------------------------------------
 
 
 def train_resilient(folder: Path, ranks: int, killed: str = "") -> str:
-    """What examples.train_resilient prints, of whose ranks some are `killed`, as killed.py says."""
+    """Output of examples.train_resilient; `killed` names the ranks that die, in the format of killed.py."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("FUSED_TP_")}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FUSED_TP_TIMEOUT": "60", "PYTHONPATH": str(REPOSITORY)}
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -457,12 +457,12 @@ EXAMPLE = "examples.train_resilient"
 
 
 def saved_state(folder: Path, scratch: Path) -> dict[str, Any]:
-    """All that a checkpoint has, by name."""
+    """Everything that a checkpoint holds, by name."""
     dcp_to_torch_save(folder, scratch)
     tensors = torch.load(scratch, weights_only=False)
     common = torch.load(folder / "complete.pt", weights_only=False)
-    del common["checksums"]  # of files, in which the same tensors may lie in another order
-    # Python's and NumPy's own, which the example does not seed.
+    del common["checksums"]  # of files, which may store equal tensors in another order
+    # Only torch's: the example does not seed Python's and NumPy's.
     common["random"] = [state["torch"].tolist() for state in common["random"]]
     flat = {f"{name} {key}": t for name, own in tensors["optimizer"].items() for key, t in own.items()}
     return {**tensors["model"], **flat, "common": repr(common)}
@@ -470,7 +470,7 @@ def saved_state(folder: Path, scratch: Path) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_a_killed_rank_changes_nothing(tmp_path: Path) -> None:
-    """Neither while a checkpoint is being written, which is then not used, nor in the middle of a step."""
+    """Kill a rank while a checkpoint is being written, which is then not used, and one in the middle of a step."""
     losses = re.findall(r"step (\d+): loss ([\d.]+)", train_resilient(tmp_path / "whole", 4))
     assert [int(step) for step, _ in losses] == list(range(1, 9))
     wanted = saved_state(tmp_path / "whole" / "step-00000008", tmp_path / "scratch")
@@ -480,7 +480,7 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path) -> None:
     printed = re.findall(r"step (\d+): loss ([\d.]+)", said)
     assert dict(printed) == dict(losses)
     assert printed.count(losses[2]) == 2  # the checkpoint of step 4 was not complete
-    assert printed.count(losses[4]) == 2  # and that of step 4 was the newest when step 6 was cut off
+    assert printed.count(losses[4]) == 2  # step 6 was interrupted; the newest checkpoint was that of step 4
     found = saved_state(folder / "step-00000008", tmp_path / "scratch")
     assert list(found) == list(wanted)
     for name, value in wanted.items():
@@ -491,7 +491,7 @@ def test_a_killed_rank_changes_nothing(tmp_path: Path) -> None:
 
 
 class Runs:
-    """What a pickle may hold: reading it makes a folder."""
+    """Object whose unpickling runs code: it creates a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -504,7 +504,7 @@ class Runs:
 
 
 class Holding(nn.Linear):
-    """Has state that is no tensor."""
+    """Layer with extra state that is not a tensor."""
 
     held: Any = None
 

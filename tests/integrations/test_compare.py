@@ -1,4 +1,4 @@
-"""`fused-tp compare` as people start it: its ranks and its results."""
+"""`fused-tp compare` from its command line: ranks and results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("pydantic")
 
 from fused_tp.cli.main import main
 
-# A model whose sizes are no multiples of anything; fp32 losses of a few steps differ by rounding only.
+# A model with sizes that are not powers of two; fp32 losses of a few steps differ by rounding only.
 TINY = [
     *("--set", "model.config={hidden_size: 48, intermediate_size: 84, num_hidden_layers: 2, num_attention_heads: 4}"),
     *("--set", "data.seq=36", "--set", "global_batch=4"),
@@ -20,7 +20,7 @@ TINY = [
 
 @pytest.mark.full
 def test_ways_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = ["--set", "profile={first: 1, steps: 9}"]  # no run that is compared has one
+    profile = ["--set", "profile={first: 1, steps: 9}"]  # ignored: compared runs are not profiled
     assert main(["compare", *TINY, *profile, "--steps", "4", "--tp", "2", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "All train alike" in printed and "What the last of them writes: " in printed and "The " in printed

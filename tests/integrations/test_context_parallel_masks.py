@@ -1,5 +1,5 @@
 """transformers models over context parallel ranks: windows, soft caps, sinks, packed documents, dropout; and models
-whose attention runs by code of their own."""
+with attention code of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
-DOCUMENTS = [7, 1, 11, 4]  # of one row
+DOCUMENTS = [7, 1, 11, 4]  # lengths in one row
 
 
 def packed_positions(lengths: list[int]) -> Tensor:
@@ -39,7 +39,7 @@ def packed_positions(lengths: list[int]) -> Tensor:
 
 
 def packed_labels(tokens: Tensor, lengths: list[int]) -> Tensor:
-    """No document's last token predicts the next one's first."""
+    """Labels without the first token of each document: no document's last token predicts it."""
     labels = tokens.clone()
     labels[:, [sum(lengths[:i]) for i in range(len(lengths))]] = -100
     return labels
@@ -69,7 +69,7 @@ def test_windows_caps_and_sinks(group: dist.ProcessGroup, layout: str, family: s
         tokens = make_tokens(1, sum(DOCUMENTS))
         labels = packed_labels(tokens, DOCUMENTS)
         if family == "gpt_oss":
-            # Its own masks do not look at positions, as its flash attention does: compared with each document alone.
+            # Its own masks ignore positions, unlike its flash attention: compare with each document alone.
             logits = parallel(tokens, position_ids=packed_positions(DOCUMENTS), use_cache=False).logits
             alone = [whole(document).logits for document in tokens.split(DOCUMENTS, 1)]
             assert_near(logits, torch.cat(alone, 1), "logits")
@@ -112,11 +112,11 @@ def test_documents_of_several_rows_and_by_their_bounds(group: dist.ProcessGroup)
     tokens, positions = make_tokens(2, 23), packed_positions(DOCUMENTS)
     for rows in (positions, positions.expand(2, -1)):
         same_logits(whole, parallel, tokens, position_ids=rows, use_cache=False)
-    # Positions may start anywhere, and go on where a document was cut out.
+    # Positions may start anywhere, as those of an excerpt of a document do.
     same_logits(whole, parallel, tokens, position_ids=positions + 3, use_cache=False)
     bounds = torch.tensor([0, 7, 8, 8, 19, 23], dtype=torch.int32)
     by_bounds = parallel(tokens[:1], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=11, max_length_k=11)
-    # The rotary positions go on over the documents then, of which attention sees differences only.
+    # Rotary positions then continue across documents; attention depends on their differences only.
     expected = whole(tokens[:1], position_ids=positions, use_cache=False)
     assert_near(by_bounds.logits, expected.logits, "logits", 1e-4)
 
@@ -132,7 +132,7 @@ def test_documents_of_several_rows_and_by_their_bounds(group: dist.ProcessGroup)
     }
     for says, keywords in refused.items():
         refuses(ValueError, says, parallel, tokens, **keywords)
-    # What padding is counted as does not matter.
+    # The position numbers of padding do not matter.
     mask = torch.ones_like(tokens)
     mask[:, 19:] = 0
     counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
@@ -142,7 +142,7 @@ def test_documents_of_several_rows_and_by_their_bounds(group: dist.ProcessGroup)
 
 @on_ranks(4)
 def test_documents_of_fewer_tokens_than_ranks(group: dist.ProcessGroup) -> None:
-    """Each rank computes all of them; they mean the same, and nobody collects a cache."""
+    """Each rank computes all tokens with the same result, and no rank collects a cache."""
     whole = make("llama")
     parallel = parallelize(copy_of(whole), mesh_of(group, 4, 1))
     tokens, positions, bounds = make_tokens(1, 3), torch.tensor([[0, 0, 1]]), torch.tensor([0, 1, 3])
@@ -222,7 +222,7 @@ def test_ulysses_sizes_that_are_refused(group: dist.ProcessGroup) -> None:
     refuses(TypeError, "ulysses_size must be an int", parallelize, model, mesh, ulysses_size=True)
     odd = make("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     refuses(ValueError, r"num_attention_heads=3, .* work: 1\.", parallelize, odd, mesh, ulysses_size=2)
-    parallelize(odd, mesh)  # as it was
+    parallelize(odd, mesh)  # the refusal left it unchanged
     layers = make_model("laguna", num_attention_heads_per_layer=[4, 3], num_key_value_heads=1)
     refuses(ValueError, r"_per_layer=3, .* work: 1\.", parallelize, layers, mesh, ulysses_size=2)
 
@@ -237,7 +237,7 @@ LENGTHS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", LENGTHS)
 @on_ranks(2)
 def test_rotary_frequencies_that_depend_on_the_length(group: dist.ProcessGroup, kind: str) -> None:
-    """Some rank does not have the last token, nor one that is long enough."""
+    """Frequencies depend on the largest position; some rank holds neither it nor one beyond the threshold."""
     whole, parallel = pair(group, "cp2", "llama", max_position_embeddings=16, **LENGTHS[kind])
     for length in (24, 40, 12, 23):  # the frequencies are kept from call to call
         assert_same_calls(parallel, whole, *[make_tokens(2, length)] * 2)
@@ -247,12 +247,12 @@ def test_rotary_frequencies_that_depend_on_the_length(group: dist.ProcessGroup, 
     same_logits(whole, parallel, tokens, position_ids=packed_positions(DOCUMENTS) + 9, use_cache=False)
 
 
-# Whose attention runs by code of their own.
+# Types with attention code of their own.
 LOCAL: dict[str, Any] = {"window_size": 4, "attention_types": [[["global", "local"], 1]]}
 OWN: list[tuple[str, str, dict[str, Any]]] = [
     ("cp2", "gpt_neo", LOCAL),
     ("cp2", "xglm", {"max_position_embeddings": 8}),  # a table of positions that grows
-    ("cp2_tp2", "bloom", {"n_head": 6, "hidden_size": 48}),  # ALiBi of so many heads has another rule
+    ("cp2_tp2", "bloom", {"n_head": 6, "hidden_size": 48}),  # ALiBi has another rule for 6 heads
     (WITH_TP, "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     (WITH_TP, "mpt", {"n_heads": 6, "d_model": 48}),
 ]
@@ -282,7 +282,7 @@ def test_attention_by_code_of_their_own(
     parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
     tokens = make_tokens(2, 21)
     assert_same_calls(parallel, whole, tokens, tokens)
-    for few in (make_tokens(2, 1), make_tokens(2, 3)):  # not cut at all, or too few for all tensor parallel ranks
+    for few in (make_tokens(2, 1), make_tokens(2, 3)):  # not sharded, or too few for all tensor parallel ranks
         same_logits(whole, parallel, few)
     mask = torch.ones_like(tokens)
     mask[1, 15:] = 0
@@ -290,7 +290,7 @@ def test_attention_by_code_of_their_own(
     for model in (whole, parallel):
         model.zero_grad()
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=labels, attention_mask=mask).loss)
-    # Their own code runs where each rank computes all of it.
+    # Here each rank computes everything, by their own code.
     same_logits(whole, parallel, tokens, attention_mask=mask.flip(1), use_cache=True)
 
 
@@ -340,7 +340,7 @@ def test_other_code_of_their_own_is_refused(group: dist.ProcessGroup) -> None:
 
     def other(self: Any, query: Tensor, key: Tensor, mask: Tensor) -> None: ...
 
-    with mock.patch.object(GPTJAttention, "_attn", other):  # of another version of transformers
+    with mock.patch.object(GPTJAttention, "_attn", other):  # as in another version of transformers
         refuses(ValueError, r"\(GPTJAttention\) is not known", parallelize, make_model("gptj"), mesh)
 
 
@@ -360,14 +360,14 @@ def test_layers_left_out_at_random_are_refused(group: dist.ProcessGroup) -> None
     model = make_model("xglm", layerdrop=0.5)
     refuses(ValueError, said, parallelize, model, mesh_of(group, 2, 1))
     refuses(ValueError, said, parallelize, model, mesh_of(group, 1, 2), sequence_parallel=True)
-    parallelize(copy_of(model), mesh_of(group, 1, 2))  # ranks that draw alike
+    parallelize(copy_of(model), mesh_of(group, 1, 2))  # these ranks draw the same numbers
     model.get_submodule("model").layerdrop = 0.0
     parallelize(model, mesh_of(group, 2, 1))
 
 
 @on_layouts("cp2", "tp2_sp")
 def test_attention_that_is_chosen_too_late_is_refused(group: dist.ProcessGroup, layout: str) -> None:
-    """It would see a rank's own tokens only."""
+    """Refuse attention set after parallelize: it would see only the rank's own tokens."""
     whole, parallel = pair(group, layout, "llama")
     tokens, ours = make_tokens(2, 9), parallel.config._attn_implementation
     for model in (parallel, copy_of(parallel)):
@@ -383,7 +383,7 @@ def test_attention_that_is_chosen_too_late_is_refused(group: dist.ProcessGroup, 
 
 @on_ranks(2)
 def test_attention_that_asks_for_its_name_or_for_more_is_refused(group: dist.ProcessGroup) -> None:
-    """Sparse attention tells some implementations by a mask which tokens are selected, and others by indices."""
+    """Sparse attention passes the selected tokens to some implementations as a mask and to others as indices."""
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     class Selecting(LlamaAttention):

@@ -1,4 +1,4 @@
-"""`parallelize(verify=...)`: code of users that a cut model would compute wrongly is refused before the first step."""
+"""`parallelize(verify=...)` refuses user code that a sharded model would compute wrongly, before the first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRONG = "does not compute what the whole one does"
 
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
-    """What this package logs, also what it says once only, and where logging is turned off (by a sweep of types)."""
+    """Collect the log lines of this package, once-only ones too, even if logging is disabled (by a sweep of types)."""
     model_check._warned.clear()
     lines: list[str] = []
     handler = logging.Handler()
@@ -46,7 +46,7 @@ def log_lines() -> Iterator[list[str]]:
 
 
 class Block(nn.Module):
-    """Attention by projections that can be cut, with places for code of a user's."""
+    """Attention and an MLP with layers that can be sharded, and places for user code."""
 
     def __init__(self, between: Callable[..., Tensor] | None = None, tokens: Callable[[Tensor], Tensor] | None = None):
         super().__init__()
@@ -74,7 +74,7 @@ PLAN = {
     **dict.fromkeys(("o_proj", "down"), "rowwise"),
     "head": "colwise_gather_output",
 }
-BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {  # over features, of which a tensor parallel rank has some
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {  # over features, which are sharded over tensor parallel ranks
     "softmax": lambda x: x * x.softmax(-1),
     "norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "chunk": lambda x: torch.cat([x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * torch.arange(x.shape[-1]),
@@ -82,7 +82,7 @@ BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {  # over features, of which a 
     "topk": lambda x: torch.where(x >= x.topk(5, -1).values[..., -1:], x, 0.0),
     "roll": lambda x: x.roll(1, -1) * (torch.arange(x.shape[-1]) < 9),
 }
-TOKENS: dict[str, Callable[[Tensor], Tensor]] = {  # over tokens, of which a context parallel rank has some
+TOKENS: dict[str, Callable[[Tensor], Tensor]] = {  # over tokens, which are sharded over context parallel ranks
     "shift": lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1],
     "mean": lambda x: x.mean(1, keepdim=True),
     "cumsum": lambda x: x.cumsum(1) / 8,
@@ -115,7 +115,7 @@ def test_plain_models(group: dist.ProcessGroup) -> None:
         model.attend = attend
         with pytest.raises(ValueError, match=f"{WRONG}.*'o_proj'"):
             parallelize(model, cp, plan=PLAN)
-    # A parameter at 0 hides what it gates; and a hook is as good as a forward.
+    # A parameter of 0 hides the branch that it gates. A hook is checked like a forward.
     gated = Block()
     gated.gate = nn.Parameter(torch.zeros(32))
     gated.tokens = lambda x: gated.gate * x.mean(1, keepdim=True)
@@ -192,7 +192,7 @@ def test_transformers_models_over_context_parallel_ranks(group: dist.ProcessGrou
         parallelize(llama(attn_implementation="biased"), cp)
     with mock.patch.object(modeling_llama, "eager_attention_forward", biased), pytest.raises(ValueError, match=WRONG):
         parallelize(llama(attn_implementation="eager"), cp)
-    # Later: also where there was nothing to compare with.
+    # A change after parallelize is refused, also if verify=False compared nothing.
     for change in (patch_instance, patch_class):
         for verify in ("auto", False):
             model = parallelize(llama(), cp, verify=verify)
@@ -209,7 +209,7 @@ def test_what_acts_in_training_and_what_changes_later(group: dist.ProcessGroup) 
     model.tokens = lambda x: x.mean(1, keepdim=True) * model.training
     with pytest.raises(ValueError, match=WRONG):
         parallelize(model, cp, plan=PLAN)
-    # With dropout there is no such comparison: of a rank's tokens others are dropped.
+    # With dropout the comparison in training mode is skipped: a rank's shard drops other elements.
     model = Block(between=nn.Dropout(0.5))
     parallelize(model, tp, plan=PLAN, verify=True)
     with log_lines() as lines:
@@ -219,7 +219,7 @@ def test_what_acts_in_training_and_what_changes_later(group: dist.ProcessGroup) 
         model.embed.register_forward_hook(lambda module, args, output: output)
         model.attend = by_hand
         model.between = nn.Identity()
-        with torch.no_grad():  # else the whole model computes it, too: see test_step_check
+        with torch.no_grad():  # with gradients the whole model would run, too: see test_step_check
             model(tokens)
     changed = " ".join(lines)
     if dist.get_rank(group) == 0:
@@ -227,11 +227,11 @@ def test_what_acts_in_training_and_what_changes_later(group: dist.ProcessGroup) 
     assert len(lines) == (3 if dist.get_rank(group) == 0 else 0), lines
 
 
-# -- what is left behind -----------------------------------------------------------------------------------------------
+# -- side effects ------------------------------------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
-    """Draws numbers, counts in a buffer and in attributes."""
+    """Model that draws random numbers and counts calls in a buffer and an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,9 +263,9 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
     assert torch.equal(drawn, torch.rand(3))
     for name, value in kept.state_dict().items():
         assert torch.equal(state[name], value), name
-    assert torch.equal(bias, kept.down.bias)  # which the caller may hold
+    assert torch.equal(bias, kept.down.bias)  # the caller may hold it
     assert model.training and not model.up.training
-    # The cut model has run once, and is as good as new.
+    # The check ran the sharded model once and restored its buffer.
     assert int(model.calls) == 0
 
 
@@ -287,7 +287,7 @@ def test_the_comparison_may_be_left_out(group: dist.ProcessGroup) -> None:
         parallelize(Counting(), tp, plan=plan, verify="yes")
     parallelize(Block(between=BETWEEN["softmax"]), tp, plan=PLAN, verify=False)
     with pytest.raises(ValueError, match=r"does not run on .* which the whole one takes: .*24"):
-        parallelize(Block(), tp, plan={"down": "rowwise"})  # an op refuses its input: all features, not a part
+        parallelize(Block(), tp, plan={"down": "rowwise"})  # an op refuses its input: all features, not a shard
     with pytest.raises(ValueError, match=r"verify=a batch.*KeyError|verify=a batch.*got an unexpected"):
         parallelize(Counting(), tp, plan=plan, verify={"nothing": 1})
     parallelize(Counting(), tp, plan=plan, verify={"tokens": torch.zeros(1, 4, dtype=torch.long)})
@@ -295,7 +295,7 @@ def test_the_comparison_may_be_left_out(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_bf16_and_experts(group: dist.ProcessGroup) -> None:
-    """Whose roundings choose other experts for some tokens: no false alarm, and a wrong cut is found."""
+    """Rounding selects other experts for some tokens: the check raises no false alarm and finds a wrong model."""
     pytest.importorskip("transformers")
     cp = mesh_of(group, 2, 1)["cp"]
     parallelize(make("qwen3_moe", eos_token_id=[1, 2]).bfloat16(), cp, verify=True)
@@ -312,7 +312,7 @@ def test_pipelines(group: dist.ProcessGroup) -> None:
     assert pipe is not None
 
     class Remembers(nn.Module):
-        """The second layer reads what the first has left, which is on another stage."""
+        """Model with a second layer that reads an attribute set by the first, on another stage."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO over parallel models with plain parameters, and its AutoTP: losses and norms of one process."""
+"""DeepSpeed's ZeRO over parallel models with plain parameters, and its AutoTP, compared with one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CLIP = 0.5
 
 
 def prepare() -> None:
-    """What a launcher sets, without the C++ that DeepSpeed would compile for its own collectives."""
+    """Set a launcher's variables; disable the C++ collectives that DeepSpeed would compile."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     import deepspeed
     from deepspeed.utils import logger
@@ -143,7 +143,7 @@ def test_more_of_zero_and_autotp(tmp_path: Path) -> None:
 
 
 def half(group: dist.ProcessGroup) -> None:
-    """bf16: the loss of one process in bf16, nearly, for parallel matmuls sum in another order."""
+    """Train in bf16: losses and norms of one process in fp32, within the rounding of bf16."""
     batches = [make_tokens(4, 16) for _ in range(3)]
     wanted = one_process("llama", batches)
     for stage in (1, 3):
@@ -154,7 +154,7 @@ def half(group: dist.ProcessGroup) -> None:
 
 
 def a_step_that_overflows(group: dist.ProcessGroup) -> None:
-    """One tensor parallel rank finds an infinite gradient: all skip the step and take a smaller scale."""
+    """All ranks skip a step and halve the scale when one tensor parallel rank has an infinite gradient."""
     from deepspeed.accelerator import get_accelerator
 
     tokens = make_tokens(4, 16)
@@ -184,7 +184,7 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def memory(group: dist.ProcessGroup) -> None:
-    """ZeRO 3 frees the parameters that it has gathered: nothing of ours holds them until backward."""
+    """ZeRO 3 frees the parameters that it gathered: fused_tp keeps none of them alive until backward."""
     engine, _ = engine_of("dp2_tp2", 3)
     seen: dict[str, StorageWeakRef] = {}
 
@@ -218,7 +218,7 @@ def checkpoints(group: dist.ProcessGroup, stage: int, made: str) -> None:
 
 
 def autotp(group: dist.ProcessGroup) -> None:
-    """The same losses as with DeepSpeed's own layers, and our ops run."""
+    """Losses equal those of DeepSpeed's own layers, and the ops of fused_tp run."""
     import deepspeed
 
     from fused_tp.integrations.deepspeed import use

@@ -1,4 +1,4 @@
-"""Default dtypes and devices that a program has set: tensors that fused_tp makes for itself name their own."""
+"""Default dtypes and devices set by a program do not affect the tensors that fused_tp makes for itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.workers import on_ranks, run_fresh
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
-META = torch.device("meta")  # stands for a GPU: what is made there by accident has no values
+META = torch.device("meta")  # simulates a GPU: tensors made there by accident have no values
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def default(what: torch.dtype | torch.device) -> Iterator[None]:
 
 
 def train(group: dist.ProcessGroup, what: Any, layout: str, folder: Path) -> None:
-    """A step, its checkpoint and some generated tokens, of which the last are compared with one process."""
+    """Train a step, restore its checkpoint and generate tokens; compare all of these with one process."""
     tokens, whole = make_tokens(4, 12), make("llama").train()
     alone = copy_of(whole)
     loss = alone(tokens, labels=tokens).loss

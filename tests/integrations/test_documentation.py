@@ -1,4 +1,4 @@
-"""The examples of README.md, docs and docstrings run as they are written, and print what is written below them."""
+"""Examples in README.md, docs and docstrings run as written, and print the output shown below them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class MLP(nn.Module):
 
 
 def projections(x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-    """Of a model that reads on each rank its own tokens only, at their places in the sequence."""
+    """Projections of a model that reads only this rank's tokens, at their positions in the sequence."""
     assert x.shape[1] == len(positions)
     turned = x + positions[:, None].sin()
     return tuple(turned.unflatten(-1, (4, -1)) for _ in "qkv")
 
 
 def theirs(checkpoint: str) -> dict[str, Any]:
-    """What readers have: the names that no example defines."""
+    """Names that readers have: no example defines them."""
     torch.manual_seed(0)
     return {
         "act": torch.relu,
@@ -66,7 +66,7 @@ def theirs(checkpoint: str) -> dict[str, Any]:
     }
 
 
-# The reader's checkpoint, and a layer that one CPU has at hand.
+# Replacements for the reader's paths, and for a layer too large for one CPU.
 SMALLER = {
     '"path/to/llama"': "path",
     '"path/to/saved"': "path + '/saved'",
@@ -134,7 +134,7 @@ def test_reference_has_the_public_api() -> None:
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """(name, code) of all examples in docstrings of the public API, but of what pages show in whole programs."""
+    """Yield (name, code) of all docstring examples in the public API, except names that pages show in programs."""
     public = [(name, getattr(fused_tp, name)) for name in fused_tp.__all__ if name not in SHOWN_IN_PAGES]
     public += [(f"nn.{name}", getattr(fused_tp.nn, name)) for name in fused_tp.nn.__all__]
     for name, thing in public:
@@ -156,7 +156,7 @@ class Block(nn.Module):
 
 
 def theirs_in_examples(code: str, folder: str) -> dict[str, Any]:
-    """The same for docstrings, which share few names: W = 2 ranks, in the mesh dim that the example names."""
+    """Names for the docstring examples, which share few: W = 2 ranks, in the mesh dim that the example names."""
     torch.manual_seed(0)
     line = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     grid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp"))

@@ -1,4 +1,4 @@
-"""The examples run as their docstrings say."""
+"""Run the examples as their docstrings say."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SECONDS = 180
 
 
 def run(name: str, ranks: int, *args: str, **env: str) -> str:
-    """What an example prints under torchrun, of which the ranks have the variables, but not the start."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's, which its ranks join
+    """Output of an example on ranks with the variables of torchrun, started without it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's store; the ranks join it
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}
     with tempfile.TemporaryFile("w+") as log:
@@ -44,9 +44,9 @@ def run(name: str, ranks: int, *args: str, **env: str) -> str:
 
 
 def example(name: str, args: Sequence[str]) -> None:
-    """In a process of its own."""
+    """Run an example; `run` calls this in a process of its own."""
     sys.argv = [name, *args]
-    if name == "deepspeed_zero":  # which would compile collectives of its own in C++, for half a minute
+    if name == "deepspeed_zero":  # it would compile its own C++ collectives, for half a minute
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -61,7 +61,7 @@ def environment(**env: str) -> dict[str, str]:
 
 
 def execute(command: list[str], **env: str) -> str:
-    """What a Python module prints, on its own start."""
+    """Output of a Python module, started in a new interpreter."""
     command = [sys.executable, "-m", *command]
     done = subprocess.run(
         command, env=environment(**env), cwd=REPOSITORY, capture_output=True, text=True, timeout=SECONDS
@@ -95,7 +95,7 @@ def test_deepspeed_zero() -> None:
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
 def test_sft_of_packed_documents() -> None:
-    """One process, context x tensor parallel ranks by torchrun, and context parallel ranks by accelerate."""
+    """Compare one process, context x tensor parallel ranks, and context parallel ranks started by accelerate."""
     accelerate = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     accelerate += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "examples.sft_packed", "--cp", "2"]
     one, four = run("sft_packed", 1), run("sft_packed", 4, "--cp", "2", "--tp", "2")

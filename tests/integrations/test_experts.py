@@ -1,4 +1,4 @@
-"""Mixtures of experts over tensor parallel ranks, each of which holds a part of every expert."""
+"""Mixtures of experts over tensor parallel ranks (a shard of every expert) and expert parallel ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 
 FAMILIES = [
     "mixtral",
-    "gpt_oss",  # gate and up in turns; biases
+    "gpt_oss",  # gate and up interleaved; biases
     *(pytest.param(family, marks=pytest.mark.full) for family in ("qwen3_moe", "deepseek_v3", "llama4_text")),
 ]
 
@@ -88,12 +88,12 @@ DEALT: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 
 
 def dealt(group: dist.ProcessGroup, layout: str, family: str, **keywords: Any) -> tuple[Any, Any]:
-    """A model, and the parallel one, whose experts are dealt out."""
+    """A model, and the parallel one with experts distributed over the ranks."""
     ep_dim, sizes, own = DEALT[layout]
     names = tuple(sizes)
     if len(sizes) == 1:
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=names)
-    else:  # of all ranks of the pool
+    else:  # over all ranks of the pool
         mesh = DeviceMesh("cpu", torch.arange(group.size()).view(*sizes.values()), mesh_dim_names=names)
     whole = make(family)
     return whole, parallelize(copy_of(whole), mesh, ep_dim=ep_dim, **{**own, **keywords})
@@ -122,7 +122,7 @@ def test_dealt_out_experts(group: dist.ProcessGroup, layout: str, family: str) -
 
 @on_dealt("ep", full=["ep_tp", "ep_tp_sp"])
 def test_expert_parallel_ranks_of_other_batches(group: dist.ProcessGroup, layout: str) -> None:
-    """The ranks of `ep_dim` have batches of their own, of any size; gradients are those of the mean of their losses."""
+    """Ranks of `ep_dim` have batches of their own, of any size; gradients equal those of the mean loss."""
     whole, parallel = dealt(group, layout, "mixtral")
     batches = [make_tokens(2, 9), make_tokens(1, 4)]
     loss = sum(whole(input_ids=tokens, labels=tokens).loss for tokens in batches) / 2
@@ -134,7 +134,7 @@ def test_expert_parallel_ranks_of_other_batches(group: dist.ProcessGroup, layout
 
 @on_dealt("cp", full=["ep", "cp_tp"])
 def test_what_is_added_to_the_loss_of_dealt_out_experts(group: dist.ProcessGroup, layout: str) -> None:
-    """A penalty on parameters counts once for experts, too: divided by the CP size, as for all parameters."""
+    """A penalty on parameters, divided by the CP size as usual, counts once for experts, too."""
     whole, parallel = dealt(group, layout, "mixtral")
     tokens = make_tokens(2, 9)
 
@@ -157,7 +157,7 @@ def test_copies_and_steps_of_dealt_out_experts(group: dist.ProcessGroup, layout:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, foreach=not layout.endswith("tp"))
         for _ in range(2):
             model(input_ids=tokens, labels=tokens).loss.backward()
-            if not layout.endswith("tp"):  # there experts are on a mesh of two dims, the others on one
+            if not layout.endswith("tp"):  # in ep_tp experts are on a mesh of two dims, other parameters on one
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -168,7 +168,7 @@ def test_copies_and_steps_of_dealt_out_experts(group: dist.ProcessGroup, layout:
 @pytest.mark.parametrize("name", ["ep", "cp"])
 @on_ranks(4)
 def test_fsdp_over_dealt_out_experts(group: dist.ProcessGroup, name: str) -> None:
-    """Experts over the other ranks, all else over all of them."""
+    """Shard experts over the ranks of dp, and all other parameters over all ranks."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", name))
     whole = make("mixtral")
     parallel = parallelize(copy_of(whole), mesh, ep_dim=name, grad_sync=False)
@@ -182,7 +182,7 @@ def test_fsdp_over_dealt_out_experts(group: dist.ProcessGroup, name: str) -> Non
 
 @on_ranks(2)
 def test_plans_that_deal_experts_out(group: dist.ProcessGroup) -> None:
-    """In transformers' words, of one's own."""
+    """Distribute experts by a plan of one's own, in the styles of transformers."""
     tokens = make_tokens(2, 9)
     for name in ("ep", "tp"):
         whole = make("qwen3_moe")
@@ -191,7 +191,7 @@ def test_plans_that_deal_experts_out(group: dist.ProcessGroup) -> None:
         parallel = parallelize(copy_of(whole), mesh, ep_dim=name, plan=experts)
         assert_same_calls(parallel, whole, tokens, tokens)
         refuses(ValueError, "pass ep_dim=", parallelize, copy_of(whole), mesh_of(group, 1, 2), plan=experts)
-    # What a plan says of other modules (norms of heads, sinks) is for tensor parallel ranks.
+    # Plan entries of other modules (norms of heads, sinks) apply to tensor parallel ranks only.
     for family in ("qwen3_moe", "gpt_oss"):
         whole = make(family)
         mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("ep",))
@@ -204,7 +204,7 @@ def test_losses_of_routers(group: dist.ProcessGroup, layout: str) -> None:
     whole, parallel = pair(group, layout, "mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
     tokens = make_tokens(2, 9)
     mask = torch.ones_like(tokens)
-    mask[0, 6:] = 0  # tokens that the loss of routers leaves out
+    mask[0, 6:] = 0  # the loss of routers ignores these tokens
     for asked in ({}, {"attention_mask": mask}):
 
         def call(model: Any, asked: Any = asked, **more: Any) -> Any:
@@ -217,14 +217,14 @@ def test_losses_of_routers(group: dist.ProcessGroup, layout: str) -> None:
         assert_near(made.aux_loss, wanted.aux_loss, "loss of routers")
         for found, right in zip(made.router_logits, wanted.router_logits, strict=True):
             assert_near(found, right, "router logits")
-        if "lossparallel" not in layout:  # where each rank has logits of its part of the vocabulary
+        if "lossparallel" not in layout:  # with it each rank has logits of its vocabulary shard
             made, wanted = (call(model, return_dict=False, logits_to_keep=9) for model in (parallel, whole))
             for found, right in zip(made[:3], wanted[:3], strict=True):
                 assert_near(found, right, "both losses, and logits")
 
 
 class Twice(nn.Module):
-    """A router, and a block that is given two tensors of a part of the sequence."""
+    """A router, and a block that receives two tensors sharded along the sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Twice(nn.Module):
 
 
 class Direct(nn.Module):
-    """A layer of the model whose own layers are right below it."""
+    """A layer with its linear layers as direct children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_a_layer_of_whole_sequences_right_below_a_layer(group: dist.ProcessGroup
 
 
 class OneBlock(nn.Module):
-    """A block of experts, of which sequence parallel ranks have a part of the tokens, and an output layer."""
+    """A block of experts with tokens sharded over sequence parallel ranks, and an output layer."""
 
     def __init__(self, family: str) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ SHARED_PLAN = {
 
 
 class Ops(TorchDispatchMode):
-    """Counts the ops of fused_tp that run."""
+    """Count the ops of fused_tp that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,11 +311,11 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# Forward and backward. Of the output layer and its features, and of the input, which is cut:
+# Ops of (forward, backward). Those of the output layer and its features, and of the sharded input:
 ENDS = ("all_gather_matmul all_gather", "all_gather_matmul_backward all_gather")
 ON_OWN_TOKENS = (
-    "all_gather all_gather_grouped_matmul grouped_matmul_reduce_scatter",  # the first of routing
-    # The last but one of the gradients of routing weights, the last of the router's.
+    "all_gather all_gather_grouped_matmul grouped_matmul_reduce_scatter",  # the first gathers the routing
+    # The reduce_scatter is of gradients of routing weights, the all_reduce of the router's gradients.
     "grouped_matmul_reduce_scatter_backward grouped_matmul_backward all_gather_grouped_matmul_backward reduce_scatter "
     "all_reduce",
 )
@@ -323,7 +323,7 @@ ON_ALL_TOKENS = (
     "all_gather column_parallel_grouped_matmul grouped_matmul_all_reduce",
     "all_gather grouped_matmul_backward column_parallel_grouped_matmul_backward all_reduce",
 )
-# Of a shared expert, which has a gate.
+# Those of a shared expert with a gate.
 SHARED_ON_OWN_TOKENS = (
     "all_gather_matmul matmul_reduce_scatter",
     "matmul_reduce_scatter_backward all_gather_matmul_backward all_reduce",
@@ -334,8 +334,8 @@ SHARED_ON_ALL_TOKENS = ("column_parallel_matmul matmul_all_reduce", "column_para
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
 def test_what_a_block_sends(group: dist.ProcessGroup, family: str) -> None:
-    """On own tokens hidden states are gathered and reduce-scattered; what is summed for every rank is gradients of
-    routers and gates. A block that a hook may look into runs on all tokens."""
+    """A block on own tokens gathers and reduce-scatters hidden states; only gradients of routers and gates are
+    all-reduced. A block with a hook runs on all tokens."""
     for hooked, block, shared in (
         (False, ON_OWN_TOKENS, SHARED_ON_OWN_TOKENS),
         (True, ON_ALL_TOKENS, SHARED_ON_ALL_TOKENS),
@@ -370,7 +370,7 @@ def test_blocks_under_autocast(group: dist.ProcessGroup) -> None:
             losses = [model(input_ids=tokens, labels=tokens).loss for model in (parallel, whole)]
         for loss in losses:
             loss.backward()
-        # Of the largest element: each of the two rounds to bfloat16 (2^-9) at every layer, and in another order.
+        # Relative to the largest element: each model rounds to bfloat16 (2^-9) at every layer, in another order.
         assert_near(*losses, "loss", 1e-2)
         for name, p in whole.named_parameters():
             if name.endswith(("router.weight", "gate.weight")):
@@ -378,7 +378,7 @@ def test_blocks_under_autocast(group: dist.ProcessGroup) -> None:
 
 
 class OwnRouter(nn.Module):
-    """In the place of a model's router, and like it."""
+    """Module that replaces a model's router and computes the same."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class OwnRouter(nn.Module):
 
 
 def test_which_blocks_run_on_own_tokens() -> None:
-    """Those whose code is known, as it is, where no rows travel to experts on other ranks."""
+    """Blocks with known, unmodified code run on own tokens, unless rows travel to experts on other ranks."""
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     class OwnBlock(MixtralSparseMoeBlock):
@@ -427,7 +427,7 @@ def test_which_blocks_run_on_own_tokens() -> None:
 
 @on_ranks(2)
 def test_noise_on_tokens(group: dist.ProcessGroup) -> None:
-    """It is that of the whole model, and the ranks, of which one has fewer tokens, go on with equal random states."""
+    """Noise equals that of the whole model; ranks end with equal random states, though one has fewer tokens."""
     losses = {"output_router_logits": True, "router_aux_loss_coef": 0.1}  # of routers, which run on the whole sequence
     whole, parallel = pair(group, "tp2_sp", "mixtral", router_jitter_noise=0.1, **losses)
     tokens = make_tokens(2, 9)
@@ -470,7 +470,7 @@ def test_a_block_of_two_streams_is_refused(group: dist.ProcessGroup) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next"])
 def test_blocks_checkpointed(group: dist.ProcessGroup, family: str) -> None:
-    """Backward runs them again, on own tokens and on whole sequences, after a forward pass of another length."""
+    """Backward recomputes blocks, on own tokens and on whole sequences, after a forward pass of another length."""
     whole = make(family)
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
     assert_trains_checkpointed(parallel, whole)
@@ -487,7 +487,7 @@ def test_states_of_experts(group: dist.ProcessGroup, family: str, tmp_path: Path
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
     other = {name: t.transpose(-1, -2) if "down_proj" in name else t for name, t in state.items()}
     refuses(ValueError, r"down_proj.* has shape", load_full_state_dict, parallel, other)
-    apply_activation_checkpointing(parallel)  # whose wrappers have names that no state dict has
+    apply_activation_checkpointing(parallel)  # its wrappers add names that no state dict has
     assert_equal_states(gather_state_dict(parallel), state)
     parallel.save_pretrained(tmp_path)
     dist.barrier(group)
@@ -496,7 +496,7 @@ def test_states_of_experts(group: dist.ProcessGroup, family: str, tmp_path: Path
 
 @on_ranks(2)
 def test_checkpoints_of_experts(group: dist.ProcessGroup, tmp_path: Path) -> None:
-    """Of the model and of its optimizer; what is loaded goes on as what was saved."""
+    """Save and load a model and its optimizer; the loaded run continues like the saved one."""
     mesh, tokens = mesh_of(group, 1, 2), make_tokens(2, 9)
     states = []
     for loads in (False, True):
@@ -512,7 +512,7 @@ def test_checkpoints_of_experts(group: dist.ProcessGroup, tmp_path: Path) -> Non
     assert_equal_states(*states)
 
 
-CHECKPOINTS = [  # how many tensor parallel ranks save, and how many load; of four, FSDP2 cuts over the others
+CHECKPOINTS = [  # (TP size that saves, TP size that loads) of four ranks; FSDP2 shards over the rest
     (2, 1),
     (1, 2),
     *(pytest.param(saves, loads, marks=pytest.mark.full) for saves, loads in ((4, 2), (1, 4), (2, 4), (1, 1))),
@@ -525,7 +525,7 @@ CHECKPOINTS = [  # how many tensor parallel ranks save, and how many load; of fo
 def test_checkpoints_of_experts_at_other_sizes(
     group: dist.ProcessGroup, family: str, saves: int, loads: int, tmp_path: Path
 ) -> None:
-    """Of the model and of its optimizer, into a model without tensor parallel ranks and out of it, too."""
+    """Load a model and its optimizer at another TP size, also from or into a model that is not parallel."""
     states = []
     for ranks, does in ((saves, dcp.save), (loads, dcp.load)):
         model, mine = at_size(family, ranks), range(4) if ranks > 1 else range(dist.get_rank(), dist.get_rank() + 1)
@@ -550,11 +550,11 @@ def test_checkpoints_of_experts_at_other_sizes(
         states.append(gather_state_dict(model))
     assert states[0].keys() == states[1].keys()
     for name, t in states[0].items():
-        assert_near(states[1][name], t, name, 1e-3)  # Adam makes more of a last bit
+        assert_near(states[1][name], t, name, 1e-3)  # Adam amplifies a difference in the last bit
 
 
 def at_size(family: str, ranks: int) -> Any:
-    """A model over so many tensor parallel ranks of four; as it is for one."""
+    """A model over `ranks` tensor parallel ranks of four; unsharded for one."""
     model = make(family, attention_dropout=0.0, num_key_value_heads=4)
     if ranks == 1:
         return model

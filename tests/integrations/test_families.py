@@ -1,4 +1,4 @@
-"""What the plans of single families need beside styles: test_model_types has every family by itself."""
+"""Plan features of single families other than styles; test_model_types covers every family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
-# Base models that embed the whole sequence, and blocks that are given two tensors of a part, by a norm between layers.
+# Base models that embed the whole sequence, and blocks that receive two sharded tensors: a norm between layers.
 IN_PARTS = {"ctrl": "transformer.h.1.layernorm1", "zaya": "model.layers.1.input_layernorm"}
 
 
@@ -51,7 +51,7 @@ def test_parts_of_any_length(group: dist.ProcessGroup, kind: str) -> None:
 
 @on_ranks(2)
 def test_fewer_tokens_than_ranks(group: dist.ProcessGroup) -> None:
-    """A rank without tokens would fail in the model's own code, and the other wait for it."""
+    """The pass is not sharded: a rank without tokens would fail in the model's code while the other waits for it."""
     whole = make_model("deepseek_v4")
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
     tokens = make_tokens(2, 1)
@@ -60,7 +60,7 @@ def test_fewer_tokens_than_ranks(group: dist.ProcessGroup) -> None:
 
 @on_ranks(4)
 def test_embeddings_of_the_whole_sequence(group: dist.ProcessGroup) -> None:
-    """Given ones get their gradient; over context parallel ranks a part is cut again."""
+    """Embeddings that are passed in receive their gradient; a context parallel shard is sharded again."""
     whole = make_model("ctrl")
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 2), sequence_parallel=True)
     tokens = make_tokens(2, 9)
@@ -80,7 +80,7 @@ def test_states(group: dist.ProcessGroup, kind: str, tmp_path: Path) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "dim", "cache"), [("mamba2", "cp", "cache_params"), ("rwkv", "tp", "state")])
 def test_a_state_that_is_given_is_a_cache(group: dist.ProcessGroup, kind: str, dim: str, cache: str) -> None:
-    """Also where use_cache does not say so: the tokens follow those that it holds."""
+    """A state that is passed in counts as a cache even without use_cache: the tokens follow those that it holds."""
     whole = make_model(kind).eval()
     mesh = mesh_of(group, 2, 1) if dim == "cp" else mesh_of(group, 1, 2)
     parallel = parallelize(copy_of(whole), mesh, sequence_parallel=dim == "tp")
@@ -115,7 +115,7 @@ def test_attention_to_images(group: dist.ProcessGroup) -> None:
     torch.manual_seed(0)
     whole = MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text, image_token_index=3))
     with torch.no_grad():
-        for parameter in whole.parameters():  # gates of zero would hide what they let through
+        for parameter in whole.parameters():  # gates of zero would hide the branch behind them
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     mesh, tokens = mesh_of(group, 1, 2), make_tokens(2, 9)
     parallel = parallelize(copy_of(whole), mesh)
@@ -128,7 +128,7 @@ def test_attention_to_images(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_a_language_model_inside(group: dist.ProcessGroup) -> None:
-    """What is known of OPT, whose base model is two modules below, holds for BLIP-2's."""
+    """BLIP-2 uses the plan of OPT for its language model, whose base model is two modules below."""
     from transformers import Blip2Config, Blip2ForConditionalGeneration, OPTConfig
 
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

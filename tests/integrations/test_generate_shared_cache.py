@@ -1,4 +1,4 @@
-"""generate() with a cache of which each context parallel rank holds a part: the tokens of the whole model."""
+"""generate() with a cache sharded over context parallel ranks returns the tokens of the whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = 9
 
 @contextmanager
 def blocks_of(tokens: int) -> Iterator[None]:
-    """Small ones, so that short texts lie on several ranks."""
+    """Set a small block size, so that short texts are sharded over several ranks."""
     from fused_tp.integrations import hf_cache
 
     before, hf_cache.BLOCK = hf_cache.BLOCK, tokens
@@ -44,7 +44,7 @@ def generated(model: Any, tokens: Tensor, **keywords: Any) -> Any:
 
 
 def held(cache: Any) -> list[list[int]]:
-    """Tokens of each text and layer on this rank."""
+    """Number of tokens of each text and layer on this rank."""
     return [[layer.cache._layout.count(n) for n in layer.cache.lengths] for layer in cache.layers]
 
 
@@ -58,7 +58,7 @@ WINDOWS: dict[str, Any] = {
     ("family", "tp"),
     [
         *(("llama", 1), ("mistral", 1), ("gemma2", 1), ("gpt_oss", 1), ("gemma2", 2)),
-        *(("gpt_neo", 1), ("bloom", 2)),  # attention by code of their own
+        *(("gpt_neo", 1), ("bloom", 2)),  # attention code of their own
         *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in ("codegen", "falcon", "mpt", "xglm")),
     ],
 )
@@ -75,7 +75,7 @@ def test_same_tokens(group: dist.ProcessGroup, family: str, tp: int) -> None:
             assert torch.equal(actual.sequences, expected.sequences), how
             first = held(actual.past_key_values)[0]
             assert 0 < first[0] < PROMPT + 6, first
-        # ... and further, from what has been said.
+        # Continue from the generated text and its cache.
         told = [generated(model, tokens) for model in (whole, parallel)]
         more = torch.cat([told[0].sequences, make_tokens(3, 4)], 1)
         further = [
@@ -87,7 +87,7 @@ def test_same_tokens(group: dist.ProcessGroup, family: str, tp: int) -> None:
 
 @on_ranks(2)
 def test_a_cache_of_what_keys_are_made_of(group: dist.ProcessGroup) -> None:
-    """Latent attention keeps latents in its cache, and attends to keys and values made of them: nothing is shared."""
+    """Latent attention caches latents and attends to keys and values made of them: such a cache is not sharded."""
     whole = make("deepseek_v3").eval()
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1)).eval()
     assert torch.equal(generated(parallel, make_tokens(3, 9)).sequences, generated(whole, make_tokens(3, 9)).sequences)
@@ -147,7 +147,7 @@ def test_forward_passes_with_a_cache(group: dist.ProcessGroup) -> None:
         refuses(ValueError, said, parallel, new, output_attentions=True, **given)
         refuses(ValueError, r"not for training: call model\.eval\(\)", parallel.train(), new, **given)
         parallel.eval()
-        # What cannot be shared, every rank has whole.
+        # A cache that cannot be sharded is whole on every rank.
         padded = torch.ones(2, 6, dtype=torch.long)
         padded[0, 4:] = 0
         outputs = [model(tokens[:, :6], attention_mask=padded, use_cache=True) for model in (whole, parallel)]

@@ -1,4 +1,4 @@
-"""Gradients over the context parallel ranks: sums, whoever looks at them and whenever."""
+"""Gradients over the context parallel ranks are sums, for every reader and at every time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.workers import on_ranks
 
 
 class Mixed(nn.Module):
-    """Parameters of two dtypes, used once, twice, tied or never, as `how` says."""
+    """Model with parameters of two dtypes, used once, twice, tied or never, depending on `how`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ def gathered(group: dist.ProcessGroup, t: Tensor) -> list[Tensor]:
 
 
 def assert_sums(group: dist.ProcessGroup, synced: nn.Module, alone: nn.Module, *, in_terms: bool = False) -> None:
-    """`synced` has the sums, in rank order and to the last bit, of what the ranks' `alone` have.
+    """Check that gradients of `synced` are the sums, in rank order and to the last bit, of the ranks' `alone`.
 
-    `in_terms`: what one rank has was summed in several terms, which may round otherwise, but alike on all ranks.
+    `in_terms`: a rank's gradient was summed in several terms; rounding may differ, but equally on all ranks.
     """
     for (name, mine), theirs in zip(synced.named_parameters(), alone.parameters(), strict=True):
         grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
@@ -93,7 +93,7 @@ def step(model: nn.Module, sync: GradientSync | None, *inputs: Any) -> None:
 
 
 def both_of(group: dist.ProcessGroup) -> tuple[int, Mixed, Mixed, GradientSync]:
-    """This rank's number, a model of its own and one whose gradients are summed, by the last."""
+    """Rank, a model with local gradients, a copy with summed gradients, and the GradientSync of the copy."""
     alone = Mixed()
     return group.rank(), alone, copy.deepcopy(alone), GradientSync(mesh_of(group, group.size(), 1))
 
@@ -169,7 +169,7 @@ def test_hooks_find_sums_in_the_middle_of_backward_and_act_on_them(group: dist.P
 
 @on_ranks(4)
 def test_ddp_averages_the_sums(group: dist.ProcessGroup) -> None:
-    mesh = mesh_of(group, 2, 2)  # its dim "tp" serves as a "dp"
+    mesh = mesh_of(group, 2, 2)  # its dim "tp" is used as data parallel
     whole = make("plain")
     parallel: Any = parallelize(copy_of(whole), mesh, tp_dim="none")
     batches = [make_tokens(2, 9), make_tokens(2, 9).flip(1)]
@@ -192,7 +192,7 @@ def test_a_backward_that_raised_leaves_no_rank_apart(group: dist.ProcessGroup, z
     with pytest.raises(RuntimeError, match="on purpose"):
         step(synced, sync, tokens_of(rank))
     handle.remove()
-    for p in synced.parameters():  # what the failed one has added is the same on all ranks
+    for p in synced.parameters():  # the failed backward added the same on all ranks
         if p.grad is not None:
             assert all(torch.equal(p.grad, other) for other in gathered(group, p.grad))
     if zero:
@@ -233,7 +233,7 @@ def test_dtensors_and_copies(group: dist.ProcessGroup) -> None:
         setattr(model, name, nn.Parameter(shard))
     sync = GradientSync(mesh["cp"])
     cp_rank = mesh["cp"].get_local_rank()
-    # Copies and pickles of what is synced are synced when they are watched, and by their own hooks.
+    # Copies and pickles of a synced model are synced once they are watched, by their own hooks.
     sync.watch(model)
     twin, twin_sync = copy.deepcopy((model, sync))
     assert isinstance(pickle.loads(pickle.dumps(GradientSync(mesh["cp"]))), GradientSync)
@@ -256,7 +256,7 @@ def test_a_pickle_with_the_id_of_what_was_hooked(group: dist.ProcessGroup) -> No
     model, sync = Mixed(), GradientSync(mesh_of(group, 2, 1))
     sync.watch(model)
     first = pickle.loads(pickle.dumps(model.first.weight))
-    first._fused_tp_gradient_summed = id(first)  # as where the memory of the old one was given to it
+    first._fused_tp_gradient_summed = id(first)  # as if it reused the memory of the old one
     model.first.weight = first
     step(model, sync, tokens_of(group.rank()))
     alone = Mixed()
@@ -291,7 +291,7 @@ def test_sparse_gradients_are_refused(group: dist.ProcessGroup) -> None:
 
 
 class Routed(nn.Module):
-    """Each token goes to one of many experts, so that some ranks have no token for some of them."""
+    """Model that routes each token to one of many experts, so that some ranks have no token for some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,11 +333,11 @@ def test_experts_that_some_ranks_have_no_token_for(group: dist.ProcessGroup, shm
 @on_ranks(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_experts_of_a_model_that_its_caller_checkpoints(group: dist.ProcessGroup, use_reentrant: bool) -> None:
-    """One backward of two forward passes, the first of which runs again in its midst."""
+    """Run one backward for two forward passes; it recomputes the first."""
     whole, tokens = Routed(), torch.arange(7)[None]
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
     for model in (whole, parallel):
-        given = torch.zeros((), requires_grad=True)  # for which a reentrant checkpoint has a gradient
+        given = torch.zeros((), requires_grad=True)  # a reentrant checkpoint needs an input with a gradient
         again = checkpoint(lambda x, m=model: m(tokens[:, :4]) + x, given, use_reentrant=use_reentrant)
         (again.square().mean() + model(tokens).square().mean()).backward()
     assert_same_gradients(parallel, whole)
@@ -389,7 +389,7 @@ def test_refusals_of_gradients_that_could_not_be_summed(group: dist.ProcessGroup
 
 
 class Branching(nn.Module):
-    """One of two layers of equal shapes, by the tokens that a rank has; or both."""
+    """Model that uses one of two layers of equal shapes, or both, depending on the tokens of the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ class Branching(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("shm", ["1", "0"])
 def test_sums_of_different_parameters_are_an_error(group: dist.ProcessGroup, shm: str) -> None:
-    """Each rank uses one of two layers, for the first time after the forward passes that were looked at."""
+    """Each rank uses another one of two layers, only after the forward passes that are checked."""
     parted = torch.tensor([[2, 4, 1, 3, 5, 7, 6, 8]])  # zigzag: rank 0 has both ends, rank 1 the middle
     whole = Branching()
     for every in ("1000", "1"):

@@ -1,5 +1,5 @@
-"""Hybrid models over context parallel ranks: what convolutions, linear attention and state spaces carry from token to
-token comes from the ranks that hold the tokens before."""
+"""Hybrid models over context parallel ranks: convolutions, linear attention and state spaces receive their state from
+the ranks that hold the preceding tokens."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 
 FULL = pytest.mark.full
 FAMILIES = ["qwen3_next", "granitemoehybrid", "bamba", "lfm2"]
-# Without routers: rounding sends tokens to other experts, and reentrant checkpoints do not go with experts.
+# No routers: rounding would select other experts, and reentrant checkpoints do not work with experts.
 DENSE = {"qwen3_next": {"mlp_only_layers": [0, 1]}}
 
 
 def make_hybrid(family: str, **changes: Any) -> Any:
-    """A model whose states outlive the tests' sequences: with the usual decays they forget within a few tokens."""
+    """A model with slowly decaying states: with the usual decays they vanish within a few tokens."""
     model = make(family, **changes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -54,8 +54,8 @@ def pair(group: dist.ProcessGroup, layout: str, family: str, **changes: Any) -> 
 
 
 def assert_same(parallel: Any, whole: Any, *lengths: int) -> None:
-    """Logits, and the gradients of what all of them go into: of two tokens a loss has one target, which sees itself
-    alone, and the gradients of keys are nothing but rounding."""
+    """Compare logits, and gradients of a function of all logits. A loss of two tokens has one target, which sees only
+    itself, so that the gradients of keys would be only rounding."""
     for length in lengths:
         tokens, weights = make_tokens(2, length), torch.randn(2, length, 1, generator=torch.Generator().manual_seed(3))
         with torch.no_grad():
@@ -77,7 +77,7 @@ def test_hybrids(group: dist.ProcessGroup, layout: str, family: str) -> None:
     for model in (whole, parallel):
         model.zero_grad()
     assert_trains_alike(parallel, whole, lambda model: model(tokens, attention_mask=mask, labels=padded).loss)
-    # Of 6 tokens a halo holds the ends of two runs; of 3 and of 2 there are fewer runs than usual.
+    # With 6 tokens a halo holds the ends of two runs; with 3 or 2 there are fewer runs than usual.
     assert_same(parallel, whole, 6, 3, 2, 1)
 
 
@@ -99,7 +99,7 @@ def test_more_ranks(group: dist.ProcessGroup, family: str) -> None:
 @pytest.mark.parametrize("family", ["bamba", pytest.param("qwen3_next", marks=FULL)])
 @pytest.mark.parametrize("use_reentrant", [False, pytest.param(True, marks=FULL)])
 def test_checkpointed(group: dist.ProcessGroup, layout: str, family: str, use_reentrant: bool) -> None:
-    """Backward runs layers again, after forward passes of other lengths."""
+    """Backward recomputes layers after forward passes of other lengths."""
     whole, parallel = pair(group, layout, family, **DENSE.get(family, {}))
     for model in (whole, parallel):
         model.train()
@@ -125,7 +125,7 @@ def test_a_base_model_and_inputs_embeds(group: dist.ProcessGroup, family: str) -
 @on_layouts("cp2", full=["cp2_tp2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generate(group: dist.ProcessGroup, layout: str, family: str) -> None:
-    """With a cache every rank computes everything."""
+    """Generate with a cache: every rank computes everything."""
     whole, parallel = pair(group, layout, family)
     tokens, mask = make_tokens(3, 7), torch.ones(3, 7, dtype=torch.long)
     mask[1, :3] = 0
@@ -142,7 +142,7 @@ def test_generate(group: dist.ProcessGroup, layout: str, family: str) -> None:
             for model, one in zip((whole, parallel), told, strict=True)
         ]
     assert_near(said[1].logits, said[0].logits, "logits of one more token")
-    for model in (whole, parallel):  # ... and a pass without one is cut again
+    for model in (whole, parallel):  # a pass without a cache is sharded again
         model.train()
     assert_same(parallel, whole, 5)
 
@@ -170,7 +170,7 @@ def test_compiled_and_over_fsdp2(group: dist.ProcessGroup, family: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
 def test_half_precision(group: dist.ProcessGroup, family: str) -> None:
-    """As near to fp32 as the whole model is."""
+    """Logits in bf16 are as near to fp32 as those of the whole model in bf16."""
     whole = make_hybrid(family, **DENSE.get(family, {}))
     half = copy_of(whole).bfloat16()
     parallel = parallelize(copy_of(half), mesh_of(group, 2, 1))
@@ -211,7 +211,7 @@ def test_layers_that_are_not_known(group: dist.ProcessGroup) -> None:
     other = FalconMambaForCausalLM(FalconMambaConfig(vocab_size=67, hidden_size=32, num_hidden_layers=1))
     refuses(ValueError, r"FalconMamba.* by other means .*bamba, .*zamba2", parallelize, other, mesh)
     replaced = make("bamba")
-    replaced.model.layers[0].mamba.forward = replaced.model.layers[0].mamba.forward  # as a kernel would be set
+    replaced.model.layers[0].mamba.forward = replaced.model.layers[0].mamba.forward  # set as a kernel would be
     refuses(ValueError, "no kernel from the hub", parallelize, replaced, mesh)
     assert type(replaced.model.layers[0].mamba).forward.__module__.startswith("transformers.")
     summed = make("bamba", z_loss_coefficient=0.1)
@@ -220,7 +220,7 @@ def test_layers_that_are_not_known(group: dist.ProcessGroup) -> None:
 
 
 def test_the_table_is_that_of_this_version_of_transformers() -> None:
-    """What it names and transformers does not have (any more) would be refused without a word."""
+    """Each entry must exist in transformers; layers of a stale entry would be refused unnoticed."""
     for kind, (name, calls) in STATE_LAYERS.items():
         family = kind.removesuffix("_text")
         layer = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)

@@ -1,4 +1,4 @@
-"""Parallel transformers models that are initialised, resized, quantized or written to afterwards."""
+"""Parallel transformers models that are initialised, resized, quantized or assigned to after parallelize."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def assert_initialises_alike(group: dist.ProcessGroup, family: str, parameters: 
         assert torch.equal(value, state[name]), name
     assert_near(parallel.eval()(tokens).logits, whole.eval()(tokens).logits, "logits")
     torch.manual_seed(8)
-    parallel.init_weights()  # nothing more to do, as in one process
+    parallel.init_weights()  # does nothing more, as in one process
     copied = copy.deepcopy(parallel)
-    copied.apply(copied._init_weights)  # of the copy, not of the model
+    copied.apply(copied._init_weights)  # initialises the copy, not the model
     for name, value in gather_state_dict(parallel).items():
         assert torch.equal(value, state[name]), name
     assert not torch.equal(gather_state_dict(copied)["lm_head.weight"], state["lm_head.weight"])
@@ -71,16 +71,16 @@ def test_what_is_done_to_a_model_afterwards(group: dist.ProcessGroup) -> None:
     mesh, whole, tokens = mesh_of(group, 1, 2), make("llama"), make_tokens(2, 9)
     state = whole.state_dict()
     model = copy_of(whole)
-    model.lm_head.weight.no_decay = True  # a mark for an optimizer
+    model.lm_head.weight.no_decay = True  # an attribute for an optimizer
     parallelize(model, mesh)
-    model.init_weights()  # it has been
+    model.init_weights()  # does nothing: the model is initialised
     assert torch.equal(gather_state_dict(model)["lm_head.weight"], state["lm_head.weight"])
     assert model.lm_head.weight.no_decay and isinstance(model.lm_head, nn.Linear)
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding) and model.resize_token_embeddings(embedding.num_embeddings) is embedding
     refuses(ValueError, "Resize the model before parallelize", model.resize_token_embeddings, 200)
     refuses(ValueError, "Resize the model before", model.model.resize_token_embeddings, pad_to_multiple_of=1024)
-    model.to(torch.float64).to(torch.float32)(tokens)  # torch swaps tensors for it
+    model.to(torch.float64).to(torch.float32)(tokens)  # torch swaps tensors here
 
     weight: Any = model.model.layers[0].mlp.up_proj.weight
     values: list[Any] = [weight.data * 0.5, weight.to_local() * 0.5, state["model.layers.0.mlp.up_proj.weight"] * 2]

@@ -1,4 +1,4 @@
-"""`fused-tp launch` with torchrun: ranks of two hosts, of which one dies; failures, and how all ends."""
+"""`fused-tp launch` with torchrun: ranks of two hosts, lost ranks and hosts, failures, and shutdown."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def environment() -> dict[str, str]:
 
 
 def over_hosts(folder: Path) -> list[str]:
-    """Options for two hosts, which both are this machine."""
+    """Options for two hosts that are both this machine."""
     (folder / "hosts").write_text("127.0.0.1 slots=2\nlocalhost slots=2\n")
-    (folder / "ssh").write_text('exec sh -c "$2"\n')  # as ssh does it
+    (folder / "ssh").write_text('exec sh -c "$2"\n')  # as ssh runs a command
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,7 +41,7 @@ def over_hosts(folder: Path) -> list[str]:
 
 
 def launch(folder: Path, options: list[str], steps: int = 8, killed: str = "") -> subprocess.CompletedProcess[str]:
-    """What examples.train_resilient prints, of whose ranks one is `killed`, as killed.py says."""
+    """Run examples.train_resilient; `killed` names the ranks that die, in the format of killed.py."""
     script = ["-m", *(["tests.integrations.killed", killed] if killed else ["examples.train_resilient"])]
     command = [*LAUNCH, *options, *script, "--folder", str(folder), "--steps", str(steps), "--save-every", "2"]
     done = subprocess.run(
@@ -76,7 +76,7 @@ def test_two_hosts_of_which_a_rank_dies_and_then_one(tmp_path: Path) -> None:
     assert [int(step) for step, _ in losses(done)] == [9, 10] and "[localhost:" not in done.stdout
 
 
-# It needs no torch, and ends only by SIGKILL.
+# A script without torch that only SIGKILL ends.
 STUBBORN = """
 import os, signal, sys, time
 def say(text):
@@ -108,7 +108,7 @@ def gone(pid: int) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
-    """Ranks of all hosts get the launcher's signal, or SIGTERM when the launcher is gone, and SIGKILL later."""
+    """Ranks of all hosts receive the launcher's signal, or SIGTERM if the launcher is gone, and SIGKILL later."""
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     command = [*LAUNCH, *over_hosts(tmp_path), "--per-node", "1", "--grace", "1", "stubborn.py"]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as launcher:

@@ -1,4 +1,4 @@
-"""Lightning over parallel models: losses of one process over all kinds of meshes, checkpoints from one to another."""
+"""Lightning over parallel models: losses equal one process over all kinds of meshes; checkpoints between meshes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class Lit(lightning.LightningModule):
-    """A model of tests, which is made parallel over whatever mesh its strategy has."""
+    """Module that parallelizes a test model over the mesh of its strategy."""
 
     def __init__(self, family: str, parallel: bool = True) -> None:
         super().__init__()
@@ -104,13 +104,13 @@ def fit(
         trainer.save_checkpoint(save, weights_only=False)
     trainer.limit_val_batches = 1
     trainer.validate(model, verbose=False)
-    assert model.configured >= 2  # hence is_parallelized
+    assert model.configured >= 2  # so configure_model must ask is_parallelized
     assert layout == "one" or fused_tp.is_parallelized(model)
     return model.losses
 
 
 CLIPPED = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
-# (layout, family, steps, resumed from the checkpoint of, saves one as, keywords of Trainer)
+# (layout, family, steps, checkpoint to resume from, name of the saved one, keywords of Trainer)
 RUNS: list[tuple[str, str, int, str | None, str | None, dict[str, Any]]] = [
     ("cp2_tp2", "plain", 6, None, None, {}),
     ("plain", "plain", 6, None, None, {}),
@@ -125,7 +125,7 @@ RUNS: list[tuple[str, str, int, str | None, str | None, dict[str, Any]]] = [
 
 
 def fit_all(group: dist.ProcessGroup, folder: str, runs: list[Any]) -> list[list[float]]:
-    """One after the other in the same processes, with the variables that torchrun sets."""
+    """Run all in the same processes, one after the other, with the variables of torchrun."""
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
     os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "TORCHELASTIC_RUN_ID": "test"}
     found = []

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPTModel with fused layers: losses and gradients of one process, and of Megatron's own layers."""
+"""Megatron-Core's GPTModel with fused layers, compared with one process and with Megatron's own layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.reference import seeded
 from tests.workers import error_of, on_ranks
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about Transformer Engine and APEX, which are for GPUs
+    warnings.simplefilter("ignore")  # Transformer Engine and APEX, which need GPUs, are missing
     pytest.importorskip("megatron.core", reason="megatron-core is not installed; pip install megatron-core")
     from megatron.core import ModelParallelConfig, dist_checkpointing, parallel_state
     from megatron.core.distributed import (
@@ -54,7 +54,7 @@ with warnings.catch_warnings():
     )
 
 VOCAB, BATCH, SEQ = 96, 4, 16
-# gradient_accumulation_fusion is on where the layers are ours: theirs need APEX for it.
+# gradient_accumulation_fusion is on for fused_tp's layers only: Megatron's need APEX for it.
 CONFIG: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -76,14 +76,14 @@ MATRICES = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "lin
 
 @contextmanager
 def parallel(tp: int = 1, cp: int = 1, **more: Any) -> Iterator[None]:
-    """Megatron's groups of all ranks, those of data parallelism from what is left."""
+    """Initialize Megatron's groups over all ranks; the remaining ranks become data parallel."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp, **more)
     own = {"get_default_causal_mask": causal, "get_sliding_window_causal_mask": causal}
-    # Its name is not defined without Transformer Engine, in 0.16.1.
+    # Megatron 0.16.1 leaves this name undefined without Transformer Engine.
     without_engine = mock.patch.object(moe_utils, "te_general_gemm", None, create=True)
     try:
         with on_cpu(), warnings.catch_warnings(), mock.patch.multiple(fused_softmax, **own), without_engine:
-            warnings.simplefilter("ignore")  # Megatron recommends settings of CUDA, and calls what torch deprecates
+            warnings.simplefilter("ignore")  # Megatron recommends CUDA settings and calls deprecated functions of torch
             yield
     finally:
         parallel_state.destroy_model_parallel()
@@ -118,7 +118,7 @@ def batches() -> dict[str, Tensor]:
 
 
 def own_tokens(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of this context parallel rank, as Megatron's training loop cuts a batch."""
+    """The tokens of this context parallel rank, sharded as in Megatron's training loop."""
     how: dict[str, Any] = {"cp_group": parallel_state.get_context_parallel_group()}
     if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:  # in 0.19
         how["is_hybrid_cp"] = False
@@ -131,13 +131,13 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def causal(size: int, size_kv: int | None = None, window: tuple[int, int] = (-1, 0)) -> Tensor:
-    """What Megatron makes of literal device="cuda": True is hidden."""
+    """Causal or window mask (True is hidden); replaces Megatron's, which is made with a literal device="cuda"."""
     hidden = torch.ones(size, size_kv or size, dtype=torch.bool).triu(1)
     return hidden if window[0] < 0 else hidden | torch.ones_like(hidden).tril(-window[0] - 1)
 
 
 def gate_and_up(name: str, whole: Tensor, size: int) -> Tensor:
-    """Rows in the order of ranks, of each its part of the gate and of up; the other way with -size."""
+    """Reorder rows by rank, each with its shards of gate and up; a negative size reverses it."""
     if "linear_fc1" not in name:
         return whole
     shape = (2, size) if size > 0 else (-size, 2)
@@ -179,7 +179,7 @@ def train(whole: dict[str, Tensor], fused: bool = True, **changes: Any) -> tuple
     """Loss and whole main_grads of two micro batches under Megatron's data parallelism; call it inside `parallel`."""
     model = make(fused, **changes)
     load(model, whole)
-    # Overlapped, Megatron's hooks demand that every parameter has some gradient.
+    # With overlap, Megatron's hooks require a gradient for every parameter.
     ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
     ddp.zero_grad_buffer()
     size, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -258,7 +258,7 @@ def test_more_gradients_are_those_of_one_process(group: dist.ProcessGroup, chang
 @pytest.mark.full
 @on_ranks(4)
 def test_context_parallel_attention(group: dist.ProcessGroup) -> None:
-    """Windows and sinks, of which Megatron without Transformer Engine has the reference on one rank only."""
+    """Windows and sinks; without Transformer Engine, Megatron provides the reference on one rank only."""
     hybrid: dict[str, Any] = {"hierarchical_context_parallel_sizes": [2, 2]}
     for changes in (
         {"window_size": (5, 0), "softmax_type": "learnable", "window_attn_skip_freq": 2},
@@ -275,7 +275,7 @@ def test_context_parallel_attention(group: dist.ProcessGroup) -> None:
                 check(train(weights, **changes, **more), wanted, (sizes, more, changes))
 
 
-DOCUMENTS = (8, 12, 4, 16)  # multiples of twice the context parallel ranks
+DOCUMENTS = (8, 12, 4, 16)  # multiples of twice the context parallel size
 
 
 @on_ranks(4)
@@ -335,7 +335,7 @@ def test_dropout_does_not_depend_on_ranks(group: dist.ProcessGroup) -> None:
 
 
 def where(state: dict[str, Any]) -> dict[str, Any]:
-    """All that a sharded state dict says but for values."""
+    """Everything in a sharded state dict except values."""
     names = ("key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id")
     return {key: [getattr(one, name, None) for name in names] for key, one in state.items()}
 
@@ -364,7 +364,7 @@ def test_checkpoint_of_two_ranks_is_loaded_by_one(group: dist.ProcessGroup, tmp_
 
 
 class Whole(NamedTuple):
-    """A linear layer, uncut, and what goes through it, on every rank the same."""
+    """An unsharded linear layer with its input and output gradient, equal on every rank."""
 
     x: Tensor
     weight: Tensor
@@ -372,7 +372,7 @@ class Whole(NamedTuple):
     grad: Tensor
 
     def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, and gradients of x, weight and bias."""
+        """Return y, and gradients of x, weight and bias."""
         leaves = [t.double().requires_grad_() for t in self[:3]]
         y = F.linear(*leaves)
         y.backward(self.grad.double())
@@ -386,7 +386,7 @@ def whole_of(size: int, dtype: torch.dtype) -> Whole:
 
 @on_ranks(1, 2, 3)
 def test_layers(group: dist.ProcessGroup) -> None:
-    """All that their arguments ask for, against a linear layer of torch."""
+    """Compare the layers, with each of their options, with a linear layer of torch."""
     size, rank = group.size(), group.rank()
 
     def own(t: Tensor, dim: int) -> Tensor:
@@ -456,7 +456,7 @@ def test_layers(group: dist.ProcessGroup) -> None:
             out.backward(own(grad, 0) if config.sequence_parallel else grad)
             close(leaf.grad, own(dx, -1) if cut else dx, dtype)
             close(row.weight.grad, own(dw, 1), dtype)
-            assert row.bias.sequence_parallel == config.sequence_parallel  # which Megatron sums over ranks
+            assert row.bias.sequence_parallel == config.sequence_parallel  # Megatron sums it over ranks
             close(summed(row.bias.grad) if config.sequence_parallel else row.bias.grad, db, dtype)
             row.weight.requires_grad_(False)
             row.weight.grad = None
@@ -481,7 +481,7 @@ def heads(seq: int, count: int, seed: int) -> Tensor:
 
 @on_ranks(4)
 def test_masks(group: dist.ProcessGroup) -> None:
-    """A causal mask is as good as none; keys of a cache are more than queries."""
+    """Attention accepts a causal mask or none; with a cache there are more keys than queries."""
     q, k, v = heads(SEQ, 4, 0), heads(SEQ, 2, 1), heads(SEQ, 2, 2)
     whole = causal(SEQ).expand(2, 1, SEQ, SEQ)
     with parallel():
@@ -569,12 +569,12 @@ def test_refusals(group: dist.ProcessGroup) -> None:
 
 
 def inside(spec: Any) -> Any:
-    """Submodules; 0.19 has partial functions in the place of some specs."""
+    """Submodules of a spec; Megatron 0.19 uses partial functions for some specs."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def test_specs_of_blocks() -> None:
-    """Whatever holds the classes: blocks, lists, partial functions. What was given stays as it was."""
+    """layer_spec replaces classes in blocks, lists and partial functions, and leaves the given spec unchanged."""
     config = TransformerConfig(**CONFIG)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     block = TransformerBlockSubmodules(layer_specs=[layer, layer], layer_norm=WrappedTorchNorm)

@@ -1,4 +1,4 @@
-"""Meshes over all kinds of parallelism, what data parallelism makes of them, and gradients that are summed once."""
+"""Meshes over all kinds of parallelism, data parallelism over them, and gradients that are summed once."""
 
 from __future__ import annotations
 
@@ -98,12 +98,12 @@ def test_gradients_are_summed_once_in_an_accumulation(group: dist.ProcessGroup) 
         if deferred[-1]:
             fused_tp.sync_gradients(parallel)
         assert_same_gradients(parallel, whole)
-        fused_tp.sync_gradients(parallel)  # nothing is left to do
+        fused_tp.sync_gradients(parallel)  # nothing is left to sum
         assert_same_gradients(parallel, whole)
     assert calls[False, False, False] - calls[True, True, True] >= 3 * parameters
-    # One sum of all, and one call that asks which there are; a backward that sums at once compares names instead.
+    # One sum per gradient, and one call that exchanges which exist; a backward that sums at once compares names.
     assert calls[True, True, False] - calls[True, True, True] == parameters + 1
-    with parallel.no_sync():  # as accelerate looks for it
+    with parallel.no_sync():  # the method that accelerate looks for
         parallel(input_ids=batches[0], labels=batches[0]).loss.backward()
     fused_tp.sync_gradients(parallel)
     whole(input_ids=batches[0], labels=batches[0]).loss.backward()

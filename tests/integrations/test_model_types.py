@@ -1,4 +1,4 @@
-"""Types of transformers models that once were wrong, crashed, or were refused too late; and all of them."""
+"""Types of transformers models that once were wrong, crashed, or were refused too late; and all types."""
 
 from __future__ import annotations
 
@@ -17,64 +17,64 @@ from docs import tables
 from tests.integrations.live import inert
 from tests.integrations.sweep import MODES, all_kinds, sweep
 
-# What tells one mechanism from another; test_every_type_is_right_or_refused has the others.
+# One type per mechanism; test_every_type_is_right_or_refused covers the others.
 RIGHT = [
-    ("aria_text", "tp"),  # experts [in, out], called with how many tokens each has
-    ("apertus", "tp"),  # a parameter of the activation, between two cut layers
+    ("aria_text", "tp"),  # experts [in, out], called with the number of tokens of each
+    ("apertus", "tp"),  # a parameter of the activation, between two sharded layers
     ("bamba", "tp"),  # reads the weight of a convolution inside
-    ("beam", "advised"),  # a bias that is cut by itself
+    ("beam", "advised"),  # a separate bias that is sharded
     ("biogpt", "tp+sp"),  # makes a mask of its embeddings' length
-    ("biogpt", "cp"),  # looks its attention up, and transformers does not say so
-    ("codegen", "cp"),  # attention by code of its own, with queries and keys in fp32
-    ("doge", "tp+sp"),  # a plan of transformers' that is wrong
-    ("deepseek_v2", "advised"),  # keys that all heads share; a plan for more than its layers
+    ("biogpt", "cp"),  # looks its attention up, without a mark by transformers
+    ("codegen", "cp"),  # attention code of its own, with queries and keys in fp32
+    ("doge", "tp+sp"),  # a wrong plan in transformers
+    ("deepseek_v2", "advised"),  # keys shared by all heads; a plan with names that it does not have
     ("falcon_h1", "cp"),  # a state space beside attention
-    ("ernie4_5_moe", "tp+sp"),  # gives a shared expert the tokens of all rows in one dim
-    ("bitnet", "tp+sp"),  # norms of all features between layers that are cut
+    ("ernie4_5_moe", "tp+sp"),  # passes a shared expert the tokens of all rows in one dim
+    ("bitnet", "tp+sp"),  # norms of all features between sharded layers
     ("cpmant", "tp"),  # a bias of attention that has parameters
-    ("ctrl", "tp+sp"),  # adds positions to its embeddings by itself; is given its input three times
+    ("ctrl", "tp+sp"),  # adds positions to its embeddings itself; attention receives its input three times
     ("fuyu", "tp"),  # a text model of another type inside
-    ("gemma3n_text", "tp"),  # layers by methods that others call; what depends on all features of a gate
-    ("gemma4", "tp"),  # reads its embedding by itself
+    ("gemma3n_text", "tp"),  # layers called through methods; a function of all features of a gate
+    ("gemma4", "tp"),  # reads its embedding itself
     ("gemma4_text", "tp+sp"),  # embeds for each layer
-    ("glm_moe_dsa", "tp+sp"),  # hands indices on from layer to layer
+    ("glm_moe_dsa", "tp+sp"),  # passes indices from layer to layer
     ("gpt_neox", "tp+sp"),  # q, k and v of one layer
     ("gpt_neox_japanese", "tp+sp"),  # a bias that is added outside
     ("hy_v4", "tp+sp"),  # several streams of hidden states
-    ("inkling_text", "tp"),  # experts that all tokens go to
+    ("inkling_text", "tp"),  # experts for all tokens
     ("inkling2_text", "tp+sp"),  # a wrong plan of its own; a norm in its embedding; attention with three inputs
     ("laguna", "tp+sp"),  # a gate in attention
-    ("lfm2", "tp"),  # an output layer that is cut, tied to an embedding that the plan forgets
-    ("llama4_text", "cp"),  # another base model; queries scaled by place
+    ("lfm2", "tp"),  # a sharded output layer, tied to an embedding that the plan lacks
+    ("llama4_text", "cp"),  # another base model; queries scaled by position
     ("llama4_text", "tp+sp"),  # returns tokens of all rows, one after the other
-    ("longcat_flash", "tp"),  # experts that return what they are given
+    ("longcat_flash", "tp"),  # experts that return their input
     ("mamba", "tp+sp"),  # no attention at all
     ("mamba2", "cp"),
     ("minicpm3", "tp"),
     ("modernbert-decoder", "tp+sp"),  # a layer between the base model and the output layer
     ("moshi", "tp+sp"),  # projections in modules of their own; returns hidden states next to logits
-    ("nemotron", "cp"),  # hands no keywords down to attention
-    ("nemotron_h", "tp+sp"),  # an output layer that transformers' plan forgets
+    ("nemotron", "cp"),  # passes no keywords to attention
+    ("nemotron_h", "tp+sp"),  # an output layer that transformers' plan lacks
     ("qwen2_moe", "cp"),  # a window of 0
     ("qwen3_next", "tp+sp"),  # linear attention
-    ("openai-gpt", "cp"),  # attention by code of its own, without a cache
+    ("openai-gpt", "cp"),  # attention code of its own, without a cache
     ("olmo2", "tp+sp"),  # norms of all heads, so gathered projections
     ("opt", "tp+sp"),  # tokens of all rows in one dim
     ("phi4_multimodal", "tp+sp"),  # puts images among its embeddings
     ("stablelm", "tp"),  # a plan of our own
     ("recurrent_gemma", "tp+sp"),  # blocks of two kinds under one name
-    ("roberta", "cp"),  # counts positions from behind its padding
+    ("roberta", "cp"),  # counts positions from after its padding
     ("rwkv", "tp+sp"),  # a state that is no cache
     ("xlstm", "tp"),
-    ("zamba2", "cp"),  # one attention block at several places
-    ("zaya", "tp+sp"),  # parameters of the base model itself; a router that is told of the last one
+    ("zamba2", "cp"),  # one attention block used in several layers
+    ("zaya", "tp+sp"),  # parameters of the base model itself; a router that receives the state of the previous one
 ]
 NGRAMS = {"ple_layer_ids": [1], "ple_embed_dim": 64, "ngram_vocab_size_base": 50, "heads_per_ngram": 2}
 NGRAMS |= {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2}
 VARIANTS: list[Any] = [
     pytest.param("doge", "tp+sp", {"is_moe": True, "num_experts": 16}, marks=pytest.mark.full),
     pytest.param("qwen4_exp_text", "advised", NGRAMS, marks=pytest.mark.full),
-    ("falcon", "tp+sp", {"attn_implementation": "eager"}),  # as its refusal says
+    ("falcon", "tp+sp", {"attn_implementation": "eager"}),  # as its refusal advises
     ("gemma4_text", "tp+sp", {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0}),
     ("recurrent_gemma", "tp+sp", {"num_key_value_heads": 1}),
     (
@@ -107,7 +107,7 @@ Outcomes = dict[str, tuple[str, str]]  # by mode
 
 @pytest.fixture(scope="module")
 def outcomes_of(request: pytest.FixtureRequest) -> Callable[[str, str], Outcomes]:
-    """Outcomes of a type, in that mode among others: in all, and once, where all are asked for later."""
+    """Function that sweeps a type in that mode; in all modes, and once, if the test of all types runs later."""
     all_of = cache(sweep)
     if any(item.name == test_every_type_is_right_or_refused.__name__ for item in request.session.items):
         return lambda kind, mode: all_of(kind)

@@ -1,4 +1,4 @@
-"""Steps and gradient scalers of models whose ranks each hold a part: alike on all ranks, or refused with the remedy."""
+"""Optimizer steps and gradient scalers of sharded models: equal on all ranks, or refused with the remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 
 
 class LayerwiseSGD(torch.optim.Optimizer):
-    """SGD with a learning rate for each tensor by its norm, as LARS has it."""
+    """SGD with a learning rate per tensor that depends on its norm, as in LARS."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -57,7 +57,7 @@ def assert_refused(fn: Callable[..., Any], *args: Any, says: str) -> None:
 
 @on_ranks(2)
 def test_what_takes_a_part_for_the_whole_is_refused(group: dist.ProcessGroup) -> None:
-    whole = make("llama", vocab_size=68)  # parts of equal length, which DistributedDataParallel asks for
+    whole = make("llama", vocab_size=68)  # shards of equal length, as DistributedDataParallel requires
 
     def plain() -> Any:
         return fused_tp.parallelize(copy_of(whole), mesh_of(group, 1, 2), parameters="plain")
@@ -108,7 +108,7 @@ def test_optimizers_made_before(group: dist.ProcessGroup) -> None:
     assert_refused(scaler.step, optimizer, says="after parallelize")
     model = make("llama")
     optimizer = adamw(model)
-    step(fused_tp.parallelize(model, mesh_of(group, 2, 1)), optimizer)  # whose parameters are the same ones
+    step(fused_tp.parallelize(model, mesh_of(group, 2, 1)), optimizer)  # it keeps the parameters
 
 
 @on_ranks(2)

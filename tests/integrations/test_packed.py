@@ -1,4 +1,4 @@
-"""Models whose q, k and v are one layer, whose weights are [in, out], or whose attention has a bias for each head."""
+"""Models with q, k and v in one layer, with weights [in, out], or with an attention bias for each head."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "doge, experts": ("doge", {"is_moe": True, "num_experts": 16}),
 }
 WITH_RING = ["gpt2", "gpt_bigcode", "gpt_bigcode, all heads", "phi3"]
-# Not those whose attention asks whether the config says "sdpa".
+# Without those whose attention checks the config for "sdpa".
 IN_SEQUENCE = [name for name in MODELS if name not in ("falcon", "falcon, grouped", "falcon, alibi")]
-# Not packed; in parts of the sequence their attention, or their layers' shape of hidden states, is their own, too.
+# Not packed; with sequence parallelism they also have attention or shapes of hidden states of their own.
 OTHERS = {kind: (kind, {}) for kind in ("gpt_neo", "gptj", "xglm", "opt", "biogpt")}
 
 
@@ -68,7 +68,7 @@ def made(name: str, **changes: Any) -> Any:
 def check(whole: Any, parallel: Any) -> None:
     for length in (9, 8, 2, 1):
         tokens = make_tokens(2, length)
-        if length > 1:  # of one token there is no loss
+        if length > 1:  # a single token has no loss
             assert_same_calls(parallel, whole, tokens, tokens)
         else:
             compare_weighted(whole, parallel, tokens)
@@ -77,7 +77,7 @@ def check(whole: Any, parallel: Any) -> None:
 
 
 def compare_weighted(whole: Any, parallel: Any, tokens: Tensor) -> None:
-    # Small: of one token the gradients of queries and keys are zero, but for what rounding leaves of these weights.
+    # Small: with one token the gradients of queries and keys are only rounding, which scales with these weights.
     weights = 1e-3 * torch.randn(*tokens.shape, 128, generator=torch.Generator().manual_seed(3))
     for model in (whole, parallel):
         model.zero_grad()
@@ -97,7 +97,7 @@ def test_packed(group: dist.ProcessGroup, layout: str, name: str) -> None:
     with torch.no_grad():
         padded = [model(tokens, attention_mask=mask).logits * mask[..., None] for model in (parallel, whole)]
     assert_near(*padded, "logits of padded rows")
-    if "experts" not in name:  # whose routers read other tokens in a pass with a cache
+    if "experts" not in name:  # routers read other tokens in a pass with a cache
         texts = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
         assert torch.equal(*texts)
 
@@ -127,7 +127,7 @@ def check_sequences(group: dist.ProcessGroup, layout: str, name: str) -> None:
         with torch.no_grad():
             padded = [model(tokens, attention_mask=mask).logits * mask[..., None] for model in (parallel, whole)]
         assert_near(*padded, "logits of padded rows")
-    if "experts" in name:  # whose routers read other tokens in a pass with a cache
+    if "experts" in name:  # routers read other tokens in a pass with a cache
         return
     texts = [model.eval().generate(make_tokens(2, 9), max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
     assert torch.equal(*texts)
@@ -135,7 +135,7 @@ def check_sequences(group: dist.ProcessGroup, layout: str, name: str) -> None:
 
 @on_ranks(2)
 def test_gpt2_alone(group: dist.ProcessGroup) -> None:
-    """The model that gives hidden states, which its last norm has gathered."""
+    """The base model returns hidden states, which its last norm gathers."""
     whole = made("gpt2").transformer
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
     tokens = make_tokens(2, 9)
@@ -166,7 +166,7 @@ def test_three_ranks(group: dist.ProcessGroup) -> None:
 
 @on_ranks(3)
 def test_losses_of_passes_that_are_not_cut(group: dist.ProcessGroup) -> None:
-    """A rank would have no tokens, of which the model's own code makes no view."""
+    """The pass is not sharded: the model's own code cannot make a view of a rank without tokens."""
     whole = made("gptj", hidden_size=48, num_attention_heads=6, n_embd=48, n_head=6)
     keywords = {"sequence_parallel": True, "loss_parallel": True}
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 3), **keywords)
@@ -187,7 +187,7 @@ def test_documents_in_parts_of_the_sequence(group: dist.ProcessGroup, name: str)
 
 
 class Gated(nn.Module):
-    """A plain model whose gate and up are one layer."""
+    """A plain model with gate and up in one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,6 +295,6 @@ def test_what_is_not_served(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_models_that_share_a_module(group: dist.ProcessGroup) -> None:
-    """All models of OpenAI GPT have one activation; the first says nothing of the second."""
+    """All OpenAI GPT models share one activation module; parallelizing one does not affect another."""
     for _ in range(2):
         parallelize(make_model("openai-gpt"), mesh_of(group, 1, 2))

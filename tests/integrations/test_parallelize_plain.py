@@ -43,7 +43,7 @@ def test_cache_of_the_example_llama() -> None:
     model = Llama(LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2)).double()
     tokens = torch.randint(256, (2, 13))
     cache = KVCache()
-    # First tokens, several more, one by one: the three ways a cache is used.
+    # First tokens, several more, one by one: the three uses of a cache.
     parts = [model(part, cache=cache).logits for part in tokens.split([5, 4, 1, 1, 1, 1], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens).logits)
     positions = torch.arange(13).expand(2, 13)
@@ -95,7 +95,7 @@ def tripled(norm: nn.Module, x: Tensor) -> Tensor:
 
 @on_ranks(2)
 def test_forward_set_on_an_instance_runs(group: dist.ProcessGroup) -> None:
-    """As libraries do that set kernels on modules."""
+    """Keep a forward set on an instance, as libraries set kernels on modules."""
     whole = make("plain")
     whole.model.norm.forward = partial(tripled, whole.model.norm)
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
@@ -103,10 +103,10 @@ def test_forward_set_on_an_instance_runs(group: dist.ProcessGroup) -> None:
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
 
-@on_layouts("cp2", full=["cp2_tp2_sp_lossparallel"])  # all that there is in one graph takes long to compile
+@on_layouts("cp2", full=["cp2_tp2_sp_lossparallel"])  # all features in one graph take long to compile
 def test_compiled(group: dist.ProcessGroup, layout: str) -> None:
     whole, parallel = pair(group, layout, "plain", num_hidden_layers=1)
-    for module in parallel.modules():  # torch.compile of torch 2.11 goes by both
+    for module in parallel.modules():  # torch.compile of torch 2.11 uses both
         hooks = module._forward_pre_hooks
         assert list(hooks) == list(dict.keys(hooks))
     eager = copy_of(parallel)
@@ -115,7 +115,7 @@ def test_compiled(group: dist.ProcessGroup, layout: str) -> None:
     counters.clear()
     fast = torch.compile(parallel, backend="aot_eager")
     for seq in (9, 12):
-        if seq == 12:  # lengths become symbols now, of which this model computes an is_causal that torch refuses
+        if seq == 12:  # lengths become symbols; is_causal computed from them is refused by torch
             assert sum(counters["graph_break"].values()) == 0, dict(counters["graph_break"])
         tokens = make_tokens(2, seq)
         losses = [model(tokens, labels=tokens).loss for model in (whole, eager, fast)]
@@ -130,7 +130,7 @@ def test_compiled(group: dist.ProcessGroup, layout: str) -> None:
 
 
 class Asking(nn.Module):
-    """Asks for the values of tensors in a loop, which torch.compile cannot trace, and runs as it is."""
+    """Model that reads tensor values in a loop, which torch.compile cannot trace, and so runs eagerly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Block(nn.Module):
 
 
 class Tagger(nn.Module):
-    """No embedding, no head: features [batch, seq, 16] to scores [batch, seq, 3]."""
+    """Model without embedding and head: features [batch, seq, 16] to scores [batch, seq, 3]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Inside(nn.Module):
 
 
 class Nested(nn.Module):
-    """Layers that are cut one deeper than what lies between them; and parameters in a list."""
+    """Model with sharded layers one level deeper than the modules between them, and with parameters in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_what_lies_between_layers_that_are_cut(group: dist.ProcessGroup) -> None
 
 
 class Scaled(nn.Module):
-    """Features are scaled, or dropped, between layers that are cut, by what an outer module hands down."""
+    """Model that scales features between sharded layers, or drops features before them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def test_gradients_that_differ_between_ranks_are_an_error(group: dist.ProcessGro
     torch.manual_seed(0)
     mesh, x, weights = mesh_of(group, 1, 2), torch.randn(3, 8), torch.randn(3, 8)
     plan = {"inner.up": "colwise", "inner.down": "rowwise"}
-    keywords: dict[str, Any] = {"plan": plan, "verify": False}  # else the whole model tells, before there is a backward
+    keywords: dict[str, Any] = {"plan": plan, "verify": False}  # else the whole model is compared before backward
 
     def backward(model: nn.Module) -> None:
         (model(x) * weights).sum().backward()
@@ -295,7 +295,7 @@ def test_gradients_that_differ_between_ranks_are_an_error(group: dist.ProcessGro
 
 
 class Routed(nn.Module):
-    """A batch goes through the layer that its tokens name; nothing here is named after experts."""
+    """Model that routes tokens to the layer of their parity, without modules named experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def test_layers_that_only_some_cp_ranks_use(group: dist.ProcessGroup) -> None:
     whole, tokens = Routed(), torch.tensor([[0, 2, 1, 3, 3, 1, 2, 2]])  # in zigzag order a rank sees one parity
     weights = torch.randn(1, 8, 8)
     parallel = parallelize(copy_of(whole), mesh_of(group, 2, 1))
-    for _ in range(4):  # also at later calls, at which ranks do not compare what they use
+    for _ in range(4):  # includes later calls, in which ranks do not compare the parameters that they use
         assert_trains_alike(parallel, whole, lambda model: (model(tokens) * weights).sum())
 
 
@@ -352,7 +352,7 @@ def test_what_would_be_lost_is_refused(group: dist.ProcessGroup) -> None:
         refuses(ValueError, f"{of}.* ha(s|ve).*after parallelize", parallelize, hooked(of), mesh, plan=plan)
     plan = {"embed": "embedding_rowwise"}
     refuses(ValueError, "does not run on .*mixed torch.Tensor and DTensor", parallelize, Tied(), mesh, plan=plan)
-    tied = parallelize(Tied(), mesh, plan=plan, verify=False)  # of which logits() may never be called
+    tied = parallelize(Tied(), mesh, plan=plan, verify=False)  # logits() might never be called
     refuses(RuntimeError, "mixed torch.Tensor and DTensor", tied, torch.tensor([[1, 2]]))
     renormed = nn.Sequential(nn.Embedding(8, 8, max_norm=1.0), nn.Linear(8, 8))
     refuses(ValueError, "max_norm", parallelize, renormed, mesh, plan={"1": "colwise_gather_output"})
@@ -437,7 +437,7 @@ def test_compiled_losses(group: dist.ProcessGroup) -> None:
 
 
 class LossOfItsOwn(Llama):
-    """Of whole logits, and perhaps of hidden states."""
+    """Model with a loss of whole logits and, if `of_hidden` is set, of hidden states."""
 
     of_hidden: ClassVar[float] = 0.0
 
@@ -465,7 +465,7 @@ def test_a_loss_of_its_own_under_sequence_parallelism(group: dist.ProcessGroup) 
 
 
 class Caching(Tagger):
-    """Returns its cache in an object that pytree does not know, and what has no tensors."""
+    """Model that returns its cache in an object unknown to pytree, and objects without tensors."""
 
     in_object = False
 
@@ -488,7 +488,7 @@ def test_nothing_is_left_to_one_rank_unseen(group: dist.ProcessGroup) -> None:
         refuses(ValueError, r"nn\.MultiheadAttention", parallelize(WholeAttention().train(mode), mesh), x)
     for kind in (Scores, SimpleNamespace, type("Own", (dict,), {})):
         Unsearchable.kind = kind
-        for length in (6, 1):  # one token is not cut
+        for length in (6, 1):  # one token is not sharded
             refuses(TypeError, f"returned a {kind.__name__}", parallelize(Unsearchable(), mesh), x[:, :length])
     refuses(ValueError, r"returns a tensor \(1, 3\) that is not", parallelize(Mean(), mesh), torch.randn(1, 8, 16))
     model = make("plain")
@@ -523,11 +523,11 @@ def test_refused_with_a_sentence(group: dist.ProcessGroup) -> None:
     refuses(ValueError, "TP sizes that work: 1", parallelize, model, tp_mesh)
 
 
-# -- what is refused with a sentence -----------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 class Packed(nn.Module):
-    """q, k and v of one layer, as nanoGPT has them."""
+    """Model with q, k and v in one layer, as in nanoGPT."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ def test_fewer_tokens_than_pieces_to_cut(group: dist.ProcessGroup, seq: int) -> 
     tokens = make_tokens(2, seq)
     with torch.no_grad():
         assert_near(parallel(tokens).logits, whole(tokens).logits, "logits")
-    # A loss of the caller's own, from logits that every rank has whole.
+    # The caller's own loss, from whole logits on every rank.
     assert_trains_alike(parallel, whole, lambda model: model(tokens).logits.square().mean())
 
 
@@ -187,13 +187,13 @@ def test_save_pretrained_writes_the_whole_model(group: dist.ProcessGroup, tmp_pa
         assert torch.equal(t, whole.state_dict()[name]), name
     tokens = make_tokens(2, 7)
     assert_near(read(tokens).logits, whole(tokens).logits, "logits")
-    if dist.get_rank(group) == 1:  # with a state of its own it is nobody else's business
+    if dist.get_rank(group) == 1:  # with state_dict given, only this rank saves
         parallel.save_pretrained(f"{tmp_path}/own", state_dict={"model.norm.weight": torch.ones(3)})
     parallel.save_pretrained(f"{tmp_path}/none", is_main_process=False)
     if "distributed_checkpoint" in inspect.signature(type(parallel).save_pretrained).parameters:
         with pytest.raises(ValueError, match="distributed_checkpoint=True"):  # on all ranks
             parallel.save_pretrained(f"{tmp_path}/parts", distributed_checkpoint=True)
-    replica = parallelize(copy_of(whole), mesh_of(group, 4, 1))  # all ranks hold the whole: one writes
+    replica = parallelize(copy_of(whole), mesh_of(group, 4, 1))  # all ranks hold the whole model; one writes
     with patch.object(type(replica), "save_pretrained") as written:
         replica.save_pretrained(tmp_path)
     assert written.call_count == (dist.get_rank(group) == 0)
@@ -218,7 +218,7 @@ def one_padded_row(right: bool) -> dict[str, Tensor]:
 @on_layouts("cp2", "tp2_sp")
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_padding(group: dist.ProcessGroup, layout: str, family: str) -> None:
-    """On the right it needs no mask over CP ranks; on the left it is for ranks that have the whole sequence."""
+    """Padding on the right needs no mask over CP ranks; padding on the left needs ranks with the whole sequence."""
     changes: dict[str, Any] = {"sliding_window": 4} if family == "mistral" else {}
     whole, parallel = pair(group, layout, family, **changes)
     inputs = one_padded_row(right=layout == "cp2")
@@ -236,7 +236,7 @@ def test_padding(group: dist.ProcessGroup, layout: str, family: str) -> None:
 
 @on_ranks(2)
 def test_documents_under_sequence_parallelism_are_those_of_the_whole_model(group: dist.ProcessGroup) -> None:
-    """Whether documents see each other depends on use_cache, which is turned off: so the caller must."""
+    """use_cache decides if documents see each other, and is turned off inside: the caller must turn it off, too."""
     whole, parallel = pair(group, "tp2_sp", "llama")
     tokens, positions = make_tokens(1, 8), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     refuses(ValueError, "Pass use_cache=False", parallel, tokens, position_ids=positions)
@@ -256,7 +256,7 @@ def test_generate(group: dist.ProcessGroup, layout: str) -> None:
         inputs = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "disable_compile": True, **how}
         expected = whole.generate(tokens, **inputs)
         assert torch.equal(parallel.generate(tokens, **inputs), expected), how
-    # ... and training goes on as before.
+    # Training continues as before.
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
 
 
@@ -295,14 +295,14 @@ def test_a_class_of_ones_own_with_another_head(group: dist.ProcessGroup) -> None
             return out
 
     whole, parallel = make("llama"), make("llama")
-    whole.__class__ = parallel.__class__ = Valued  # a name that transformers knows no loss by
+    whole.__class__ = parallel.__class__ = Valued  # transformers has no loss for this class name
     tokens = make_tokens(2, 9)
     parallelize(parallel, mesh_of(group, 2, 1))
     assert_trains_alike(parallel, whole, lambda model: model(tokens)["values"][0].square().mean())
     assert_trains_alike(parallel, whole, lambda model: model(tokens, labels=tokens).loss)
     Valued.pool = True
     refuses(ValueError, r"returns a tensor \(2,\) that is not \[batch, seq", parallel, tokens)
-    # Without labels they are no loss, and the logits are whole.
+    # shift_labels without labels compute no loss, and the logits are whole.
     shifted = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
     Valued.pool = False
     out = parallel(tokens, shift_labels=shifted)
@@ -421,7 +421,7 @@ def test_models_made_from_one_config_stay_apart(group: dist.ProcessGroup) -> Non
     expected = second(tokens).logits
     parallelize(first, mesh, sequence_parallel=True)
     assert first.config is not second.config
-    assert first.config._attn_implementation == second.config._attn_implementation == "sdpa"  # which models' code reads
+    assert first.config._attn_implementation == second.config._attn_implementation == "sdpa"  # models read it
     assert_near(second(tokens).logits, expected, "logits of the whole model")
     third = type(first)(first.config)
     third.load_state_dict(second.state_dict())
@@ -440,7 +440,7 @@ def test_what_only_attention_over_the_ring_could_mix(group: dist.ProcessGroup) -
     gemma = make("gemma2")
     said, plan = "style 'colwise', which needs a plain nn.Linear; it is a .*Gemma2", {"model.embed_tokens": "colwise"}
     refuses(ValueError, said, parallelize, gemma, mesh_of(group, 1, 2), plan=plan)
-    # Phi's own plan says nothing of its norms of q and k.
+    # Phi's own plan lacks its norms of q and k.
     phi = transformers.PhiForCausalLM(transformers.PhiConfig(qk_layernorm=True, **sizes))
     said = r"q_layernorm'.* is not in the plan.*'replicated_with_grad_allreduce'"
     refuses(ValueError, said, parallelize, phi, mesh_of(group, 1, 2))
@@ -465,7 +465,7 @@ def test_fsdp2_over_the_cp_ranks(group: dist.ProcessGroup) -> None:
 
 
 class Wrapper(torch.nn.Module):
-    """As adapters wrap a model: it shows the plan, and calls the modules by other names."""
+    """Wrapper like those of adapters: it exposes the plan, and its modules have other names."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -494,7 +494,7 @@ def test_plans_that_cut_nothing_or_little(group: dist.ProcessGroup) -> None:
 @on_ranks(2)
 def test_removed_modules_stay_removed(group: dist.ProcessGroup) -> None:
     whole = make("llama")
-    whole.model.layers[0].mlp.gate_proj = torch.nn.Identity()  # as pruning leaves them; of [.., hidden] then
+    whole.model.layers[0].mlp.gate_proj = torch.nn.Identity()  # as pruned; activations are [.., hidden] then
     whole.model.layers[0].mlp.up_proj = whole.model.layers[0].mlp.down_proj = torch.nn.Identity()
     tokens = make_tokens(2, 9)
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
@@ -591,7 +591,7 @@ def test_models_that_differ_between_ranks(group: dist.ProcessGroup) -> None:
     odd.register_buffer("packed", torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8))
     odd.register_buffer("expanded", torch.ones(1).expand(2, 3).t())
     parallelize(odd, mesh)
-    parallelize(make("llama").to("meta" if rank else "cpu"), mesh)  # one rank loads, and hands on
+    parallelize(make("llama").to("meta" if rank else "cpu"), mesh)  # as if one rank loads and broadcasts
     crossed = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("cp", "tp"))
     refuses(ValueError, "must ascend along every dim", parallelize, make("llama"), crossed)
     q = torch.ones(1, 2, 2, 8)
@@ -634,13 +634,13 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             labels = kwargs.pop("labels")
             out = super().forward(*args, **kwargs)
-            own = out.logits.square().mean()  # the loss is given other logits, made of these
+            own = out.logits.square().mean()  # the loss receives other logits, computed from these
             return {"parts": [{"loss": self.loss_function(1.0 * out.logits, labels, 67) + own}]}
 
     class OfHidden(Handing):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **{**kwargs, "output_hidden_states": True})
-            out.loss += 0.01 * out.hidden_states[-1].square().mean()  # as Mixtral adds that of its routers
+            out.loss += 0.01 * out.hidden_states[-1].square().mean()  # as Mixtral adds its router loss
             out.loss = out.loss + 0.01 * out.hidden_states[0].square().mean()
             return out
 
@@ -679,7 +679,7 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
                 for mode in (torch.no_grad(), torch.inference_mode()):
                     with mode:
                         refuses(ValueError, says, further, input_ids=tokens, labels=tokens.clone())
-    # Of whole tokens, where only the vocabulary is cut.
+    # With only the vocabulary sharded, a term of hidden states is of whole tokens.
     of_hidden, its_parts = make("llama"), make("llama")
     of_hidden.__class__ = its_parts.__class__ = OfHidden
     parallelize(its_parts, mesh_of(group, 1, 2), loss_parallel=True)
@@ -696,14 +696,14 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
     own, patched = make("llama"), make("llama")
     own.__class__ = Own
     refuses(ValueError, "by other means than self.loss_function", parallelize, own, mesh)
-    patched.forward = partial(Own.forward, patched)  # as libraries of kernels put their own in place
+    patched.forward = partial(Own.forward, patched)  # as kernel libraries replace it
     parallelize(patched, mesh)
     refuses(ValueError, "did not call the model's loss_function", patched, input_ids=tokens, labels=tokens)
 
 
 @on_ranks(2)
 def test_buffers_that_nothing_fills(group: dist.ProcessGroup) -> None:
-    """Of a model on the meta device, in no checkpoint, and not computed by transformers: refused, not used."""
+    """Refuse a meta model with a buffer that is in no checkpoint and that transformers does not compute."""
     with torch.device("meta"):
         model = make_model("falcon_h1")
     refused = error_of(parallelize, model, mesh_of(group, 1, 2))
@@ -711,14 +711,14 @@ def test_buffers_that_nothing_fills(group: dist.ProcessGroup) -> None:
 
 
 def fused_loss(self: Any, input_ids: Tensor, labels: Tensor | None = None, **keywords: Any) -> Any:
-    """As Liger's, which replaces the forward of a class and reads the weight of the output layer."""
+    """Forward like Liger's, which replaces that of a class and reads the weight of the output layer."""
     hidden = self.model(input_ids=input_ids).last_hidden_state
     return torch.nn.functional.linear(hidden, self.lm_head.weight)
 
 
 @on_ranks(2)
 def test_a_patch_that_reads_a_weight(group: dist.ProcessGroup) -> None:
-    """In the function that the class, or the model itself, has now."""
+    """Refuse it in the forward of the class and in one set on the model."""
     whole = make("llama")
     kind = type(whole)
     with (
@@ -741,7 +741,7 @@ def test_ids_that_one_rank_would_refuse(group: dist.ProcessGroup) -> None:
         given[name][0, place] = 67
         with pytest.raises(ValueError, match=rf"{name} holds 67; ids are 0 to 66"):
             parallel(**given)
-    parallel.resize_token_embeddings(80, mean_resizing=False)  # equal on all ranks, as their random states are
+    parallel.resize_token_embeddings(80, mean_resizing=False)  # equal on all ranks, because their random states are
     assert bool(parallel(input_ids=given["input_ids"], labels=given["labels"]).loss.isfinite())
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT on parallel models: put in before `parallelize` and after it, trained, saved and loaded."""
+"""LoRA adapters of PEFT on parallel models: added before `parallelize` or after it, trained, saved and loaded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "phi3": (lambda: make_model("phi3"), {"target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}),
     "glm4": (lambda: make_model("glm4"), {"target_modules": [*ATTENTION, "gate_up_proj", "down_proj"]}),
     "mixtral": (lambda: make("mixtral"), {"target_modules": ATTENTION}),
-    "shared_expert": (  # which is given the tokens of all rows in one dim
+    "shared_expert": (  # it receives the tokens of all rows in one dim
         lambda: make_model("laguna"),
         {"target_modules": [f"shared_experts.{name}_proj" for name in ("gate", "up", "down")]},
     ),
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         lambda: make_model("minicpm3"),
         {"target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]},
     ),
-    "bloom": (  # whose code reads weights of two of them, under an option that is off
+    "bloom": (  # its code reads two of these weights itself, under an option that is off
         lambda: make_model("bloom"),
         {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
     ),
@@ -75,7 +75,7 @@ def cases(*names: str, full: Sequence[str]) -> list[Any]:
 
 
 def adapted(case: str, **more: Any) -> Any:
-    """The PEFT model of a case, with adapters that change what it computes."""
+    """The PEFT model of a case, with adapters that change its output."""
     model = peft.get_peft_model(CASES[case][0](), config_of(case, **more))
     torch.manual_seed(2)
     with torch.no_grad():
@@ -95,7 +95,7 @@ def cut(model: Any, group: dist.ProcessGroup, layout: str) -> Any:
 
 
 def assert_trains_alike(parallel: Any, whole: Any, tokens: Tensor) -> None:
-    """The loss, the logits, and the gradient of everything that is trained."""
+    """Compare the loss, the logits, and the gradients of all trained parameters."""
     with torch.no_grad():
         assert_near(parallel(input_ids=tokens).logits, whole(input_ids=tokens).logits, "logits")
     losses = []
@@ -103,7 +103,7 @@ def assert_trains_alike(parallel: Any, whole: Any, tokens: Tensor) -> None:
         model.zero_grad()
         if tokens.shape[1] > 1:
             losses.append(model(input_ids=tokens, labels=tokens).loss)
-        else:  # which has no token to foretell
+        else:  # a single token has no target
             losses.append(model(input_ids=tokens).logits.square().mean())
         losses[-1].backward()
     assert_near(*losses, "loss")
@@ -111,7 +111,7 @@ def assert_trains_alike(parallel: Any, whole: Any, tokens: Tensor) -> None:
 
 
 def assert_same_gradients(parallel: Any, whole: Any) -> None:
-    """Of everything that is trained, and of nothing else."""
+    """Compare gradients of all trained parameters; no other parameter may have one."""
     expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     found = {name: p for name, p in parallel.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys() == {n for n, p in whole.named_parameters() if p.requires_grad}
@@ -124,7 +124,7 @@ def assert_same_gradients(parallel: Any, whole: Any) -> None:
 
 
 def assert_cut(parallel: Any) -> None:
-    """Of every adapter in attention one of the two is cut, as its base layer is."""
+    """Check that one of the two matrices of every adapter in attention is sharded, as its base layer is."""
     for name, module in parallel.named_modules():
         if isinstance(module, ParallelLoraLinear) and ".self_attn." in name and "_a_proj" not in name:
             dims = [p.placements[0].is_shard() for p in (module.lora_A.default.weight, module.lora_B.default.weight)]
@@ -150,7 +150,7 @@ def test_adapters_from_before(group: dist.ProcessGroup, layout: str, case: str) 
 @on_layouts("tp2_sp", full=["tp2", "tp2_sp_lossparallel", "cp2", "cp2_tp2"])
 @pytest.mark.parametrize("case", cases("llama", "head", "biases", "minicpm3", full=("biases", "minicpm3")))
 def test_adapters_from_after(group: dist.ProcessGroup, layout: str, case: str, tmp_path: Path) -> None:
-    """New ones, and those that a model on one rank has saved; both models train and save alike."""
+    """Load adapters saved by a model on one rank, and add new ones; both models train and save alike."""
     whole = adapted(case)
     if dist.get_rank(group) == 0:
         whole.save_pretrained(tmp_path / "whole")
@@ -158,7 +158,7 @@ def test_adapters_from_after(group: dist.ProcessGroup, layout: str, case: str, t
     parallel = cut(CASES[case][0](), group, layout)
     config = parallel_config(parallel, peft.LoraConfig.from_pretrained(tmp_path / "whole"))
     parallel = peft.PeftModel.from_pretrained(parallel, tmp_path / "whole", config=config, is_trainable=True)
-    if CASES[case][1].get("bias"):  # which PEFT saves, and trains where the adapters are made
+    if CASES[case][1].get("bias"):  # PEFT saves biases, and trains them only where it creates adapters
         for model, other in ((parallel, whole), (whole, whole)):
             for name, p in model.named_parameters():
                 p.requires_grad_(dict(other.named_parameters())[name].requires_grad)
@@ -168,7 +168,7 @@ def test_adapters_from_after(group: dist.ProcessGroup, layout: str, case: str, t
     dist.barrier(group)
     assert_same_files(tmp_path / "parallel", tmp_path / "whole")
     if "bias" in CASES[case][1]:
-        return  # PEFT has no second adapter then
+        return  # PEFT allows no second adapter then
     made = []
     for model in (parallel, whole):
         torch.manual_seed(4)
@@ -183,7 +183,7 @@ def test_adapters_from_after(group: dist.ProcessGroup, layout: str, case: str, t
 @on_ranks(3)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_adapters_over_three_ranks(group: dist.ProcessGroup, sequence_parallel: bool, tmp_path: Path) -> None:
-    """Of which each has another part of the features between gate and down."""
+    """Shard the 44 features between gate and down unevenly over three ranks."""
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 44}
     whole = peft.get_peft_model(make("llama", **sizes), config_of("llama", init_lora_weights=False))
     parallel = copy.deepcopy(whole)
@@ -320,13 +320,13 @@ def test_adapters_on_a_parallel_model_that_are_not_served(group: dist.ProcessGro
     ):
         refuses(ValueError, says, parallel_config, model, config_of("llama", **keywords))
     refuses(TypeError, "has not been parallelized", parallel_config, make("llama"), config_of("llama"))
-    # Without it PEFT makes whole adapters, for layers that are cut and for those that are not.
+    # Without parallel_config PEFT creates whole adapters, for sharded layers and for others.
     wrapped = peft.get_peft_model(model, config_of("llama"))
     refuses(ValueError, "was put into the model after parallelize", wrapped, input_ids=make_tokens(1, 4))
     model = parallelize(make("deepseek_v3"), mesh_of(group, 1, 2), sequence_parallel=True)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_a_proj"]))
     refuses(ValueError, "was put into the model after parallelize", wrapped, input_ids=make_tokens(1, 4))
-    # Unequal adapters.
+    # Adapters that differ between ranks.
     model = parallelize(make("llama"), mesh_of(group, 1, 2))
     torch.manual_seed(dist.get_rank(group))
     config = parallel_config(model, config_of("llama"))
@@ -335,7 +335,7 @@ def test_adapters_on_a_parallel_model_that_are_not_served(group: dist.ProcessGro
 
 @on_ranks(2)
 def test_adapters_train_in_bfloat16_and_checkpointed(group: dist.ProcessGroup) -> None:
-    """Adapters in float32 on weights in bfloat16; backward runs the layers again."""
+    """Adapters in float32 on weights in bfloat16; backward recomputes the layers."""
     whole, tokens = peft.get_peft_model(make("llama").bfloat16(), config_of("llama")), make_tokens(2, 9)
     assert next(p for p in whole.parameters() if p.requires_grad).dtype == torch.float32
     after = parallelize(make("llama").bfloat16(), mesh_of(group, 1, 2), sequence_parallel=True)
@@ -360,7 +360,7 @@ def test_adapters_train_in_bfloat16_and_checkpointed(group: dist.ProcessGroup) -
 
 @on_ranks(2)
 def test_dropout_of_what_all_ranks_hold(group: dist.ProcessGroup) -> None:
-    """Ranks with equal random states drop what the whole model drops."""
+    """Ranks with equal random states drop the same elements as the whole model."""
     whole, tokens = (
         adapted("llama", target_modules=["q_proj", "v_proj", "up_proj"], lora_dropout=0.3),
         make_tokens(2, 9),
@@ -446,7 +446,7 @@ def test_plain_models_and_compiled_ones(group: dist.ProcessGroup, tmp_path: Path
 
 
 class Direct(torch.nn.Module):
-    """A layer of the model whose own layers, which take whole sequences, are right below it."""
+    """A layer with a linear layer for whole sequences as its direct child."""
 
     def __init__(self) -> None:
         super().__init__()

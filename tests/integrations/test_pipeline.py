@@ -1,4 +1,4 @@
-"""`pipeline(model, mesh)`: losses and gradients of the whole model, for every schedule, with TP and CP inside."""
+"""`pipeline(model, mesh)`: losses and gradients equal the whole model's, for every schedule, with TP and CP."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.workers import error_of, fresh_ranks, on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 
-# Both in float64, where sums over ranks and microbatches add in another order. transformers' norms and losses compute
-# in float32, where a bit of float64 now and then makes one of float32.
+# Both for models in float64, with sums over ranks and microbatches in another order. transformers computes norms and
+# losses in float32, where a difference in the last bit of float64 sometimes becomes one of float32.
 EXACT, TRANSFORMERS = 1e-12, 1e-6
 
 
@@ -78,7 +78,7 @@ def loss_of(whole: nn.Module, batch: dict[str, Tensor], own_loss: bool) -> Tenso
 def compare(
     mesh: DeviceMesh, family: str, *, seq: int = 16, sizes: Any = None, dtype: Any = torch.float64, **keywords: Any
 ) -> Pipeline:
-    """The loss and every gradient of two steps, of which the second adds to the first."""
+    """Compare the loss and every gradient of two steps; the second accumulates on the first."""
     # torch has no grouped matmul in float64.
     whole = make(family, **{"num_hidden_layers": 4, **(sizes or {})}).to(dtype).train()
     batch, own_loss = batch_of(family, seq), "loss_fn" not in keywords
@@ -207,14 +207,14 @@ def test_split_backward_communicates_as_often_as_the_joint_one(group: dist.Proce
             before = transport.calls
             pipe.step(batch)
             calls = torch.tensor(transport.calls - before)
-            dist.all_reduce(calls)  # V-shaped schedules give their ranks other stages
+            dist.all_reduce(calls)  # V-shaped schedules assign other stages to ranks
             counts[schedule] = int(calls)
         assert len(set(counts.values())) == 1 and min(counts.values()) > 0, counts
 
 
 @on_ranks(4)
 def test_stages_of_torch_with_a_dw_builder(group: dist.ProcessGroup) -> None:
-    """As one would write it by hand, without `pipeline`."""
+    """Build stages of torch by hand, without `pipeline`."""
     mesh, whole = mesh_of(pp=2, tp=2), Chain().double()
     rank = mesh["pp"].get_local_rank()
     x = seeded(8, 6, 8, dtype=torch.float64, seed=3)
@@ -232,7 +232,7 @@ def test_stages_of_torch_with_a_dw_builder(group: dist.ProcessGroup) -> None:
         for _ in range(2):
             for part in parts:
                 part.zero_grad()
-            # The first step has torch run a backward pass of its own, whose gradients of weights must not count.
+            # In the first step torch runs an extra backward pass; its weight gradients must not count.
             schedule.step(*((x,) if rank == 0 else ()), target=target)
             for at, part in zip((rank, rank + 2), parts, strict=True):
                 for (key, p), wanted in zip(part.named_parameters(), whole.layers[at].parameters(), strict=True):
@@ -268,7 +268,7 @@ def three_kinds(group: dist.ProcessGroup) -> None:
 
 @on_ranks(4)
 def test_packed_documents(group: dist.ProcessGroup) -> None:
-    """Positions that start again say where documents begin, in each microbatch at its own places."""
+    """Positions that restart mark the documents, which differ between microbatches."""
     rows = [[5, 11], [16], [3, 4, 9], [8, 8]]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
     whole = make("llama", num_hidden_layers=4).double()
@@ -305,7 +305,7 @@ def test_checkpoint_at_another_number_of_stages(group: dist.ProcessGroup, tmp_pa
 def test_layers_are_shared_out_by_their_costs(group: dist.ProcessGroup) -> None:
     whole = make("llama", num_hidden_layers=6, vocab_size=2048)
     pipe = fused_tp.pipeline(copy_of(whole), mesh_of(pp=2, tp=2), microbatches=2)
-    assert len(pipe.parts[0]) > len(pipe.parts[1])  # next to the output layer
+    assert len(pipe.parts[0]) > len(pipe.parts[1])  # the second also has the output layer
     pipe = fused_tp.pipeline(copy_of(whole), mesh_of(pp=2, tp=2), microbatches=2, costs=[9, 1, 1, 1, 1, 1])
     assert [len(part) for part in pipe.parts] == [1, 5]
 
@@ -324,7 +324,7 @@ def test_no_other_sharing_out_is_cheaper(stages: int) -> None:
 
 
 class Odd(nn.Module):
-    """A model that cannot be cut, in the way that `what` names."""
+    """A model that cannot be split into stages, for the reason in `what`."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -422,7 +422,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepyLayer(nn.Module):
-    """Forward, the gradient of the input and that of the weight take `seconds` each."""
+    """Layer that takes `seconds` for each of forward, input gradient and weight gradient."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -447,7 +447,7 @@ class Sleepy(nn.Module):
 
 
 def simulated(spans: list[Span], stages: int, seconds: Callable[[Span], float]) -> float:
-    """How long the computations take, in their order on each rank, if each begins as soon as it can."""
+    """Duration of the computations, in their order on each rank, if each begins as soon as it can."""
     done: dict[tuple[str, int, int], float] = {}
     queues = [sorted((s for s in spans if s.rank == rank), key=lambda s: s.start) for rank in range(4)]
     clocks = [0.0] * 4
@@ -470,7 +470,7 @@ def simulated(spans: list[Span], stages: int, seconds: Callable[[Span], float]) 
 @pytest.mark.full
 @on_ranks(4)
 def test_a_step_on_time_and_its_picture(group: dist.ProcessGroup, tmp_path: Path) -> None:
-    """Layers that sleep in the place of computing: a step takes as long as its schedule does by arithmetic."""
+    """Layers sleep instead of computing: a step takes as long as a simulation of its schedule."""
     microbatches, of_rank, bubbles = 8, 0.03, {}
     batch = {"tokens": torch.zeros(8, 2, dtype=torch.long), "labels": torch.zeros(8, 2, 4)}
     for schedule, stages in (("1F1B", 4), ("ZBV", 8)):
@@ -487,11 +487,11 @@ def test_a_step_on_time_and_its_picture(group: dist.ProcessGroup, tmp_path: Path
         dist.all_gather_object(gathered, own)
         spans = [span for one in gathered for span in one]
         took = max(s.stop for s in spans) - min(s.start for s in spans)
-        # Sleeping takes longer than it is told to: by the seconds that each computation has taken.
+        # Sleeping takes longer than asked: simulate with the seconds that each computation took.
         wanted = simulated(spans, stages, lambda span: span.stop - span.start)
         assert wanted <= took < 1.05 * wanted, (schedule, took, wanted)
         bubbles[schedule] = bubble(spans)
-        if schedule == "1F1B":  # all but three microbatches' time is work
+        if schedule == "1F1B":  # the bubble is the time of three microbatches
             assert bubbles[schedule] == pytest.approx(3 / (microbatches + 3), rel=0.05)
         path = tmp_path / f"{schedule}.{dist.get_rank()}.png"
         draw(spans, path)
@@ -502,8 +502,8 @@ def test_a_step_on_time_and_its_picture(group: dist.ProcessGroup, tmp_path: Path
 @pytest.mark.full
 @on_ranks(4)
 def test_models_with_other_losses_layers_and_outputs(group: dist.ProcessGroup) -> None:
-    """A loss that takes no count (Bart), layers that return several things (Bamba), code that asks modules of other
-    stages for their weights (Llama 4, Mamba), checkpoints, and masks of padding in front of the tokens."""
+    """Losses without a count (Bart), layers with several outputs (Bamba), code that reads weights of modules on other
+    stages (Llama 4, Mamba), checkpointing, and batches with the padding mask before the tokens."""
     mesh = mesh_of(pp=2, tp=2)
     for kind in ("bart", "bamba", "llama4_text", "mamba2", "x"):
         inside = mesh_of(pp=2, dp=2) if kind == "bart" else mesh  # Bart has no plan
@@ -535,7 +535,7 @@ def test_models_with_other_losses_layers_and_outputs(group: dist.ProcessGroup) -
 
 
 class Counted(Chain):
-    """Counts its forward passes in a buffer."""
+    """Model that counts its forward passes in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -606,7 +606,7 @@ def test_fsdp_around_stages(group: dist.ProcessGroup) -> None:
 
 @on_ranks(4)
 def test_experts_dealt_out_over_context_parallel_ranks_and_plans_of_some_layers(group: dist.ProcessGroup) -> None:
-    """Gradients of experts that other ranks do not have are left alone; a stage need not have all that a plan names."""
+    """Gradients of experts that only one rank holds are not summed; a stage may lack layers that the plan names."""
     for keywords, mesh in (
         ({"ep_dim": "cp"}, mesh_of(pp=2, cp=2)),
         ({"plan": {f"model.layers.0.self_attn.{x}_proj": "colwise" for x in "qkv"}}, mesh_of(pp=2, tp=2)),
@@ -624,7 +624,7 @@ def test_experts_dealt_out_over_context_parallel_ranks_and_plans_of_some_layers(
 
 @on_ranks(4)
 def test_models_on_the_meta_device(group: dist.ProcessGroup) -> None:
-    """No rank ever holds the whole model: each gets memory for its own parts, and the values of these."""
+    """No rank ever holds the whole model: each allocates and loads its own parts only."""
     tokens = make_tokens(4, 16)
     for family, sizes in (
         ("llama", {"pp": 2, "tp": 2}),

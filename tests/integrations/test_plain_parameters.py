@@ -34,7 +34,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 
 
 def whole_gradients(parallel: nn.Module) -> dict[str, Tensor]:
-    """Of the unsharded model, as gather_state_dict gives its parameters."""
+    """Gradients of the unsharded model, in the form of gather_state_dict."""
     held = {name: p.detach().clone() for name, p in parallel.named_parameters()}
     with torch.no_grad():
         for p in parallel.parameters():
@@ -84,7 +84,7 @@ def test_gradients_and_norm(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2, 3)
 def test_norm_where_some_ranks_lack_gradients(group: dist.ProcessGroup) -> None:
-    """Ranks come to the same sums; in float64, too, and of rows that the ranks cannot share evenly."""
+    """All ranks compute the same norm, in float64, too, and for rows that do not divide evenly."""
     mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     for dtype in (torch.float64, torch.bfloat16):
         layer = plain_parameters_(ColumnParallelLinear(4, 7, mesh=mesh, dtype=dtype))
@@ -108,7 +108,7 @@ def test_what_tells_how_a_parameter_is_cut(group: dist.ProcessGroup) -> None:
     assert whole.lm_head.weight.shape[0] in (VOCAB // 2, VOCAB - VOCAB // 2)
     tied = fused_tp.parallelize(make("llama", tied=True), mesh_of(group, 1, 2), parameters="plain")
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    # Weights are read where they are used: what is put in their place counts.
+    # Weights are read at each use, so that replaced data takes effect.
     tokens = make_tokens(1, 8)
     before = whole(input_ids=tokens).logits
     for p in whole.parameters():
@@ -119,7 +119,7 @@ def test_what_tells_how_a_parameter_is_cut(group: dist.ProcessGroup) -> None:
 @on_ranks(2)
 def test_state(group: dist.ProcessGroup) -> None:
     tokens, mesh = make_tokens(2, 16), mesh_of(group, 1, 2)
-    for family in ("llama", "qwen3_moe"):  # the second with packed parameters
+    for family in ("llama", "qwen3_moe"):  # qwen3_moe has packed parameters
         whole = make(family)
         parallel = fused_tp.parallelize(copy_of(whole), mesh, parameters="plain")
         for name, t in gather_state_dict(parallel).items():
@@ -128,7 +128,7 @@ def test_state(group: dist.ProcessGroup) -> None:
         fused_tp.integrations.state_dict.load_full_state_dict(parallel, other.state_dict())
         wanted = other(input_ids=tokens).logits
         torch.testing.assert_close(parallel(input_ids=tokens).logits, wanted, rtol=1e-4, atol=1e-5)
-        # Copies, pickles and moves keep what is known of the cuts.
+        # Copies, pickles and moves keep the information about sharding.
         stream = io.BytesIO()
         torch.save(parallel.state_dict(), stream)
         for one in (copy.deepcopy(parallel), parallel.to(torch.float64).to(torch.float32)):
@@ -193,7 +193,7 @@ def test_distributed_data_parallel(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_adapters(group: dist.ProcessGroup) -> None:
-    """LoRA in the model before it is parallel, and put in after."""
+    """LoRA adapters added before parallelize, and after it."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed; pip install peft")
     from fused_tp.integrations.peft import parallel_config
 

@@ -1,4 +1,4 @@
-"""Which forward pass a layer runs for: one that is checkpointed, one inside of another, none of the model's at all."""
+"""Layers find the forward pass that they run for: a checkpointed one, a nested one, or none of the model's."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_forwards_of_different_lengths_before_one_backward(group: dist.ProcessGr
     whole, parallel = pair(group, layout)
     recompute_layers(parallel, not how.endswith("not_reentrant"), nested=how.startswith("nested"))
     for model in (whole, parallel):
-        # 9 and 10 tokens: rank 0 holds equally many of both. One token is not cut over the CP ranks.
+        # Of 9 and of 10 tokens rank 0 holds equally many. One token is not sharded over the CP ranks.
         losses = [model(tokens, labels=tokens).loss for tokens in (make_tokens(2, seq) for seq in (9, 10, 13))]
         losses.append(model(make_tokens(2, 1)).logits.square().mean())
         with torch.no_grad():
             model(make_tokens(1, 6))
         sum(losses).backward()
-        losses[0] = model(make_tokens(2, 9), labels=make_tokens(2, 9)).loss  # ... and all over again
+        losses[0] = model(make_tokens(2, 9), labels=make_tokens(2, 9)).loss  # one more step
         losses[0].backward()
     assert_same_gradients(parallel, whole)
 
@@ -77,8 +77,8 @@ def test_backward_in_another_thread(group: dist.ProcessGroup, layout: str, use_r
     whole, parallel = pair(group, layout)
     recompute_layers(parallel, use_reentrant)
     with ThreadPoolExecutor(1) as backward:
-        # The threads count their nodes apart: in the first step one is ahead, later perhaps the other one. The last
-        # forward passes are in a third thread, which starts to count.
+        # Each thread numbers its autograd nodes: in the first step one thread is ahead, later perhaps the other one.
+        # The last forward passes run in a third thread, which starts from 0.
         for forward in (_two_losses, _two_losses, _in_new_thread):
             for model in (whole, parallel):
                 model.zero_grad()
@@ -170,7 +170,7 @@ def test_checkpointed_modules_inside_called_by_themselves(group: dist.ProcessGro
     for model in (whole, parallel):
         hidden = model.model(tokens)
         with torch.no_grad():
-            model(make_tokens(2, 6))  # cut; and so is the one before the next
+            model(make_tokens(2, 6))  # a sharded pass, before the next call of a module
         losses = [model.lm_head(hidden).square().mean(), model.lm_head(model.model(tokens)).square().mean()]
         sum(losses).backward()
     assert_same_gradients(parallel, whole)
@@ -181,7 +181,7 @@ def test_a_head_gathers_when_it_is_called_by_itself(group: dist.ProcessGroup, la
     whole, parallel = pair(group, layout)
     tokens, hidden = make_tokens(2, 9), torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(3))
     for _ in range(2):
-        parallel(tokens, labels=tokens).loss.backward()  # the logits stay cut
+        parallel(tokens, labels=tokens).loss.backward()  # the logits stay sharded
         whole(tokens, labels=tokens).loss.backward()
         assert_near(parallel.lm_head(hidden), whole.lm_head(hidden), "logits")
     assert_same_gradients(parallel, whole)
@@ -204,7 +204,7 @@ def _interrupt(*_: Any) -> None:
 
 
 class Distilled(nn.Module):
-    """A model whose forward runs another one, of another length, before it is done."""
+    """A model whose forward runs another model, on another length."""
 
     def __init__(self, student: Any, teacher: Any) -> None:
         super().__init__()
@@ -233,14 +233,14 @@ def test_a_parallel_model_inside_of_another(group: dist.ProcessGroup, layout: st
     outer = Distilled(copy_of(whole.student), parallelize(make("plain"), mesh, **keywords))
     parallelize(outer, mesh, plan=PLAN, **keywords)
     assert_trains_alike(outer, whole, lambda model: model(tokens, labels=tokens))
-    with pytest.raises(ValueError, match="tokens"):  # a call that is refused leaves the one around it as it was
+    with pytest.raises(ValueError, match="tokens"):  # a refused call leaves the enclosing call unchanged
         outer.teacher[0](torch.zeros(3))
     assert_near(outer(tokens), whole(tokens), "logits")
 
 
 @on_ranks(2)
 def test_checkpointing_that_was_turned_on_before(group: dist.ProcessGroup) -> None:
-    """Its hooks on embeddings, which are replaced, are on the new ones then."""
+    """Hooks of checkpointing on embeddings move to the embeddings that replace them."""
     tokens = make_tokens(2, 12)
     for keywords in ({}, {"sequence_parallel": True}):
         whole = make("llama").train()

@@ -1,4 +1,4 @@
-"""The functions of ring-flash-attention and ms-swift on tensors that are cut as these cut them, against dense fp64."""
+"""Functions of ring-flash-attention and ms-swift, on tensors sharded as in these libraries, against dense fp64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.reference import refuses, seeded
 from tests.workers import on_ranks
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-WHOLE = (0, 24, 24, 48, 120)  # of lengths that 2, 3 and 4 ranks can cut in 2W chunks
+WHOLE = (0, 24, 24, 48, 120)  # document lengths divide into 2W chunks for 2, 3 and 4 ranks
 
 
 def contiguous(t: Tensor, rank: int, ranks: int) -> Tensor:
@@ -31,11 +31,11 @@ def zigzag(t: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def in_each(cut: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`extract_local` of the library's tests of varlen functions."""
+    """Equivalent of `extract_local` in the library's tests of varlen functions."""
     return lambda t, rank, ranks: torch.cat([cut(t[a:b], rank, ranks) for a, b in pairwise(WHOLE) if b > a])
 
 
-# name: (how tokens are cut, in documents)
+# name: (function that shards tokens, True for packed documents)
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], bool]] = {
     "ring_flash_attn": (contiguous, False),
     "zigzag_ring_flash_attn": (zigzag, False),
@@ -51,12 +51,12 @@ CASES: list[dict[str, Any]] = [
 
 
 def inputs(kv_heads: int = KV_HEADS) -> list[Tensor]:
-    """q, k, v and the gradient of out, of all tokens in a row."""
+    """Return q, k, v and the gradient of out, for all tokens."""
     return [seeded(WHOLE[-1], heads, DIM, seed=seed) for seed, heads in enumerate((HEADS, kv_heads, kv_heads, HEADS))]
 
 
 def wanted(documents: bool, how: dict[str, Any], kv_heads: int = KV_HEADS) -> list[Tensor]:
-    """out, lse [tokens, heads], and the gradients of q, k and v."""
+    """Expected out, lse [tokens, heads], and gradients of q, k and v."""
     *qkv, grad = (t.double()[None] for t in inputs(kv_heads))
     qkv = [t.requires_grad_() for t in qkv]
     bounds: Sequence[int] | None = WHOLE if documents else None
@@ -79,7 +79,7 @@ def arguments(name: str, rank: int, ranks: int, causal: bool) -> dict[str, Any]:
 
 
 def check(found: Any, given: list[Tensor], grad: Tensor, expected: list[Tensor], packed: bool) -> None:
-    """`given`: leaves q, k and v, or what has them in it."""
+    """Compare out, lse and gradients. `given`: leaves q, k and v, or the tensors that pack them."""
     out, lse, nothing = found
     assert nothing is None
     grads = torch.autograd.grad(out, given, grad)
@@ -115,7 +115,7 @@ def test_out_lse_and_gradients_of_all_functions(group: dist.ProcessGroup) -> Non
 
 @on_ranks(2, 3)
 def test_function_of_ms_swift(group: dist.ProcessGroup) -> None:
-    """With a batch of one row, bounds of the whole, and a window as transformers gives it."""
+    """Pass a batch of one row, bounds of whole documents, and a window in the form of transformers."""
     rank, ranks = dist.get_rank(group), group.size()
     cut, _ = FUNCTIONS["zigzag_ring_flash_attn_varlen"]
     *qkv, grad = (cut(t, rank, ranks)[None] for t in inputs())
@@ -138,7 +138,7 @@ def test_function_of_ms_swift(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_dropout_compilation_and_several_passes_before_a_backward(group: dist.ProcessGroup) -> None:
-    """Passed on to ring_attention: here that it gets there."""
+    """The options reach ring_attention, whose own tests cover them."""
     rank = dist.get_rank(group)
     cut, _ = FUNCTIONS["zigzag_ring_flash_attn_varlen"]
     *qkv, grad = (cut(t, rank, 2).bfloat16() for t in inputs())
@@ -158,7 +158,7 @@ def test_dropout_compilation_and_several_passes_before_a_backward(group: dist.Pr
 
 
 def test_prepared_lengths_are_those_of_the_library() -> None:
-    """As its algorithm finds them, for all ranks of its own test and of others."""
+    """Compare with the library's algorithm, for all ranks of its own test and of others."""
     for whole, ranks in (([0, 7, 14, 16], 8), ([0, 120, 1248, 4232], 4), ([0, 4, 8], 2), ([0, 3, 3, 9, 12], 3)):
         bounds = torch.tensor(whole, dtype=torch.int32)
         for rank, causal in ((rank, causal) for rank in range(ranks) for causal in (True, False)):
@@ -171,7 +171,7 @@ def test_prepared_lengths_are_those_of_the_library() -> None:
 
 
 def prepared_by_the_library(cu_seqlens: Tensor, causal: bool, rank: int, world_size: int) -> tuple[Any, ...]:
-    """ring_flash_attn/llama3_flash_attn_varlen.py (0.1.7), whose import needs flash-attn."""
+    """Copy of ring_flash_attn/llama3_flash_attn_varlen.py (0.1.7); importing that needs flash-attn."""
     length = int(cu_seqlens[-1]) // world_size
     left = int(torch.searchsorted(cu_seqlens, rank * length))
     right = int(torch.searchsorted(cu_seqlens, (rank + 1) * length))

@@ -1,4 +1,4 @@
-"""Log-probabilities that TRL's output layer gives of a parallel model: those of one process, at the same places."""
+"""Log-probabilities from TRL's output layer on a parallel model equal those of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first training steps of a parallel model, computed once more by the whole one: what the cut did not show."""
+"""Comparison of the first training steps with the whole model: errors that the check at parallelize misses."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def when_long(model: Block) -> Callable[[Tensor], Tensor]:
 
 
 def for_one_id(model: Block) -> Callable[[Tensor], Tensor]:
-    """Mixes tokens of rows with the last id of the vocabulary, of which a pseudo-random batch has none."""
+    """Mix tokens of batches with the last id of the vocabulary, which is in no pseudo-random batch."""
     seen: list[Tensor] = []
     model.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     return lambda x: mean_of_tokens(x) * bool((seen[-1] == 36).any())
@@ -92,7 +92,7 @@ def test_plain_models(group: dist.ProcessGroup) -> None:
         parallelize(model, cp, plan=PLAN)
         with pytest.raises(ValueError, match=message):
             model(tokens).square().mean().backward()
-    # What is put in after the cut; also where nothing was compared at it.
+    # A change after parallelize is found in the next step; with verify=False nothing is compared.
     for mesh, change, message in (
         (cp, backward_hook, GRADIENT),
         (cp, parameter_hook, GRADIENT),
@@ -141,7 +141,7 @@ def count_globally(output: Tensor) -> None:
 
 
 class Keeping(Block):
-    """Keeps what it computes, counts, draws, and has a loss on the way, as callers' models do."""
+    """Model that keeps outputs, counts calls and draws random numbers, as callers' models do."""
 
     def __init__(self) -> None:
         super().__init__(between=nn.Dropout(0.25))
@@ -167,7 +167,7 @@ class Keeping(Block):
 
 @on_ranks(2)
 def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
-    """The step that is compared is the step that is not, to the last bit."""
+    """A compared step equals one that is not compared, to the last bit."""
     tp, tokens, outside = mesh_of(group, 1, 2)["tp"], make_tokens(2, 16) % 37, []
     found = {}
     for verify in ("auto", False):
@@ -197,7 +197,7 @@ def test_nothing_is_left_behind(group: dist.ProcessGroup) -> None:
 
 
 def add_in_place(module: nn.Module, args: tuple[Tensor]) -> None:
-    """As models scale embeddings that they are given."""
+    """Change the input in place, as models scale embeddings that they receive."""
     args[0].add_(1).remainder_(37)
 
 
@@ -231,7 +231,7 @@ def test_models_that_are_right(group: dist.ProcessGroup) -> None:
         model = parallelize(Block(), tp, plan=PLAN)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(tokens).square().mean()
-        loss.backward()  # outside, as torch advises
+        loss.backward()  # outside of autocast, as torch advises
         assert compared(model)
         for parameters in ("dtensor", "plain"):
             model = parallelize(llama(), tp, loss_parallel=True, sequence_parallel=True, parameters=parameters)
@@ -246,12 +246,12 @@ def test_models_that_are_right(group: dist.ProcessGroup) -> None:
         parallelize(model, tp, plan=PLAN)
         model(tokens.clone() - 1).square().mean().backward()
         assert compared(model)
-        # A mask by position, of padding on the right.
+        # A mask passed by position, with padding on the right.
         model = parallelize(llama(), cp)
         ids, mask = make_tokens(2, 12), torch.arange(12) < torch.tensor([[12], [7]])
         model(ids, mask.long(), labels=ids.masked_fill(~mask, -100)).loss.backward()
         assert compared(model)
-        # Two passes before one backward, as preference losses have them, and a second backward on top of the first.
+        # Two passes before one backward, as in preference losses, and a second backward that accumulates.
         model = parallelize(Block(), cp, plan=PLAN)
         (model(tokens) - model(tokens.flip(0))).square().mean().backward()
         model(tokens).square().mean().backward()

@@ -29,7 +29,7 @@ BATCH, SEQ, VOCAB = 4, 32, 2048
 
 
 def on_cpu() -> None:
-    """Before other parts of torchtitan are imported: without an accelerator it takes "cuda" for granted."""
+    """Set the device before other imports of torchtitan: without an accelerator it assumes "cuda"."""
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", torch.cpu
@@ -48,7 +48,7 @@ def dims_of(backend: str, dp: int = 1, cp: int = 1, tp: int = 1) -> Any:
 
 
 def config_of(overrides: Any = (), *, sp: bool = True, change: Callable[[Any], None] | None = None) -> Any:
-    """The debug model of two layers, whose attention runs on CPU."""
+    """Config of the debug model with two layers and attention that runs on CPU."""
     from torchtitan.config import OverrideConfig, apply_overrides
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import llama3_configs
@@ -73,7 +73,7 @@ def made(config: Any) -> Any:
 
 
 def parallelized(model: Any, dims: Any, *, sp: bool, ac: Any = None, precision: str = "float32") -> Any:
-    """By torchtitan's own function."""
+    """Parallelize a model by torchtitan's own function."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.models.llama3 import parallelize_llama
 
@@ -88,12 +88,12 @@ def parallelized(model: Any, dims: Any, *, sp: bool, ac: Any = None, precision: 
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other
     return model
 
 
 def batch_of(dims: Any, shard: Callable[[Tensor], Tensor] = lambda t: t) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens and labels of all, and of this rank."""
+    """Tokens and labels of the whole batch, and those of this rank."""
     tokens = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
     labels = tokens.roll(-1, 1)
     ranks = dims.dp_shard
@@ -102,7 +102,7 @@ def batch_of(dims: Any, shard: Callable[[Tensor], Tensor] = lambda t: t) -> tupl
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    """This rank's part of the mean over all tokens of the batch."""
+    """Share of this rank in the mean loss over all tokens of the batch."""
     if isinstance(logits, DTensor):
         names = logits.device_mesh.mesh_dim_names or ()
         kept = [Replicate() if name == "tp" else p for name, p in zip(names, logits.placements, strict=True)]
@@ -134,7 +134,7 @@ def trained(model: Any, dims: Any, *, typecheck: bool = False) -> Tensor:
         with spmd_typecheck(local=False) if typecheck else nullcontext():
             logits = model(tokens, **positions)
         if dims.spmd_backend == "spmd_types":
-            # The loss is over logits [batch, seq, vocab / W]; the sum over tensor parallel ranks is of equal terms.
+            # Logits are [batch, seq, vocab / W]; with gathered ones all tensor parallel ranks compute the same loss.
             logits = fused_tp.ops.collectives.gather(logits, -1, group=dims.get_mesh("tp"))
         loss = loss_of(logits, labels)
         loss.backward()
@@ -157,7 +157,7 @@ def check(model: Any, loss: Tensor, wanted: tuple[Tensor, dict[str, Tensor]]) ->
 @pytest.mark.parametrize("sp", [True, False])
 @pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor"])
 def test_fsdp_and_tensor_parallel_ranks(group: dist.ProcessGroup, backend: str, sp: bool) -> None:
-    """Through torchtitan's parallelize_llama. (Its third backend needs an FSDP2 that torch 2.13 has not.)"""
+    """Use torchtitan's parallelize_llama. (Its third backend needs an FSDP2 that torch 2.13 lacks.)"""
     dims = dims_of(backend, dp=2, tp=2)
     wanted, states = of_one_process(config_of(sp=sp)), {}
     for overrides in ((), FUSED):
@@ -171,7 +171,7 @@ def test_fsdp_and_tensor_parallel_ranks(group: dist.ProcessGroup, backend: str, 
 
 
 def separate_with_biases(config: Any) -> None:
-    """q, k and v by layers of their own, and biases where a column-parallel layer has them."""
+    """Use separate layers for q, k and v, and biases in column-parallel layers."""
     from torchtitan.models.common.attention import QKVLinear
 
     for layer in config.layers:
@@ -247,13 +247,13 @@ def test_without_tensor_parallel_ranks(group: dist.ProcessGroup) -> None:
 
 
 def positions_of() -> Tensor:
-    """[batch, seq], of documents that differ from row to row."""
+    """Positions [batch, seq] of documents that differ from row to row."""
     rows = [[12, 1, 19], [32], [5, 27], [1, 1, 30]]
     return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
 
 
 def seen_of(positions: Tensor) -> Tensor:
-    """bool [batch, 1, seq, seq]."""
+    """Causal mask of documents, bool [batch, 1, seq, seq]."""
     document = (positions == 0).cumsum(1)
     same = document[:, :, None] == document[:, None, :]
     return (same & torch.ones(SEQ, SEQ, dtype=torch.bool).tril())[:, None]
@@ -299,7 +299,7 @@ def test_ring_over_packed_documents(group: dist.ProcessGroup, cp: int, tp: int, 
 
     overrides = ((f"{OURS}.attention", {"ring": layout}), f"{OURS}.feed_forward")
     model = made(config_of(overrides, change=half_the_key_heads))
-    validate_config(dims, model)  # which refuses torchtitan's own attention under context parallel ranks
+    validate_config(dims, model)  # it refuses torchtitan's own attention over context parallel ranks
     model.parallelize(dims)
     mesh, how = dims.get_mesh("cp"), {"positions": positions_of()}
     balancer = "headtail" if layout == "zigzag" else None
@@ -325,7 +325,7 @@ def test_ring_over_packed_documents(group: dist.ProcessGroup, cp: int, tp: int, 
         gradient = p.grad.clone()
         dist.all_reduce(gradient, group=mesh.get_group())
         good = expected[name]
-        if tp > 1 and "norm" in name:  # tokens are cut over these ranks
+        if tp > 1 and "norm" in name:  # tokens are sharded over these ranks
             dist.all_reduce(gradient, group=dims.get_mesh("tp").get_group())
         elif tp > 1:
             dim = 1 if name.endswith(("wo.weight", "w2.weight")) else 0
@@ -335,7 +335,7 @@ def test_ring_over_packed_documents(group: dist.ProcessGroup, cp: int, tp: int, 
 
 @on_ranks(4)
 def test_ring_of_one_rank_and_bf16(group: dist.ProcessGroup) -> None:
-    """Through torchtitan's own function, which mixes precisions by default."""
+    """Use torchtitan's own function, which mixes precisions by default."""
     dims = dims_of("partial_dtensor", dp=2, tp=2)
     whole = made(config_of(change=half_the_key_heads))
     for layer in whole.layers.values():

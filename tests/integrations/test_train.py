@@ -1,4 +1,4 @@
-"""Training runs: the losses of one process at other sizes, resumed at others still, and what is refused."""
+"""Training runs: losses equal one process at other sizes and when resumed at another size; refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def settings_of(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train(group: dist.ProcessGroup, runs: list[tuple[dict[str, Any], int | None]]) -> list[Any]:
-    """Of each run, which may be stopped behind a step: losses, norms, evaluation loss, sample."""
+    """Losses, norms, evaluation loss and sample of each run, which may stop after a step."""
     found = []
     for given, stop in runs:
         with TrainingRun(TrainSettings.of(given)) as run:
@@ -75,7 +75,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.mark.long
 def test_losses_of_one_process(tmp_path: Path) -> None:
-    """Also of runs that go on at other sizes from a checkpoint."""
+    """Compare losses, also of runs that resume from a checkpoint at another size."""
     sample = {"sample": {"prompt": "1 and", "tokens": 8, "temperature": 0.0}}
     (((losses, norms, evaluation, text),),) = run_fresh(1, train, [(settings_of(tmp_path, **sample), None)])
     assert len(losses) == 6 and losses[-1] < losses[0] and evaluation is not None and text.startswith("1 and")
@@ -180,7 +180,7 @@ def test_runs_that_cannot_be(tmp_path: Path) -> None:
 
 
 def goes_on_as_others(group: dist.ProcessGroup, given: dict[str, Any]) -> list[str]:
-    """What runs say that go on with another model, whose parameters have the same shapes."""
+    """Errors of runs that resume with another model, whose parameters have the same shapes."""
     with TrainingRun(TrainSettings.of(given)) as run:
         list(run.steps())
     sizes = given["model"]["config"]
@@ -197,7 +197,7 @@ def test_another_model_of_the_same_shapes_does_not_go_on(tmp_path: Path) -> None
 
 
 def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int, int, list[float]]:
-    """What a run says that cannot save, where the next one begins and ends, and rates of one with other settings."""
+    """Error of a run that cannot save, first and last step of the next run, and rates of one with other settings."""
     settings = TrainSettings.of(given)
     with TrainingRun(settings) as run:
         steps = run.steps()
@@ -213,7 +213,7 @@ def disk_full(group: dist.ProcessGroup, given: dict[str, Any]) -> tuple[str, int
     with TrainingRun(settings) as run:
         first, last = run.done, [step.number for step in run.steps()][-1]
     optimizer = {"learning_rate": 1e-4, "warmup": 2, "decay": "constant"}
-    changes = {"steps": 8, "optimizer": optimizer, "profile": {"first": 2, "steps": 1}}  # of those that it takes
+    changes = {"steps": 8, "optimizer": optimizer, "profile": {"first": 2, "steps": 1}}  # counts its own steps
     with TrainingRun(TrainSettings.of({**given, **changes})) as run:
         return said, first, last, [step.learning_rate for step in run.steps()]
 
@@ -234,7 +234,7 @@ def test_a_full_disk_loses_no_checkpoint_and_settings_may_change(tmp_path: Path)
 def test_a_signal_ends_all_ranks(tmp_path: Path, number: signal.Signals) -> None:
     config = tmp_path / "train.json"
     config.write_text(json.dumps(settings_of(tmp_path, steps=100_000, parallel={"tp": 2}, out=str(tmp_path / "out"))))
-    # A shell's background job, as these tests may be, ignores SIGINT, and so does what it starts.
+    # A shell's background job, as these tests may be, ignores SIGINT, and its child processes inherit that.
     run = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
     command = [sys.executable, "-c", run, sys.executable, "-m", "fused_tp", "train", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -302,7 +302,7 @@ def test_loss_scales_of_other_precisions() -> None:
 
 
 def logged(group: dist.ProcessGroup, given: dict[str, Any]) -> str:
-    """A run that writes its log, and what ends one whose gradients are not finite."""
+    """Write the log of a run, and return the error of a run with gradients that are not finite."""
     settings = TrainSettings.of(given)
     with TrainingRun(settings) as run:
         log = RunLog(run, writes=True)
@@ -335,7 +335,7 @@ def test_logs(tmp_path: Path) -> None:
     out = tmp_path / "out"
     given = settings_of(tmp_path, out=str(out), steps=4, precision="bf16", machine="h100")
     out.mkdir()
-    (out / "train.jsonl").write_text('{"kind": "step", "number": 9}\n')  # of another run, which this one begins anew
+    (out / "train.jsonl").write_text('{"kind": "step", "number": 9}\n')  # of another run; this one starts the file anew
     (said,) = run_fresh(1, logged, given)
     assert "are not finite" in said and "not by overflow in fp16" in said, said
     log = read_log(out)
@@ -355,7 +355,7 @@ PROFILED: list[dict[str, Any]] = [
 
 
 def profiled(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> None:
-    """Of the run over tensor parallel ranks, rank 1 is slow in an MLP."""
+    """Profile all runs; in the one over tensor parallel ranks, rank 1 is slow in an MLP."""
     for given in runs:
         with TrainingRun(TrainSettings.of(given)) as run:
             if run.config.tp == 2 and group.rank() == 1:

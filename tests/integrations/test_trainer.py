@@ -1,4 +1,4 @@
-"""transformers' Trainer over parallel models: losses, gradient norms, checkpoints and resuming of one process."""
+"""transformers' Trainer over parallel models: losses, norms and resumed checkpoints equal those of one process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def train(
     AcceleratorState._reset_state()
     sizes = SIZES[layout]
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    if sizes:  # what torchrun sets
+    if sizes:  # the variables of torchrun
         rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
         os.environ |= {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
     model = parallel_model(sizes, family, lora)
@@ -83,7 +83,7 @@ def train(
         save_steps=SAVED,
         eval_steps=SAVED,
         eval_strategy="steps",
-        load_best_model_at_end=resume is not None,  # by which a model is loaded in other ways
+        load_best_model_at_end=resume is not None,  # loads the model in another way
         logging_steps=1,
         weight_decay=0.1,
         learning_rate=1e-3,
@@ -96,7 +96,7 @@ def train(
     collator = transformers.DataCollatorWithFlattening() if packed else None
     few = torch.utils.data.Subset(Texts(), range(22))
     trainer = kind(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), data_collator=collator)
-    predicted = trainer.predict(few)  # more than a batch, and no whole number of them
+    predicted = trainer.predict(few)  # not a whole number of batches
     checkpoint = None if resume is None else str(Path(folder, resume, f"checkpoint-{SAVED}"))
     trainer.train(resume_from_checkpoint=checkpoint)
     named = ("loss", "eval_loss", "grad_norm", "learning_rate")
@@ -105,8 +105,8 @@ def train(
     return [*logged, *logits.shape, float(abs(logits).mean()), loss]
 
 
-# (layout, of which layout a checkpoint is resumed from, family, LoRA, packed documents). The history in a checkpoint is
-# that of the run that wrote it.
+# (layout, layout of the checkpoint to resume, family, LoRA, packed documents). A checkpoint holds the history of the
+# run that wrote it.
 RUNS: list[tuple[str, str | None, str, bool, bool]] = [
     ("cp2_tp2", None, "llama", False, False),
     ("dp2_tp2", None, "llama", False, False),
@@ -122,7 +122,7 @@ RUNS: list[tuple[str, str | None, str, bool, bool]] = [
 
 
 def train_all(group: dist.ProcessGroup, folder: str, runs: list[Any]) -> list[list[float]]:
-    """One after the other in the same processes, which take seconds to start."""
+    """Run all in the same processes, one after the other, because a start takes seconds."""
     found = []
     for layout, resume, *how in runs:
         name = "-".join(map(str, how))
@@ -140,7 +140,7 @@ def test_losses_norms_and_resuming_at_another_size(tmp_path: Path) -> None:
     for found in ranks:
         for (layout, resume, *how), values in zip(RUNS, found, strict=True):
             assert len(values) == 3 * STEPS + 2 + 5
-            # The loss of a batch that data parallel ranks share unevenly is another one over any of them.
+            # Data parallel ranks share the last predicted batch unevenly, so their loss differs.
             compared = slice(-1) if "dp" in layout else slice(None)
             assert values[compared] == pytest.approx(wanted[tuple(how)][compared], rel=2e-5), (layout, resume, how)
     import transformers

@@ -1,6 +1,6 @@
-"""TRL's DPOTrainer, with a reference model, over parallel ranks: losses, rewards and norms of one process.
+"""TRL's DPOTrainer, with a reference model, over parallel ranks: losses, rewards and norms equal one process.
 
-SFTTrainer: examples/sft_packed.py, which tests/integrations/test_examples.py runs.
+For SFTTrainer see examples/sft_packed.py, which tests/integrations/test_examples.py runs.
 """
 
 from __future__ import annotations

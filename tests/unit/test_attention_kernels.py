@@ -1,6 +1,6 @@
-"""Kernels of a step of attention against dense fp64: masks, scores, dtypes, strides, several steps; the choice of one.
+"""Kernels of a step of attention against dense fp64: masks, scores, dtypes, strides, several steps; their choice.
 
-Native kernels in every instruction set that this machine has.
+Native kernels run in every instruction set of this machine.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MASKS = {
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> str:
-    if core.attention_isa(1, request.param) != request.param:  # of bfloat16
+    if core.attention_isa(1, request.param) != request.param:  # 1: bfloat16
         pytest.skip(f"this CPU, or the compiler of the native core, has no {request.param}")
     return str(request.param)
 
@@ -83,17 +83,17 @@ def threads(count: int) -> Iterator[None]:
 
 
 def check(kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, keys: Sequence[Tokens] = ()) -> None:
-    """Forward and backward, by a step for each of `keys`, or by one of everything."""
+    """Compare forward and backward with fp64, in a step for each of `keys`, or in one step."""
     dtype = x.q.dtype
     out, lse, grads = whole_reference(mask, scores, x)
     got, got_lse = forward(kernel, mask, scores, x, keys=keys).result(dtype)
-    # Rounded: probabilities, then the result. A score is a sum over the head dim, and an error of it one of its exp.
+    # Rounded: probabilities, then the result. The error of a score, a sum over the head dim, is a relative one of exp.
     terms = mask.seq_len_kv + 16 * x.q.shape[-1]
     assert_within_dtype_error(got, out, dtype, reduced_over=terms, roundings=3, name="out")
     assert_within_dtype_error(got_lse, lse, got_lse.dtype, reduced_over=terms, roundings=3, name="lse")
     sums = torch.einsum("bshd,bshd->bhs", x.grad_out.double(), out)
     made = backward(kernel, mask, scores, x, out, lse, sums, keys=keys)
-    # Where few keys are seen, the two terms of dscore nearly cancel: what is left has the error of the terms.
+    # With few visible keys the two terms of dscore nearly cancel: their difference keeps the error of the terms.
     terms_size = abs(scores.scale) * (x.v.shape[-1] ** 0.5) * 8
     eps, sum_eps = torch.finfo(dtype).eps, torch.finfo(made.dq.dtype).eps
     for name in ("dq", "dk", "dv"):
@@ -109,7 +109,7 @@ def check(kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Input
 
 
 def in_parts(length: int) -> list[Tokens]:
-    """Keys in three parts, not aligned to anything: those of a zigzag rank, one, the others."""
+    """Keys in three unaligned parts: those of a zigzag rank, a single key, and the others."""
     first, last = length // 7, length - length // 5
     parts = ((range(first), range(last, length)), (range(first, first + 1),), (range(first + 1, last),))
     return [Tokens(tuple(filter(len, ranges))) for ranges in parts]
@@ -122,7 +122,7 @@ def test_masks_in_one_step_and_in_several(kernel: AttentionKernel, dtype: torch.
         sizes = {"heads": 4} if "window" not in name else {"heads": 3, "kv_heads": 1, "dim": 5, "v_dim": 12}
         x = inputs(mask, dtype, batch=2, **sizes)
         check(kernel, mask, PLAIN, x)
-        if kernel is not TORCH_CPU or dtype == torch.float64:  # which rounds the result of each step
+        if kernel is not TORCH_CPU or dtype == torch.float64:  # it rounds the result of each step
             check(kernel, mask, PLAIN, x, in_parts(mask.seq_len_kv))
 
 
@@ -204,7 +204,7 @@ def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: py
         (cpu(torch.float32, 64, 128, backward=True), "torch-cpu"),
         (cpu(torch.float32, 128, 128, backward=True, grad_lse=True), "native-cpu"),
         (cpu(torch.bfloat16, 8, 8, backward=True), "torch-cpu"),
-        (cpu(torch.bfloat16, 8, 8, backward=True, single=False), "native-cpu"),  # which rounds once in all steps
+        (cpu(torch.bfloat16, 8, 8, backward=True, single=False), "native-cpu"),  # it rounds once over all steps
         (cpu(torch.float64, 8, 8, backward=True), "native-cpu"),
     ):
         assert choose_kernel(wanted)[0].name == name, wanted
@@ -267,7 +267,7 @@ def random_scores(draw: random.Random, heads: int, dim: int) -> Scores:
 
 
 def spread(t: Tensor) -> Tensor:
-    """The same numbers: heads first, rows far apart, an odd offset."""
+    """The same values in other strides: heads first, rows far apart, an odd offset."""
     room = torch.full((t.shape[0], t.shape[2], 2 * t.shape[1], t.shape[3] + 3), torch.nan, dtype=t.dtype)
     return room[:, :, ::2, 3:].transpose(1, 2).copy_(t)
 
@@ -302,7 +302,7 @@ def test_large_scores_neither_overflow_nor_lose_digits(isa: str) -> None:
     out, lse, _ = whole_reference(mask, Scores(0.2), x)
     got, got_lse = forward(NativeCpu(isa), mask, Scores(0.2), x).result(torch.float32)
     assert lse.max() > 500
-    # An error of a score, which is a product of up to some thousands, is one of the exponent.
+    # Scores reach some thousands; their rounding errors are errors of exponents.
     torch.testing.assert_close(got.double(), out, rtol=0, atol=4e-3)
     torch.testing.assert_close(got_lse.double(), lse, rtol=1e-6, atol=0)
 
@@ -324,7 +324,7 @@ LONG = {
     ],
 )
 def test_long_sequences_on_any_number_of_threads(name: str, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    """The same bits, and chunks of queries visit all that they see. Gradients are added to what is there."""
+    """All numbers of threads give the same bits; chunks of queries visit all visible keys; gradients accumulate."""
     mask, kernel, scores = LONG[name], NativeCpu(), Scores(0.25, alibi_slopes=torch.linspace(0.01, 0.1, heads))
     x = inputs(mask, dtype, batch=2, heads=heads, kv_heads=kv_heads)
     found: list[list[Tensor]] = []
@@ -348,7 +348,7 @@ def bits(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["causal", "window", "documents"])
 def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) -> None:
-    """A token changes nothing for those that do not see it, not a bit; and NaN gets to all that do."""
+    """A token changes no bit for tokens that do not see it, and its NaN reaches all that do."""
     mask, provider, scores = MASKS[name], NativeCpu(isa), Scores(0.25)
     _, starts, stops = map(torch.from_numpy, mask.seen(np.arange(mask.seq_len)))
 
@@ -383,7 +383,7 @@ def test_nothing_leaks(isa: str, name: str, dtype: torch.dtype, value: float) ->
 
 
 def test_rows_that_see_nothing(isa: str) -> None:
-    """They leave the state as it is, to the last bit, and have no gradients."""
+    """Rows without visible keys keep their state, to the last bit, and get no gradients."""
     mask = AttentionMask(60, 30, causal=True, cu_seqlens=(0, 20, 60), cu_seqlens_kv=(0, 12, 30))
     provider, scores, x = NativeCpu(isa), Scores(0.3), inputs(mask, torch.float32)
     step = one_step(mask)
@@ -399,7 +399,7 @@ def test_rows_that_see_nothing(isa: str) -> None:
     assert torch.equal(state.weighted[:, blind], before.weighted[:, blind])
     assert torch.equal(state.highest[..., blind], before.highest[..., blind])
     assert torch.equal(state.total[..., blind], before.total[..., blind])
-    # A row whose lse is -inf gives nothing, though by the mask it sees keys.
+    # A row with lse -inf contributes nothing, although the mask shows it keys.
     out, lse, _ = whole_reference(mask, scores, x)
     lse[..., 15] = -torch.inf
     sums = torch.full_like(lse, torch.nan).masked_fill(~blind, 0.0)
@@ -422,7 +422,7 @@ def test_scores_of_minus_infinity_count_nothing(isa: str) -> None:
     x.k[..., 0] = -torch.inf
     out, lse = forward(NativeCpu(isa), mask, Scores(0.3), x).result(torch.float32)
     assert not out.any() and (lse == -torch.inf).all()
-    # 50 queries are no whole block: the padding of theirs meets no infinity.
+    # 50 queries do not fill a block: its padding must not be multiplied by infinity.
     mask = AttentionMask(50, 64)
     x = inputs(mask, torch.float32)
     x.q[..., 0], x.k[..., 0] = -1.0, 0.0
@@ -452,7 +452,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
         step, state = one_step(mask), SoftmaxState.empty(x.q, 16)
         step.on(x.q.device)
         child = os.fork()
-        if child == 0:  # where torch's own threads are gone, so that it had better not compute
+        if child == 0:  # without torch's own threads, so torch must not compute here
             signal.alarm(20)
             NativeCpu().forward(step, Scores(0.2), x.q, x.k, x.v, state)
             os._exit(0 if state.weighted.numpy().tobytes() == wanted.numpy().tobytes() else 1)
@@ -460,7 +460,7 @@ def test_threads_call_at_the_same_time_and_children_of_fork_too() -> None:
 
 
 def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two threads that use a step first, one has vectors that the step does not keep."""
+    """Two threads may both use a step first; the step keeps the vectors of one of them only."""
 
     class Forgetful(dict[str, Tensor]):
         def __missing__(self, name: str) -> Tensor:
@@ -508,7 +508,7 @@ def test_under_sanitizers(sanitizer: str) -> None:
     flags = ["-Icsrc", "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     if sanitizer == "address" and core.attention_isa(0).startswith("avx512"):
         flags += ["-DFUSED_TP_X86=1", "-Wno-error", *native_build().X86_FLAGS["_avx512"]]
-    else:  # what the others look for is the same in all instruction sets, and takes long to compile for each
+    else:  # the other sanitizers find the same in all instruction sets, and each takes long to compile
         sources = [source for source in sources if "_avx" not in source.stem]
         flags += ["-DFUSED_TP_X86=0"]
     program = build_program("attention_stress", [*sources, REPOSITORY / "tests/native/attention/stress.cpp"], flags)

@@ -1,4 +1,4 @@
-"""Masks, layouts and steps of attention over cut sequences, against a dense mask made from first principles."""
+"""Masks, layouts and steps of attention over sharded sequences, against a dense mask from first principles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.attention_reference import dense
 
 @dataclass(frozen=True)
 class Case:
-    """Documents by their numbers of queries and of keys, none where there is one sequence; and a mask."""
+    """A mask, and documents as (queries, keys) lengths; one sequence if not `packed`."""
 
     documents: tuple[tuple[int, int], ...]
     packed: bool
@@ -36,7 +36,7 @@ class Case:
         return sum(q for q, _ in self.documents), sum(k for _, k in self.documents)
 
     def shareable(self, layout: str, world_size: int) -> Case:
-        """With documents that ranks can share as `layout` does."""
+        """Case with document lengths that ranks can share in `layout`."""
         if not layout.endswith("_documents"):
             return self
         return replace(self, documents=tuple((q * world_size, k * world_size) for q, k in self.documents))
@@ -112,7 +112,7 @@ def seen_by(step: Step) -> NDArray[np.bool_]:
 
 
 def check_step(step: Step, queries: NDArray[np.int64], keys: NDArray[np.int64], dense: NDArray[np.bool_]) -> None:
-    """Whatever a step tells, against the dense mask between these tokens of two ranks."""
+    """Compare all properties of a step with the dense mask between these tokens of two ranks."""
     here = dense[np.ix_(queries, keys)]
     rows, columns = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
     counted, inside = np.zeros_like(here), seen_by(step)
@@ -121,7 +121,7 @@ def check_step(step: Step, queries: NDArray[np.int64], keys: NDArray[np.int64], 
     assert step.empty == (not here.any())
     if step.empty:
         assert step.rows == step.keys == 0
-    else:  # as small as can be
+    else:  # no row or column more than needed
         assert inside[0].any() and inside[-1].any() and inside[:, 0].any() and inside[:, -1].any()
     assert step.is_full == inside.all()
     assert np.array_equal(step.q_indices, queries[rows]) and np.array_equal(step.k_indices, keys[columns])
@@ -146,11 +146,11 @@ def check_compact(
     keys: NDArray[np.int64],
     dense: NDArray[np.bool_],
 ) -> None:
-    """`found` sees of these rows, without the holes between them, what `step` sees of all."""
+    """Check that `found` sees in these rows, stored without holes, the same keys as `step` in all rows."""
     if len(rows.ranges) < 2:
         assert found is step
         return
-    before = rows.ranges[0].start  # rows that are not in the view, but counted
+    before = rows.ranges[0].start  # rows before the view count, too
     assert [compact_index(rows, int(row)) for row in rows.indices] == list(range(before, before + rows.length))
     shown = np.concatenate([keys[:before], keys[rows.indices]])
     check_step(found, queries, shown, dense & np.isin(np.arange(dense.shape[1]), keys[rows.indices]))
@@ -184,7 +184,7 @@ def test_steps_cover_the_mask_exactly_once(case: Case, world_size: int, layout: 
             seen = np.flatnonzero(here.any(0))
             assert set(seen) <= set(needed.indices) and len(needed.ranges) <= max(1, len(plan.queries[rank].ranges))
             if case.own_keys:
-                assert set(seen) == set(needed.indices)  # nothing travels for nothing
+                assert set(seen) == set(needed.indices)  # no key is sent in vain
             for rows in (needed, plan.given(source)) if source != rank else ():
                 check_compact(plan.step(rank, t, rows), rows, step, queries, keys, dense)
             whole[np.ix_(step.q_indices, step.k_indices)] += seen_by(step)
@@ -217,13 +217,13 @@ def test_bounds_of_documents_end_with_the_sequence() -> None:
 
 
 def test_a_window_to_both_sides_leaves_holes() -> None:
-    """Rank 0 of 2 looks at the begin of its neighbour's shard and at the end of it, and at nothing between."""
+    """Rank 0 of 2 needs the beginning and the end of its neighbour's shard, and nothing in between."""
     plan = RingPlan(AttentionMask(4096, 4096, window=(50, 30)), 2, TokenLayout("zigzag"))
     assert plan.needed(0, 1).ranges == plan.given(1).ranges == (range(30), range(1998, 2048))
     assert sum(len(chunk.rows) for chunk in kv_chunks(plan, 0).others) == kv_chunks(plan, 0).most_rows == 80
     assert plan.needed(1, 0).ranges == (range(974, 1054),)
     many = RingPlan(AttentionMask(4096, 4096, window=(3, 2)), 2, TokenLayout("zigzag", 32, strided=True))
-    assert len(many.queries[0].ranges) > len(many.needed(0, 1).ranges) == 8  # one rank for many: few messages
+    assert len(many.queries[0].ranges) > len(many.needed(0, 1).ranges) == 8  # one range for many: few messages
 
 
 @settings(max_examples=60, deadline=None)
@@ -231,7 +231,7 @@ def test_a_window_to_both_sides_leaves_holes() -> None:
 def test_chunks_of_a_launch_have_what_each_query_sees(
     case: Case, world_size: int, layout: str, size: tuple[int, int]
 ) -> None:
-    """Each query finds every key that it sees once, inside of its tile's bounds, and unmasked blocks are all seen."""
+    """Each query finds each visible key once, within its tile's bounds; unmasked blocks are visible entirely."""
     case = case.shareable(layout, world_size)
     plan = plan_of(case, world_size, layout)
     with pytest.MonkeyPatch.context() as patch:
@@ -259,7 +259,7 @@ def test_chunks_of_a_launch_have_what_each_query_sees(
 
 
 def test_heads_that_only_one_rank_reads() -> None:
-    """They need not be written where others read."""
+    """Heads of one reader need not be written to memory that other ranks read."""
     places = places_of(tuple(all_tokens(10, 3, "zigzag")))
     share = Share(places, (range(1), range(2), range(1, 2)), 2)
     assert [list(share.only(rank)) for rank in range(3)] == [[], [], []] and share.repeated and not share.even

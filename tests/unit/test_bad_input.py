@@ -1,4 +1,4 @@
-"""Bad input of every public op: which error, and that its sentence names the argument and what is needed."""
+"""Bad input of every public op: the type of error, and a message with the argument and the requirement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Refusal = tuple[Callable[[], Any], type[Exception], str]
 
 
 def with_defaults(op: Callable[..., Any], **defaults: Any) -> Callable[..., Any]:
-    """`op` on one rank; what is not given has these values, and its first argument may be given by place."""
+    """`op` on one rank, with these defaults; its first argument may be positional."""
     first = next(iter(defaults))
 
     def call(*given: Any, **named: Any) -> Any:
@@ -57,7 +57,7 @@ def escaped(x: torch.Tensor) -> torch.Tensor:
 
 
 def linear_cases(op: Callable[..., Any], x: str) -> list[Refusal]:
-    """What every op with x, weight and bias refuses."""
+    """Refusals of every op with x, weight and bias."""
     return [
         (lambda: op([1.0]), TypeError, f"{x} must be a Tensor, not list."),
         (lambda: op(X.long()), TypeError, f"{x} has dtype torch.int64; the op takes float16, bfloat16"),
@@ -167,7 +167,7 @@ CASES: list[Refusal] = [
 
 
 def collective_cases(op: Callable[..., Any], x: str, *dim: int) -> list[Refusal]:
-    """`dim`: 0 where the op has one."""
+    """Refusals of a collective. `dim`: 0 if the op has one."""
     alone = partial(op, group=None)
     cases: list[Refusal] = [
         (lambda: alone(1, *dim), TypeError, f"{x} must be a Tensor, not int."),

@@ -1,4 +1,4 @@
-"""Sharing packed documents out: every token once, equally many for each rank, nearly equal work."""
+"""Distribution of packed documents: every token once, equally many per rank, nearly equal work."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def bounds_of(lengths: Any) -> tuple[int, ...]:
 
 
 def causal_work(bounds: tuple[int, ...], ranges: tuple[range, ...]) -> int:
-    """From first principles: each token sees those of its document up to itself."""
+    """Visible pairs from first principles: each token sees those of its document up to itself."""
     offsets = np.concatenate([np.arange(1, n + 1) for n in np.diff(bounds)]) if bounds[-1] else np.empty(0, int)
     return sum(int(offsets[r.start : r.stop].sum()) for r in ranges)
 
 
 def zipf(documents: int, tokens: int, seed: int | None = None) -> tuple[int, ...]:
-    """The n-th longest document is 1/n as long as the longest; shuffled with a seed."""
+    """Bounds of documents, the n-th longest 1/n as long as the longest; shuffled if a seed is given."""
     shares = 1 / np.arange(1, documents + 1)
     lengths = np.floor(shares / shares.sum() * tokens).astype(int)
     lengths[0] += tokens - lengths.sum()
@@ -105,7 +105,7 @@ def test_documents_stay_whole_where_they_can() -> None:
     held = balanced_ranges(bounds_of([100] * 8), 4)
     assert all(r.start % 100 == 0 and r.stop % 100 == 0 for ranges in held for r in ranges)
     bounds = zipf(32, 16384)
-    assert sum(map(len, balanced_ranges(bounds, 8))) < 64  # cut like zigzag, 32 documents would be 480 pieces
+    assert sum(map(len, balanced_ranges(bounds, 8))) < 64  # sharded like zigzag, 32 documents would be 480 pieces
 
 
 def test_one_document_is_cut_like_zigzag() -> None:

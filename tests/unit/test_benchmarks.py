@@ -58,7 +58,7 @@ RECORD = Record(
 
 
 def test_statistics() -> None:
-    # A machine that turns three times slower half way through: the medians' ratio would be 2/3 or worse.
+    # A machine that becomes three times slower halfway through: the medians' ratio would be 2/3 or worse.
     ours, rival = [1.0, 1.0, 3.0, 3.0, 3.0], [2.0, 2.0, 6.0, 6.0, 6.0]
     assert paired(ours, rival) == Quartiles(0.5, 0.5, 0.5)
     assert paired([1.0, 50.0, 1.0], [1.0, 1.0, 1.0]).median == 1.0  # one disturbed round does not move it
@@ -112,7 +112,7 @@ def test_a_file_is_written_whole_beside_other_writers(tmp_path: Path, monkeypatc
 
     def late(part: Path, target: Path) -> Path:
         monkeypatch.setattr(Path, "replace", replace_by)
-        write_whole(path, "of another writer")  # who comes and goes between our two steps
+        write_whole(path, "of another writer")  # it writes between our two steps
         return replace_by(part, target)
 
     monkeypatch.setattr(Path, "replace", late)
@@ -166,7 +166,7 @@ def test_picture_of_a_stored_file(tmp_path: Path) -> None:
     cases = ["op/fp32/M=16", "op/fp32/M=1", "op/fp32/M=128", "sum/bf16/1 MiB", "sum/bf16/64 KiB"]
     figure = plot.drawn([replace(RECORD, case=case) for case in cases])
     labels = [[tick.get_text() for tick in axis.get_xticklabels()] for axis in figure.axes]
-    assert labels == [["M=1", "M=16", "M=128"], ["64 KiB", "1 MiB"]]  # whatever was measured last
+    assert labels == [["M=1", "M=16", "M=128"], ["64 KiB", "1 MiB"]]  # in any order of measurement
 
 
 def test_the_picture_of_the_stored_results_is_readable() -> None:
@@ -183,7 +183,7 @@ def test_the_picture_of_the_stored_results_is_readable() -> None:
 
 
 def test_case_names(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the stored results are among them; families, whose ranks start once, stand together."""
+    """Names include those of the stored results; cases of a family, whose ranks start once, are adjacent."""
     names = [case.name for case in cpu.cpu_cases()]
     assert len(set(names)) == len(names)
     assert {record.case for record in read(RESULTS / "cpu.jsonl")} <= set(names)
@@ -217,13 +217,13 @@ def test_arguments_that_do_not_fit_are_refused(
 ) -> None:
     try:
         status = main(arguments)
-    except SystemExit as refused:  # as argparse does it
+    except SystemExit as refused:  # argparse exits
         status = int(refused.code or 0)
     assert status == 2
     assert arguments["bench" in arguments] in capsys.readouterr().err
 
 
-# ---- from end to end, in ranks of its own, and what becomes of ranks that fail ----
+# ---- end to end, in separate ranks, and ranks that fail ----
 
 
 def small_case(context: RankContext, elements: int) -> Makers:
@@ -238,7 +238,7 @@ def small_case(context: RankContext, elements: int) -> Makers:
         time.sleep(0.003 * (1 + context.rank))  # the slowest rank takes 6 ms
 
     def absent() -> Contestant:
-        if context.rank == 1:  # on one rank only, and still nobody may run it
+        if context.rank == 1:  # missing on one rank, so that no rank may run it
             raise Unavailable("Rank 1 lacks it.")
         return checked(summed, ones)
 

@@ -1,4 +1,4 @@
-"""Tuning: noise changes nothing, a clear win does, and the table that is written chooses what was measured."""
+"""Tuning: noise changes nothing, a clear win does, and the written table chooses the measured winner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_who_takes_the_incumbents_place() -> None:
     assert challenge("plain", noisy) == "plain"
     clear = {"plain": [1.0, 1.1, 1.0], "pipelined": [0.8, 0.8, 0.9], "one_sided": [0.7, 0.6, 0.7]}
     assert challenge("plain", clear) == "one_sided"
-    # One that did not run gives way to the fastest.
+    # An incumbent that did not run is replaced by the fastest.
     assert challenge("one_sided", {"plain": [1.0, 1.0, 1.0], "pipelined": [0.99, 0.99, 5.0]}) == "pipelined"
 
 
@@ -58,7 +58,7 @@ def test_the_written_table_chooses_what_won(tmp_path: Path, monkeypatch: pytest.
 
 
 def made_up(seconds: dict[str, float], noise: float = 0.0) -> Callable[..., list[tune.Measured]]:
-    """Every op at two sizes, on schedules that take so many seconds; in every third round twice as long."""
+    """Fake measurement of every op at two sizes, by seconds per schedule; `noise` lengthens every third round."""
 
     def measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[tune.Measured]:
         times = {
@@ -73,7 +73,7 @@ def made_up(seconds: dict[str, float], noise: float = 0.0) -> Callable[..., list
 
 def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "dispatch.json"
-    monkeypatch.setenv("FUSED_TP_TABLE", str(path))  # as a user does who wants it written there
+    monkeypatch.setenv("FUSED_TP_TABLE", str(path))  # as a user sets it to have the table written there
     monkeypatch.setattr(tune, "_measure", made_up({"one_sided": 2.0, "pipelined": 1.0, "plain": 3.0}))
     said: list[str] = []
     tune.tune(path, 2, say=said.append)
@@ -92,7 +92,7 @@ def test_a_tuned_table_is_written_used_and_kept(tmp_path: Path, monkeypatch: pyt
         answer.reason == f"dispatch table {path}, rule cpu/shm/matmul_all_reduce: dtypes ['float32'], world_sizes [2]"
     )
     assert '     {"schedule": "pipelined", "dtypes": ["float32"], "world_sizes": [2]},\n' in path.read_text()
-    # A later run, noisy, in which the schedules are about equal: the table stays as it is, to the byte.
+    # A later, noisy run with about equal schedules leaves every byte of the table unchanged.
     monkeypatch.setattr(tune, "_measure", made_up({"one_sided": 1.0, "pipelined": 1.0, "plain": 1.0}, noise=1.0))
     before = path.read_bytes()
     tune.tune(path, 2, say=said.append)
@@ -164,4 +164,4 @@ def test_tuning_again_replaces_its_own_rules_only() -> None:
     other = retuned(first, "gloo", "all_gather_matmul", torch.bfloat16, 2, [(1, "plain")])
     rules = other["cpu"]["gloo"]["all_gather_matmul"]
     assert [rule.get("dtypes") for rule in rules[:3]] == [["bfloat16"], ["float32"], ["float32"]]
-    assert dispatch.load_table()["cpu"].get("gloo") is None  # what is shipped is not touched
+    assert dispatch.load_table()["cpu"].get("gloo") is None  # the shipped table is unchanged

@@ -1,7 +1,7 @@
-"""Kernels that wait, beside a collective of another library on the same GPUs: no order of their blocks is stuck.
+"""Waiting kernels beside a collective of another library on the same GPUs: no order of their blocks deadlocks.
 
-The kernels of `triton_kernels` as `tests.block_scheduling` has them, two ranks, in every order. What they share a GPU
-with is a collective as NCCL launches it, on a stream of the least or of a higher priority, whose blocks are clusters
+The model in `tests.block_scheduling` enumerates every order of the kernels of `triton_kernels` on two ranks. They share
+a GPU with a collective as NCCL launches it, on a stream of the least or of a higher priority; its blocks are clusters
 since sm_90.
 """
 
@@ -13,14 +13,14 @@ from tests.block_scheduling import ROOM, Kernel, Model, Passed, Placed
 
 LEAST, HIGH, GREATEST = range(3)  # priorities
 
-# A block of a matmul takes an SM; copies of a stage and a relay fit beside a block of a collective, or of nothing.
+# A block of a matmul takes a whole SM; blocks of stages and relays also fit beside a block of a collective.
 SMALL, FOREIGN = 1, 6
 
 
 def side(priority: int, copies: int, held: int) -> list[Kernel]:
-    """What copies shards while a kernel `matmul` computes with them: between any two copies a relay, on one stream.
+    """Kernels that copy shards while a kernel `matmul` uses them: on one stream, with a relay between any two copies.
 
-    `held`: shards there is memory for; one more waits until the kernel has done with the first.
+    `held`: shards that fit in memory; a further one waits until the kernel has finished with the first.
     """
     stage = Kernel("stage", "main", room=SMALL)
     ready = Kernel("relay 0", "side", 1, SMALL, priority, waits=(Passed("stage"),), behind=("stage",))
@@ -34,7 +34,7 @@ def side(priority: int, copies: int, held: int) -> list[Kernel]:
 
 
 def gathered(sms: int) -> list[Kernel]:
-    """all_gather_matmul, copied: a stream waits for the other rank and copies, with no kernel; the matmul for that."""
+    """all_gather_matmul, copied: a stream (no kernel) waits for the other rank and copies; the matmul waits for it."""
     return [
         Kernel("stage", "main", room=SMALL),
         Kernel("copy", "side", blocks=0, waits=(Passed("stage"),), behind=("stage",)),
@@ -43,7 +43,7 @@ def gathered(sms: int) -> list[Kernel]:
 
 
 def ring(priority: int, sms: int, copies: int = 3) -> list[Kernel]:
-    """ring_attention: between copies are kernels; there are more groups of heads than are held at a time."""
+    """ring_attention: kernels between copies, and more groups of heads than fit in memory at a time."""
     stage, *rest = side(priority, copies=copies, held=2)
     waits = tuple(Passed(f"relay {number}", here=True) for number in range(1, copies + 1))
     return [stage, Kernel("matmul", "main", sms - 1, ROOM, waits=waits), *rest]
@@ -58,17 +58,17 @@ def direct(sms: int) -> list[Kernel]:
 
 
 def summed(sms: int) -> list[Kernel]:
-    """matmul_reduce_scatter, matmul_all_reduce, and the collectives of csrc/cuda: a block waits for that of the same
-    number on the other rank, once it has put its own flags."""
+    """matmul_reduce_scatter, matmul_all_reduce, and the collectives of csrc/cuda: a block sets its own flags,
+    then waits for the block of the same number on the other rank."""
     return [Kernel("matmul", "main", sms, ROOM, waits=(Placed("matmul"),))]
 
 
 def foreign(priority: int, cluster: bool) -> Kernel:
-    """A collective of two blocks that wait for each other's."""
+    """A collective of two blocks that wait for those of the other rank."""
     return Kernel("other", "other", 2, FOREIGN, priority, cluster, waits=(Placed("other"),))
 
 
-# (kernels, SMs). A collective that takes every SM would hold up any kernel that waits for another rank.
+# (kernels, SMs). A collective that takes every SM would block any kernel that waits for another rank.
 KERNELS = [
     pytest.param(gathered(2), 2, id="all_gather_matmul"),
     pytest.param(direct(2), 2, id="all_gather_matmul direct"),
@@ -87,13 +87,13 @@ def test_nothing_gets_stuck(kernels: list[Kernel], sms: int, priority: int, clus
 
 
 def test_relays_of_the_least_priority_get_stuck_behind_a_cluster() -> None:
-    """What `own_streams(urgent=True)` is for, and that the model would find it."""
+    """The model finds the deadlock that `own_streams(urgent=True)` prevents."""
     for behind in (LEAST, HIGH):
         model = Model([*ring(LEAST, 2, copies=1), foreign(behind, True)])
         state, count, _ = model.stuck()
         assert state is not None and count > 5
         assert "relay" in model.told(state).partition("running")[0]
-    assert Model(ring(LEAST, 2, copies=1)).stuck()[0] is None  # alone they do not
+    assert Model(ring(LEAST, 2, copies=1)).stuck()[0] is None  # no deadlock without the collective
 
 
 def test_a_collective_that_takes_every_sm_holds_up_what_waits_for_the_other_rank() -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from tests.workers import REPOSITORY
 
-# Import the modules and hash their functions in another order: what a process launches first is hashed first.
+# Import the modules and hash their functions in another order: a process hashes first the function it launches first.
 _KEYS = """
 import importlib, pkgutil, random, sys
 import triton.language.standard

@@ -1,4 +1,4 @@
-"""Which rows move in which exchange: the plans of all ranks together, for every way to cut them."""
+"""Plans of the rows that each exchange moves: all ranks together, for every way to divide the rows."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ COUNTS = [
 
 
 def check(make: Make, counts: list[int], chunks: int) -> None:
-    """Every row of a gather comes once, from its owner, and every term of a scatter to its owner once.
+    """Check that a gather receives every row once, from its owner, and a scatter every term once, at its owner.
 
-    No two ranks send to the same one at a time.
+    No two ranks send to the same rank at a time.
     """
     world, gathers, offsets = len(counts), make is gather_plan, [0, *itertools.accumulate(counts)]
     made = [make(tuple(counts), rank, chunks) for rank in range(world)]
@@ -35,8 +35,8 @@ def check(make: Make, counts: list[int], chunks: int) -> None:
         have = {(rank, row) for row in range(counts[rank])}
         for i, exchange in enumerate(plan.exchanges):
             for peer, start, rows in exchange.receives:
-                # What it gets is what the peer sends it in its exchange of the same number. Whole tensors are what a
-                # gather receives and what a scatter sends.
+                # The peer sends these rows in its exchange of the same number. A gather receives into whole tensors,
+                # and a scatter sends from them.
                 first = start - offsets[peer] if gathers else start
                 sent = [(at, n) for to, at, n in made[peer].exchanges[i].sends if to == rank]
                 assert sent == [(first if gathers else offsets[rank] + first, rows)]
@@ -50,7 +50,7 @@ def check(make: Make, counts: list[int], chunks: int) -> None:
     for i in range(exchanges):
         targets = [peer for plan in made for peer, _, _ in plan.exchanges[i].sends]
         assert len(targets) == sum(len(plan.exchanges[i].receives) for plan in made)  # all of them are received
-        assert len(set(targets)) == len(targets) or exchanges < world - 1  # then there are several distances at once
+        assert len(set(targets)) == len(targets) or exchanges < world - 1  # else one exchange has several distances
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 7, 16, 100])

@@ -1,6 +1,6 @@
-"""NCCL communicators over the doubles, between processes: ops, deadlines, lost peers, graphs, and how they end.
+"""NCCL communicators over the doubles, between processes: ops, deadlines, lost peers, graphs, and shutdown.
 
-What communicators move is tested in tests/distributed/test_nccl_pipeline.py.
+tests/distributed/test_nccl_pipeline.py tests the data that communicators move.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ COUNT = 3001  # more bytes than a mailbox of the double holds
 
 
 class Communicator:
-    """One of the core's, with an all-gather of tensors."""
+    """A communicator of the core, with an all-gather of tensors."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float = 30) -> None:
         driver, library = libraries.load_doubles()
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.core = _core.Communicator(library, driver, rank, shared_id(group), rank, size, timeout)
         self.driver, self.rank, self.size = driver, rank, size
-        self.memory: list[Tensor] = []  # of ops in flight; last, so that the communicator ends before it
+        self.memory: list[Tensor] = []  # of ops in flight; last, so that the communicator is destroyed before it
 
     def all_gather(self, x: Tensor, out: Tensor, stream: int = DEFAULT_STREAM) -> Any:
         self.memory += [x, out]
         return self.core.all_gather(x.data_ptr(), out.data_ptr(), x.nbytes, stream)
 
     def wait(self, ticket: Any) -> None:
-        """On the host; raises what the communicator has failed with."""
+        """Wait on the host; raise the error that the communicator failed with."""
         while not self.core.has_ended(ticket):
             self.core.check()
             time.sleep(0.001)
@@ -92,7 +92,7 @@ def names_left() -> list[str]:
 
 @on_ranks(2)
 def test_order_of_ops(group: dist.ProcessGroup) -> None:
-    """An op begins after what its stream holds, and not before."""
+    """An op begins only after the earlier work of its stream."""
     one = Communicator(group)
     stream, other, word = libraries.Stream(), libraries.Stream(), torch.zeros(1, dtype=torch.int64)
     (x, out), fives = one.outputs(), torch.full((COUNT,), 5.0)
@@ -167,7 +167,7 @@ def test_interrupted(group: dist.ProcessGroup) -> None:
             took, _ = seconds_until(KeyboardInterrupt, lambda: Communicator(group))
         assert took < 3
         one = Communicator(group)
-        ticket = one.all_gather(*one.outputs(), libraries.Stream().handle)  # its peer never comes
+        ticket = one.all_gather(*one.outputs(), libraries.Stream().handle)  # its peer never takes part
         for wait in (lambda: one.driver.synchronize(0, one.core.stream, 30), one.core.close):
             with interrupted_after(0.2):
                 took, _ = seconds_until(KeyboardInterrupt, wait)
@@ -178,7 +178,7 @@ def test_interrupted(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_reported_errors(group: dist.ProcessGroup) -> None:
-    """NCCL says in the background that something is wrong, while an op waits."""
+    """NCCL reports an error in the background while an op waits."""
     for code, error in ((6, PeerLostError), (2, PeerLostError), (3, FusedTPError)):
         one = Communicator(group)
         if one.rank == 1:
@@ -194,7 +194,7 @@ def test_reported_errors(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_stuck_launch(group: dist.ProcessGroup) -> None:
-    """NCCL gets no further than ncclInProgress, as when it cannot connect."""
+    """NCCL stays at ncclInProgress, as when it cannot connect."""
     one = Communicator(group, timeout=0.5)
     libraries.double_knobs().nccl_double_stall_launches(1)
     try:
@@ -212,9 +212,9 @@ def test_driver_failure(group: dist.ProcessGroup) -> None:
     _, sentence = seconds_until(FusedTPError, one.check_works)
     assert "all_gather (call 1) on rank" in sentence and "CUDA_ERROR_ILLEGAL_ADDRESS" in sentence
     broken = Communicator(group)
-    if broken.rank == 0:  # the other one does not come
+    if broken.rank == 0:  # the other rank does not take part
         ticket = broken.all_gather(*broken.outputs(), libraries.Stream().handle)
-        libraries.double_knobs().cuda_double_fail(b"cuEventQuery", 700)  # the next to ask is the watchdog
+        libraries.double_knobs().cuda_double_fail(b"cuEventQuery", 700)  # the watchdog is the next to call it
         while not broken.core.failure:
             time.sleep(0.01)
         assert "the device on rank 0 of 2 is broken: cuEventQuery failed" in broken.core.failure and ticket
@@ -223,7 +223,7 @@ def test_driver_failure(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_unbegun_op(group: dist.ProcessGroup) -> None:
-    """A failure leaves alone the output of an op that is behind a computation, which may still read that memory."""
+    """A failure does not write the output of an op behind a computation, which may still read that memory."""
     one = Communicator(group)
     if one.rank == 0:
         stream, word = libraries.Stream(), torch.zeros(1, dtype=torch.int64)
@@ -243,7 +243,7 @@ def test_unbegun_op(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_left_to_itself(group: dist.ProcessGroup) -> None:
-    """An op whose peer never comes does not keep who lets go of the communicator for its whole deadline."""
+    """Destroying a communicator during an op with an absent peer does not wait for the whole deadline."""
     one = Communicator(group, timeout=120)
     if one.rank == 0:
         ticket = one.all_gather(*one.outputs(), libraries.Stream().handle)
@@ -255,7 +255,7 @@ def test_left_to_itself(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_open_nccl_group(group: dist.ProcessGroup) -> None:
-    """Between somebody else's ncclGroupStart and ncclGroupEnd NCCL launches nothing."""
+    """NCCL launches nothing between ncclGroupStart and ncclGroupEnd of other code."""
     one = Communicator(group)
     one.check_works()
     libraries.double_knobs().ncclGroupStart()
@@ -287,7 +287,7 @@ def aborted(group: dist.ProcessGroup) -> None:
 
 
 def left_open(group: dist.ProcessGroup) -> None:
-    """Aborts many times over. Then nobody closes these: one idle, one failed, one with an op whose peer is late."""
+    """Abort repeatedly, then leave communicators open: one idle, one failed, one with an op whose peer is late."""
     aborted(group)
     global idle, failed, busy
     idle, failed, busy = Communicator(group), Communicator(group), Communicator(group)
@@ -311,7 +311,7 @@ def test_aborts_and_an_interpreter_that_ends_with_communicators_open() -> None:
 
 @contextlib.contextmanager
 def captured(stream: int) -> Iterator[list[Any]]:
-    """Captures `stream`; the list gets the graph."""
+    """Capture `stream`; the yielded list receives the graph."""
     knobs, graph = libraries.double_knobs(), []
     knobs.cuda_double_begin_capture(stream)
     yield graph
@@ -335,12 +335,12 @@ def test_graph_of_ops(group: dist.ProcessGroup) -> None:
         one.synchronize(stream.handle)
         assert torch.equal(out, one.gathered())
         time.sleep(0.01)
-    time.sleep(0.7)  # longer than the deadline: a graph that is not replayed waits for nobody
+    time.sleep(0.7)  # longer than the deadline: a graph that is not replayed does not wait
     one.core.check()
-    one.check_works()  # ops outside of graphs go on
+    one.check_works()  # ops outside of graphs still run
     if one.rank == 0:
         dist.barrier(group)  # the other has given up
-        one.core.close()  # raises nothing, though the graph is there still
+        one.core.close()  # raises nothing, although the graph still exists
     else:
         knobs.cuda_double_replay(graph[0], stream.handle)
         begun = time.monotonic()
@@ -358,7 +358,7 @@ def test_graph_of_ops(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_capture_of_another_thread(group: dist.ProcessGroup) -> None:
-    """While one thread captures the communicator's ops another cannot run any, and the capture goes on."""
+    """While one thread captures the communicator's ops another cannot run any, and the capture continues."""
     one = Communicator(group)
     one.check_works()
     stream, (x, out) = libraries.Stream(), one.outputs()

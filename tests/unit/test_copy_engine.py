@@ -39,7 +39,7 @@ def test_arithmetic() -> None:
 
 
 def explore(world: int, calls: str, givers: int, fault: str = "none", walks: int = 0) -> tuple[int, str]:
-    """(states or steps, what is wrong or nothing), see model.cpp."""
+    """Run model.cpp and return (number of states or steps, error or "")."""
     program = build_program("copy_engine_model", [NATIVE / "model.cpp"], ["-Icsrc", "-O2"])
     command = [str(program), str(world), calls, str(givers), fault, str(walks)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -87,7 +87,7 @@ def test_protocol_in_random_orders(world: int, calls: str, givers: int) -> None:
     ],
 )
 def test_the_model_finds_what_is_wrong(fault: str, calls: str, givers: int, wrong: str) -> None:
-    # Two ranks have one stream for what they copy.
+    # Two ranks copy on one stream: "not joined" needs three ranks.
     assert wrong in explore(3 if fault == "not joined" else 2, calls, givers, fault, walks=20_000)[1]
 
 
@@ -129,7 +129,7 @@ def test_streams_under_thread_sanitizer() -> None:
 
 def test_streams_under_address_sanitizer() -> None:
     require_sanitizer("address")
-    # What calls of the double enqueue in place of kernels is never freed: a graph may do it again.
+    # The functions that the double enqueues as kernels are never freed: a graph may run them again.
     stress(2, 4, 2, True, *ADDRESSES, ASAN_OPTIONS="detect_leaks=0")
 
 
@@ -174,7 +174,7 @@ def test_it_does_not_grow_under_capture(driver: Any) -> None:
 
 @NEEDS_CORE
 def test_a_gather_that_a_kernel_waits_for_takes_three_calls_of_the_driver(driver: Any) -> None:
-    """Two graphs, which hold all that streams do, and the gates; the matmul is a fourth. However many ranks."""
+    """Two graphs with all work of the streams, and the gates, for any number of ranks; the matmul is a fourth."""
     rounds, world = 5, 8
     stream_calls = double_knobs().cuda_double_stream_calls
 
@@ -217,7 +217,7 @@ def test_two_scatters_at_a_time(driver: Any) -> None:
     with pytest.raises(RuntimeError, match="before one of those that have begun has been received"):
         call.scatter()
     second.receive()
-    third = call.scatter()  # where the second was
+    third = call.scatter()  # in the place of the second
     assert third.number == second.number != first.number
     first.receive()
     assert call.scatter().number == first.number
@@ -225,7 +225,7 @@ def test_two_scatters_at_a_time(driver: Any) -> None:
 
 @NEEDS_CORE
 def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -> None:
-    """An exception, or a gather that nobody waits for: the streams of the engine may come to it later."""
+    """The engine's streams may still write it later, after an exception or a gather without a wait."""
     engine = CopyEngine(LocalGroup(1).rank(0))
     finished, left, unfinished = (torch.ones(5) for _ in range(3))
     with engine.call("all_gather", gather_bytes=20) as call:
@@ -242,7 +242,7 @@ def test_what_a_call_without_an_end_may_write_is_never_given_back(driver: Any) -
 
 @NEEDS_CORE
 def test_gates_that_cannot_be_closed_hold_up_no_thread(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that copies nothing any more: the abort ends within its deadline, with a sentence; so does the end."""
+    """A device stops copying: the abort ends within its deadline, with a message; so does stop()."""
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "5")
     engine = CopyEngine(LocalGroup(1).rank(0))
     with engine.call("all_gather", gather_bytes=20) as call:
@@ -268,13 +268,13 @@ def test_gates_that_cannot_be_closed_hold_up_no_thread(driver: Any, monkeypatch:
     finally:
         double_knobs().cuda_double_stall(0)
     until = time.monotonic() + 20
-    while not memory.view(torch.int64)[:2].gt(1).all():  # the gates are closed after all, in memory that is still there
+    while not memory.view(torch.int64)[:2].gt(1).all():  # the gates are closed after all, in memory that still exists
         assert time.monotonic() < until
 
 
 @NEEDS_CORE
 def test_a_forked_child_leaves_the_workspace_alone(driver: Any) -> None:
-    """The thread that watches the streams is not there; what it waits in could not be destroyed."""
+    """The child lacks the thread that watches the streams; the objects that it waits on cannot be destroyed."""
     engine = CopyEngine(LocalGroup(1).rank(0))
     with engine.call("all_gather", gather_bytes=20) as call:
         call.finish()

@@ -1,4 +1,4 @@
-"""What torch expects of custom ops (schema, fake, autograd, tracing), by its own checks, on a group of one rank."""
+"""Torch's own checks of custom ops (schema, fake, autograd, tracing), on a group of one rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
 
 
 def test_compilers_decompose_no_op() -> None:
-    """Inductor refuses an op that is in its table, which it makes when it is imported; as export does."""
+    """Inductor, and export, refuse an op in the table of decompositions, which is built on import."""
     from torch._decomp import core_aten_decompositions
 
     table = core_aten_decompositions()

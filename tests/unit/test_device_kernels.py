@@ -42,7 +42,7 @@ MOVES = (*(f"all_reduce {algorithm}" for algorithm in ALGORITHMS), "reduce_scatt
 OPS = (*MOVES, "all_reduce_rms_norm one_shot", "all_reduce_rms_norm two_shot")
 COUNTS = (0, 1, 7, 251, 4096, 10007)  # none, one, less than 16 bytes, primes, whole packets
 EPS = 1e-5
-PAD = 16  # elements around what `placed` gives
+PAD = 16  # guard elements around a tensor of `placed`
 
 
 # -- ranks as threads of the test, with workspaces in CPU memory -------------------------------------------------------
@@ -73,7 +73,7 @@ class Rank:
         kernels().barrier(self.workspace, 0)
 
     def move(self, op: str, x: Tensor, out: Tensor, *, bias: Tensor | None = None, blocks: int = 2) -> None:
-        """One of MOVES; the larger of the two arrays is the whole, which is shared out as torch.chunk does."""
+        """Run one of MOVES; the larger of the two arrays is the whole, sharded like torch.chunk."""
         name, _, algorithm = op.partition(" ")
         which = [ALGORITHMS.index(algorithm)] if algorithm else []
         whole = max(x, out, key=Tensor.numel)
@@ -89,14 +89,14 @@ class Rank:
         getattr(kernels(), name)(self.workspace, *which, x.data_ptr(), out.data_ptr(), *sizes, blocks, 0)
 
     def norm(self, algorithm: str, tensors: Sequence[Tensor], blocks: int = 2) -> None:
-        """all_reduce_rms_norm of partial, residual, weight, to normed and new_residual."""
+        """Run all_reduce_rms_norm of partial, residual and weight into normed and new_residual."""
         partial, *others = tensors
         norm = (*(tensor.data_ptr() for tensor in others), *partial.shape, EPS)
         which, dtype = ALGORITHMS.index(algorithm), dtype_number(partial.dtype)
         kernels().all_reduce_rms_norm(self.workspace, which, partial.data_ptr(), norm, dtype, blocks, 0)
 
     def results(self, op: str, x: Tensor) -> list[Tensor]:
-        """What one of OPS gives of x."""
+        """Results of one of OPS on x."""
         if op in MOVES:
             start, stop = shard_range(x.numel(), self.world, self.rank)
             counts = {"reduce_scatter": stop - start, "all_gather": x.numel() * self.world}
@@ -120,7 +120,7 @@ class Ranks:
         self.ranks = [Rank(rank, memories, timeout_seconds, multicast) for rank in range(world)]
 
     def run(self, function: Callable[[Rank], Any], *, only: Sequence[int] | None = None) -> list[Any]:
-        """function(rank) on every rank, or on some; their results in order."""
+        """Call function(rank) on every rank, or on some, and return the results in order."""
         chosen = self.ranks if only is None else [self.ranks[rank] for rank in only]
         with ThreadPool(len(chosen)) as pool:
             return pool.map_async(function, chosen, chunksize=1).get(60)
@@ -133,7 +133,7 @@ def aligned_bytes(nbytes: int, to: int) -> Tensor:
 
 
 def placed(values: Tensor, offset: int) -> Tensor:
-    """The same values, `offset` elements behind a multiple of 16 bytes, between guards that `guards_hold` checks."""
+    """Copy of the values, `offset` elements after a multiple of 16 bytes, between guards for `guards_hold`."""
     size = values.element_size()
     whole = aligned_bytes((values.numel() + offset + 2 * PAD) * size, 16).fill_(0xA5).view(values.dtype)
     tensor = whole[PAD + offset :][: values.numel()].view(values.shape)
@@ -141,7 +141,7 @@ def placed(values: Tensor, offset: int) -> Tensor:
 
 
 def guards_hold(tensor: Tensor) -> bool:
-    """Whether nothing beside a tensor of `placed` has been written."""
+    """True if nothing beside a tensor of `placed` was written."""
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     pad = PAD * tensor.element_size()
     start = tensor.data_ptr() - storage.data_ptr()
@@ -158,7 +158,7 @@ def inputs(world: int, *shape: int, dtype: torch.dtype = torch.float32, seed: in
 
 
 def summed(terms: list[Tensor], bias: Tensor | None = None) -> Tensor:
-    """What a sum must be to the bit: in fp32, in the order of ranks, the bias last, rounded once."""
+    """Expected sum to the bit: in fp32, in the order of ranks, the bias last, rounded once."""
     total = terms[0].float()
     for term in terms[1:]:
         total = total + term.float()
@@ -198,7 +198,7 @@ def test_sums_and_movements(world: int, op: str) -> None:
 
 
 def check_op(op: str, xs: list[Tensor], expected: list[Tensor], bias: Tensor | None = None) -> None:
-    """With arrays that are aligned, alike and unlike misaligned; and where the smaller is a part of the larger."""
+    """Check aligned arrays, equally and unequally misaligned ones, and a smaller one inside of the larger."""
     world, ranks = len(xs), Ranks(len(xs))
     for number, (x_offset, out_offset) in enumerate(((0, 0), (1, 1), (3, 0), (0, 5))):
         x_at = [placed(x, x_offset * (rank + 1)) for rank, x in enumerate(xs)]
@@ -272,7 +272,7 @@ def test_sum_terms(dtype: torch.dtype) -> None:
         out = placed(torch.zeros(count, dtype=dtype), offset)
         bias_arguments = (0, 1) if bias is None else (bias.data_ptr(), 7)
         sizes = out.data_ptr(), count, dtype_number(dtype), bias_arguments
-        kernels().preload()  # which is nothing on a CPU
+        kernels().preload()  # does nothing on a CPU
         kernels().sum_terms(memory.data_ptr(), terms, stride, *sizes, 0)
         assert_bits(out, summed([memory[term * stride :][:count] for term in range(terms)], bias))
         assert guards_hold(out)
@@ -295,11 +295,11 @@ def test_a_rank_that_does_not_come(op: str) -> None:
     ranks = Ranks(3)
     ranks.run(Rank.barrier)
     for rank in ranks.ranks:
-        rank.workspace.timeout_ns = int(0.4e9)  # more than the two that come may be apart
+        rank.workspace.timeout_ns = int(0.4e9)  # more than the two ranks that take part may be apart
     x = torch.ones(720, dtype=torch.bfloat16)
     start = time.monotonic()
     results = ranks.run(lambda r: r.results(op, x), only=(0, 2))
-    # Once a wait has expired no other waits: blocks run one after the other here, and there are five.
+    # After a wait has expired no other one waits: here the five blocks run one after the other.
     assert 0.4 <= time.monotonic() - start < 1.9
     for tensors in results:
         for tensor in tensors:
@@ -311,13 +311,13 @@ def test_a_rank_that_does_not_come(op: str) -> None:
         assert error[protocol.ERROR_SET] == 1
         assert error[protocol.ERROR_CALL] == 2
         assert error[protocol.ERROR_RANK] == number
-        # Who waited for a result that rests on the absent rank may hear first that its maker has given up.
+        # A rank may wait for a peer that waits for the absent rank, and see first that the peer gave up.
         if not error[protocol.ERROR_GAVE_UP]:
             assert error[protocol.ERROR_SOURCE] == 1
         assert error[protocol.ERROR_ABSENT] == 0b010
         assert ranks.ranks[number].state[protocol.EXPIRED] == 2
 
-    # The next call touches nothing of the peers but the word that says that nothing will come.
+    # The next call writes nothing to the peers except the word that announces that nothing will arrive.
     before = [memory.clone() for memory in ranks.memories]
     ranks.ranks[0].workspace.timeout_ns = int(30e9)
     start = time.monotonic()
@@ -334,7 +334,7 @@ def test_a_rank_that_does_not_come(op: str) -> None:
 
 @pytest.mark.parametrize("op", [name for name in OPS if "two_shot" in name or "multimem" in name])
 def test_what_rests_on_something_that_did_not_arrive_is_not_taken_for_good(op: str) -> None:
-    """Rank 0 gives up for want of rank 2, which then comes: both others have all terms, but not rank 0's sum."""
+    """Rank 0 gives up waiting for rank 2, which then arrives: the others have all terms, but not rank 0's sum."""
     ranks = Ranks(3, timeout_seconds=60.0)
     ranks.ranks[0].workspace.timeout_ns = int(0.05e9)
     x = torch.ones(720, dtype=torch.bfloat16)
@@ -353,7 +353,7 @@ def test_what_rests_on_something_that_did_not_arrive_is_not_taken_for_good(op: s
     assert time.monotonic() - start < 20
     assert all(is_missing(results[0][number]) for number in range(len(results[0])))
     for number in (1, 2):
-        # What a rank makes itself it may keep; the rows of rank 0 are the first ones.
+        # A rank may keep the rows that it computes itself; the first rows are those of rank 0.
         assert all(is_missing(tensor[:1]) for tensor in results[number])
         error = ranks.ranks[number].error
         assert error[protocol.ERROR_SET] == 1

@@ -95,11 +95,11 @@ def test_a_forced_schedule_is_shown_where_it_would_run(monkeypatch: pytest.Monke
     by_table = shown()
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "hierarchical")
     assert shown()["matmul_all_reduce, cpu"] == "hierarchical (1 token), hierarchical (2048 tokens)"
-    monkeypatch.setenv("FUSED_TP_SCHEDULE", "fused_kernel")  # of GPUs; there is none of a sum alone
+    monkeypatch.setenv("FUSED_TP_SCHEDULE", "fused_kernel")  # for GPUs; no fused kernel exists for a sum alone
     assert shown() == {**dict.fromkeys(by_table, "no choice"), (alone := "all_reduce_rms_norm, cpu"): by_table[alone]}
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "copy_engine")
     on_gpus: dict[str, Any] = {"dtype": torch.float32, "world_size": 2, "transport": "nccl", "arch": "sm_90"}
-    for op, forced in (("all_reduce", False), ("all_gather", True)):  # copy engines have nothing for sums alone
+    for op, forced in (("all_reduce", False), ("all_gather", True)):  # copy engines do not serve sums alone
         decision = explain_for(op, (4, 8), **on_gpus).forward
         assert decision is not None and (decision.schedule == "copy_engine") == forced
 
@@ -138,11 +138,11 @@ def test_the_cuda_compiler_is_the_one_that_builds(monkeypatch: pytest.MonkeyPatc
     assert doctor._cuda_compiler().value == "Build cuda_11.8"
 
 
-# -- GPUs, of machines that have them ----------------------------------------------------------------------------------
+# -- machines with GPUs ------------------------------------------------------------------------------------------------
 
 
 class Machine:
-    """What torch and the driver say of a box of GPUs; tests change what they like."""
+    """Fake answers of torch and the driver for a machine with GPUs, which tests may change."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         self.gpus = [SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Matmuls by other libraries than torch picks, and by the native core: the same as torch's, whatever the strides."""
+"""Matmuls by libraries that torch would not pick, and by the native core: correct for all strides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.reference import assert_within_dtype_error, matmul64, seeded
 
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN for every shape and every maker's CPU."""
+    """Use oneDNN for every shape, on CPUs of every vendor."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch is built without oneDNN")
     monkeypatch.setattr(gemm, "_onednn_beats_mkl", lambda: True)
@@ -27,7 +27,7 @@ def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native core's kernels for every number of rows that they take."""
+    """Use the native core's kernels for every number of rows that they support."""
     core = pytest.importorskip("fused_tp._core")
     if not core.few_rows_isa(0):
         pytest.skip("the native core has no kernels for few rows on this CPU")
@@ -54,7 +54,7 @@ WEIGHTS = {
 
 
 def test_no_strides_are_slow() -> None:
-    """oneDNN multiplies by an expanded weight, which the gradient of a sum is, a thousand times slower."""
+    """oneDNN alone is a thousand times slower for an expanded weight, such as the gradient of a sum."""
     x = seeded(128, 512)
 
     def seconds(weight: Tensor) -> float:
@@ -81,7 +81,7 @@ def test_strides(x: Tensor, weight: Tensor) -> None:
 
 
 def test_second_derivative() -> None:
-    """The backward of matmul_all_reduce is a matmul on this rank; differentiated again, it must not lose its part."""
+    """The backward of matmul_all_reduce is a matmul on this rank; its derivative must not be lost."""
     x, weight = seeded(4, 3).requires_grad_(), seeded(5, 3, seed=1)
     (first,) = torch.autograd.grad(fused_tp.matmul_all_reduce(x, weight, group=None).pow(3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -97,7 +97,7 @@ def test_second_derivative() -> None:
 @pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_few_rows_on_every_instruction_set(dtype: torch.dtype, isa: str) -> None:
-    """Whole and broken tiles, steps, and blocks of steps; every number of threads gives the same bits."""
+    """Cover whole and partial tiles, steps, and blocks of steps; all numbers of threads give the same bits."""
     core, code = pytest.importorskip("fused_tp._core"), gemm._NATIVE_DTYPES[dtype]
     if core.few_rows_isa(code, isa) not in (isa, "avx512" if dtype is torch.float32 else isa):
         pytest.skip(f"this CPU lacks {isa}")

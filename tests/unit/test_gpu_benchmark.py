@@ -1,4 +1,4 @@
-"""The GPU suite where there is no GPU: budget, records and table, and its cases, interpreted, on one rank."""
+"""The GPU benchmarks without a GPU: budget, records and table, and the cases, interpreted, on one rank."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_budget() -> None:
     clock.seconds += 20
     assert (budget.spent(), budget.left()) == (20, 40)
     budget.learn(planned=10, taken=20)
-    assert budget.fits(20) and not budget.fits(21)  # all takes twice what was planned
+    assert budget.fits(20) and not budget.fits(21)  # everything takes twice the planned time
     budget.learn(planned=40, taken=5)
     assert budget.fits(40)  # faster than planned is luck
 
@@ -157,7 +157,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 
 class Stream:
-    """One that has run whatever it was given; an event too."""
+    """Fake stream, and fake event, that does nothing."""
 
     device = torch.device("cpu")
 
@@ -201,13 +201,13 @@ def pretended_gpu() -> Iterator[GpuContext]:
 FUSED, ALONE, MOVED = OURS, "its matmul alone", "matmul, then movement"
 TINY = {"dtype": "bf16", "m": 40, "n": 48, "k": 32}
 SHORT = {"seq": 24, "head_dim": 16}
-# (module, maker, parameters, who runs). Attention's ranks that are threads cannot interpret at the same time: one.
+# (module, maker, parameters, contestants). One rank: attention cannot be interpreted on several threads at once.
 INTERPRETED: list[tuple[str, str, dict[str, Any], list[str]]] = [
     *(
         ("gpu_matmul", "rank_contestants", {**TINY, "op": op, "world_size": 1}, [OURS, ALONE, MOVED])
         for op in ("two-shot", "two-shot+norm", "one-shot", "reduce-scatter", "gather", "gather-direct")
     ),
-    *(  # with a peer too: it never runs, and nobody waits for it
+    *(  # also with a peer: it never runs, and no rank waits for it
         ("gpu_matmul", "flag_contestants", {**TINY, "op": op, "peers": peers}, [OURS, "torch.mm", ALONE])
         for op, peers in (("two-shot", 0), ("two-shot", 1), ("reduce-scatter", 1), ("gather", 0), ("gather-direct", 1))
     ),
@@ -233,7 +233,7 @@ INTERPRETED: list[tuple[str, str, dict[str, Any], list[str]]] = [
 
 
 def interpreted_cases(_group: dist.ProcessGroup) -> tuple[list[tuple[list[str], list[int]]], str]:
-    """(of each: who ran, and rounds; what is said where an answer is wrong)."""
+    """Return (contestants and rounds of each case, message for a wrong result)."""
     results = []
     with pytest.MonkeyPatch.context() as patch, pretended_gpu() as context, doubles("copy_engine"):
         patch.setattr(gpu_attention, "WIDTH", 32)
@@ -265,7 +265,7 @@ def test_cases_of_kernels() -> None:
 
 
 class Graph:
-    """Runs what is captured as it comes, and notes replays."""
+    """Fake graph: captured calls run at once, and replays are counted."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -289,7 +289,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuContext]:
 
 
 def latency_without_check(context: GpuContext, **parameters: Any) -> Makers:
-    """A replay computes nothing here."""
+    """Contestants without checks, because a replay computes nothing here."""
     makers = gpu_collectives.latency_contestants(context, **parameters)
     return {name: lambda maker=maker: replace(maker(), check=None) for name, maker in makers.items()}
 
@@ -344,7 +344,7 @@ def test_bytes_that_must_be_moved() -> None:
     """One rank reads and writes; two ranks of 4 bytes by hand; each more rank adds a share sent and one received."""
     for op in gpu_collectives.EXCHANGES:
         assert gpu_collectives.traffic(op, 1000, 1) == 2000
-    # one-shot, of each: read 4 + 4, write 4 + 4. two-shot: 4 + 2 + 2 and 2 + 4 + 2. reduce-scatter: 4 + 2 and 2 + 2.
+    # Per rank, one-shot: read 4 + 4, write 4 + 4. two-shot: 4 + 2 + 2 and 2 + 4 + 2. reduce-scatter: 4 + 2 and 2 + 2.
     by_hand = {"one-shot": 16, "two-shot": 16, "reduce-scatter": 10, "all-gather": 10, "all-to-all": 12}
     for op, nbytes in by_hand.items():
         assert gpu_collectives.traffic(op, 4, 2) == 2 * nbytes
@@ -362,7 +362,7 @@ def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def gpu_test_case(_group: dist.ProcessGroup, function: str, world_size: int, *args: Any) -> None:
-    """What the tests of the GPU do, as far as it can be done here: so that there they fail for the kernels' reasons."""
+    """Run a GPU test as far as possible here, so that on a GPU it fails for the kernels' reasons."""
     from tests.gpu import test_fused_kernels
 
     run_local(world_size, getattr(test_fused_kernels, function), *args)

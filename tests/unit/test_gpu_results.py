@@ -1,4 +1,4 @@
-"""README's status column and the page of benchmarks follow from the results of GPUs."""
+"""README's status column and the page of benchmarks are generated from GPU results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def report(date: str, **states: str) -> dict[str, Any]:
 
 
 def whole_report() -> dict[str, Any]:
-    """As `fused-tp selftest` writes it, with a step that failed, one that was late, and one without a result."""
+    """Report like that of `fused-tp selftest`, with a failed step, a late one, and one without a result."""
     smoke = {"bf16 matmul 8192^3 by cuBLAS, TFLOP/s": 798.1, "driver": {"version": [13, 0]}, "one kernel: ring": "ring"}
     ours = {"case": "alone/bf16/4096", "contestant": "fused_tp", "ms": 0.2, "rounds": 7, "note": "687 TFLOP/s; a | b"}
     theirs = {**ours, "contestant": "torch.mm", "ms": 0.19, "note": "723 TFLOP/s"}
@@ -53,7 +53,7 @@ def test_times_of_a_report_are_in_the_table(tmp_path: Path) -> None:
     for name, one in (("b.json", whole_report()), ("a.json", {**whole_report(), "gpu": ""})):
         (tmp_path / name).write_text(json.dumps(one))
     found = pages.results(tmp_path)
-    assert len(found) == 1  # one without a GPU is none
+    assert len(found) == 1  # a report without a GPU is ignored
     table = pages.table(found)
     for row in (
         "| NVIDIA H100, 2026-12-03 | smoke | wrong | 9 | exit code 1: a \\| b |",
@@ -84,7 +84,7 @@ def test_the_status_goes_by_itself_when_there_is_a_result() -> None:
     assert changed.count("| right on NVIDIA H100 (2026-12-01) |") == 1
     assert changed.count("| wrong on NVIDIA H100 (2026-12-01) |") == 1
     assert changed.count("\n") == text.count("\n") and pages.readme(changed, found) == changed
-    # A newer report counts for what it ran; what was left out stays as it was.
+    # A newer report overrides the steps that it ran; steps that it left out stay unchanged.
     found.append(report("2026-12-02", sums_2="left out", gathers_2="right", rings_2="right"))
     newer = pages.readme(changed, found)
     assert "right on NVIDIA H100 (2026-12-01)" in newer and "right on NVIDIA H100 (2026-12-02)" in newer

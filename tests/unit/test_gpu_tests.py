@@ -1,4 +1,4 @@
-"""The bodies of tests/gpu, on the CPU, as far as they go there: so that on a GPU they fail for the GPU's reasons."""
+"""Bodies of tests/gpu on the CPU, as far as they run there, so that on a GPU they fail for the GPU's reasons."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ ON_SCHEDULES: list[tuple[Any, ...]] = [
 
 @pytest.mark.parametrize("name", TESTS)
 def test_on_threads_and_processes(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests for GPUs, with the CPU build of the kernels in the place of the GPUs."""
+    """Run tests for GPUs with the CPU build of the kernels."""
     test, *args = TESTS[name]
 
     def ranks(world_size: int, fn: Any, *args: Any, env: object, timeout: float) -> Any:
@@ -93,7 +93,7 @@ def test_on_doubles(case: tuple[Any, ...]) -> None:
     test(*args, kind="cpu")
 
 
-# -- what takes checks of the CPU to a device; "meta" stands for one ---------------------------------------------------
+# -- helpers that move CPU checks to a device; "meta" simulates one ----------------------------------------------------
 
 
 def test_tensors_keep_their_strides_and_their_place() -> None:
@@ -106,14 +106,14 @@ def test_tensors_keep_their_strides_and_their_place() -> None:
 
 
 def test_arguments_go_and_results_come_back() -> None:
-    """And where a result is an argument, it is that tensor of the CPU."""
+    """A result that is one of the arguments is returned as that CPU tensor."""
     seen: list[Any] = []
 
     def fn(x: torch.Tensor, several: list[Any], *, out: torch.Tensor) -> Any:
         seen.extend([x.dtype, several[0].dtype, several[1], out is x])
         return out
 
-    device: Any = SimpleNamespace(type="elsewhere")  # what goes there becomes another tensor
+    device: Any = SimpleNamespace(type="elsewhere")  # a tensor moved there becomes another one
     x, called = torch.ones(3), mock.Mock()
     with mock.patch("tests.gpu.on_device.there", lambda t, device: t.double()):
         assert on_device(fn, device, called)(x, [x, 7], out=x) is x

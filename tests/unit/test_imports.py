@@ -1,4 +1,4 @@
-"""What may import what, and what `import fused_tp` may take with it."""
+"""Direction of imports, and the libraries that `import fused_tp` may load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "fused_tp"
 BELOW_CLI = [file for file in sorted(PACKAGE.glob("*/**/*.py")) if file.relative_to(PACKAGE).parts[0] != "cli"]
 VARIABLE = re.compile(r"\bFUSED_TP_[A-Z0-9_]+\b")
 
-# Imports every module of the package with the optional libraries taken away, and nothing may start or be left behind.
+# Imports every module of the package without the optional libraries; neither torch.distributed nor CUDA may start.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import torch, torch.distributed as dist, torch.distributed.fsdp  # torch itself looks for some of them
@@ -53,7 +53,7 @@ def test_imports_point_downwards_and_kernels_stand_alone() -> None:
 
 
 def test_modules_take_only_the_core_from_the_top_level() -> None:
-    """The top level imports all layers, so that taking a name from it would be an import upwards."""
+    """The top level imports all layers, so that importing a name from it would be an import upwards."""
     for file in BELOW_CLI:
         for node in ast.walk(ast.parse(file.read_text())):
             where = f"{file.relative_to(REPOSITORY)}:{getattr(node, 'lineno', 0)}"
@@ -66,7 +66,7 @@ def test_modules_take_only_the_core_from_the_top_level() -> None:
 
 
 def test_names_that_torch_has_changed_stand_in_one_place() -> None:
-    """A benchmark took the new ones alone, which torch 2.11 does not have."""
+    """A benchmark once used only the new names, which torch 2.11 lacks."""
     changed = re.compile(r"dist\.(all_gather_(single|into_tensor)|reduce_scatter_(single|tensor))\b")
     files = [file for folder in ("fused_tp", "benchmarks", "examples") for file in (REPOSITORY / folder).rglob("*.py")]
     assert {file.name for file in files if changed.search(file.read_text())} == {"base.py"}

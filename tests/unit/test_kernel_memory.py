@@ -1,4 +1,4 @@
-"""Whether ranks may write into each other's memory, judged by what each tells; and watching peers' processes."""
+"""Facts of ranks decide if they may write into each other's memory; peers' processes are watched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def changed(rank: int, **fields: object) -> list[Facts]:
     return [replace(fact, **fields) if r == rank else fact for r, fact in enumerate(RANKS)]
 
 
-SHARED = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]  # as torch was told on all of them
+SHARED = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]  # torch allows them to share a GPU
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_watch_ends_with_its_owner() -> None:
     deadline = time.monotonic() + 5
     while watching() > before:
         assert time.monotonic() < deadline, "the thread lives on"
-        time.sleep(0.05)  # looking is all there is to do
+        time.sleep(0.05)  # polling is the only way
 
 
 def test_only_processes_of_the_same_namespace_can_be_watched() -> None:

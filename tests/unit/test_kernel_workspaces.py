@@ -1,6 +1,6 @@
-"""Workspaces of fused kernels: growing, what a CUDA graph holds on to, and the order in which troubles are told.
+"""Workspaces of fused kernels: growth, memory kept for CUDA graphs, and the order in which failures are reported.
 
-Kernels themselves run in tests/kernels and tests/gpu; here a workspace is only what is asked of it.
+Kernels run in tests/kernels and tests/gpu; here a workspace is a mock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Memory:
 
 
 class Said(str):
-    """What an expired wait has left."""
+    """Report of an expired wait."""
 
     gave_up = False
 
@@ -91,7 +91,7 @@ def test_what_a_graph_may_use_outlives_growing_and_is_still_looked_at() -> None:
     [
         (None, Said("who and why"), CollectiveTimeoutError, "who and why, in 7 s (FUSED_TP_TIMEOUT)."),
         ("Rank 1 has said why.", GaveUp("it gave up"), PeerLostError, "it gave up. Rank 1 has said why."),
-        (None, GaveUp("it gave up"), CollectiveTimeoutError, "it gave up."),  # which did not take the deadline
+        (None, GaveUp("it gave up"), CollectiveTimeoutError, "it gave up."),  # it did not wait for the deadline
     ],
 )
 def test_an_expired_wait_is_told_once_and_then_the_group_is_unusable(
@@ -129,7 +129,7 @@ def test_a_workspace_may_be_made_while_the_watch_looks_at_the_others() -> None:
     with workspaces.use("sum", 1, "op") as first:
         pass
 
-    # As the thread that calls, which may get its turn at any time.
+    # Simulates the calling thread, which may run at any time.
     first.expired = lambda: workspaces._slot("gather", 1, "op") and None
     assert workspaces._expired() is None
 
@@ -147,7 +147,7 @@ def test_a_failure_while_growing_makes_the_group_unusable() -> None:
 
 
 def test_a_peer_that_is_lost_meanwhile() -> None:
-    """A workspace that is made then does not wait for it; a call that had its part is not spoilt, the next one is."""
+    """A workspace made meanwhile does not wait for the peer; the current call succeeds, the next one raises."""
     workspaces, memory = made()
     allocate = memory.allocate
 
@@ -179,7 +179,7 @@ def test_a_deadline_beyond_what_kernels_can_count(monkeypatch: pytest.MonkeyPatc
     for seconds in ("1e300", "9.3e9"):
         monkeypatch.setenv("FUSED_TP_TIMEOUT", seconds)
         with workspaces.use("sum", 1, "op") as workspace:
-            assert workspace.timeout_ns == 3 * 10**18  # a century, of which kernels count up to three
+            assert workspace.timeout_ns == 3 * 10**18  # a century; kernels can count up to three
 
 
 def test_ranks_of_one_gpu_have_a_share_of_it_each() -> None:

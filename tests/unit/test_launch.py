@@ -1,4 +1,4 @@
-"""`fused-tp launch`: the commands it makes, what it refuses, and how it ends hosts. Nothing here starts torchrun."""
+"""`fused-tp launch`: its commands, its refusals, and the end of hosts. Nothing here starts torchrun."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
 
 
 def options_of(command: list[str]) -> dict[str, str]:
-    """What follows each option of torchrun."""
+    """The word after each option of torchrun, by option."""
     return {word: after for word, after in pairwise(command) if word.startswith("--")}
 
 
@@ -144,7 +144,7 @@ def test_slurm(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "asks for 3 hosts, and the SLURM allocation has 2" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_JOB_NODELIST", "unknown")
     assert main(["launch", "train.py"]) == 2 and "scontrol cannot name" in capsys.readouterr().err
-    monkeypatch.setenv("SLURM_STEP_ID", "0")  # srun has started this
+    monkeypatch.setenv("SLURM_STEP_ID", "0")  # srun has started this process
     [command] = dry_run(capsys, "--per-node", "2", "train.py")
     assert command[:3] == NODE
 
@@ -155,7 +155,7 @@ def test_sbatch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (here / "job.sh").read_text()
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash" and "#SBATCH --nodes=4" in lines and "export A='b c'" in lines
-    # What bash makes of it where srun and scontrol are there.
+    # Run the script in bash, with fakes of srun and scontrol.
     stand_ins = "scontrol() { printf 'n3\\nn4\\n'; }; srun() { printf '%s\\n' \"$@\"; }; SLURM_JOB_ID=77\n"
     done = subprocess.run(["bash", "-c", stand_ins + text], capture_output=True, text=True, check=True)
     options = options_of(done.stdout.splitlines())
@@ -168,7 +168,7 @@ def test_sbatch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_package_that_a_finder_of_its_own_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As an editable installation has it: not in a folder of sys.path."""
+    """Find a package outside the folders of sys.path, as in an editable installation."""
 
     class Finder:
         @staticmethod
@@ -276,7 +276,7 @@ def test_hosts_that_are_lost(capfd: pytest.CaptureFixture[str]) -> None:
 def test_signals_reach_hosts(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
     threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
-    # The first ends by it; the second has to be told twice.
+    # Each host reads the name of the signal; the second ends later.
     assert run(["a", "b"], [host("read line; echo a $line"), host("read line; sleep 0.2; echo b")], 2, 10, None) == (
         128 + number
     )
@@ -296,4 +296,4 @@ def test_shares_of_cores(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [launch_rank.share_of(rank, 4, cpus) for rank in range(4)] == [{0, 4}, {2, 6}, {1, 5}, {3, 7}]
     shares = [launch_rank.share_of(rank, 3, cpus) for rank in range(3)]
     assert sorted(map(len, shares)) == [2, 3, 3] and set.union(*shares) == set(range(8))
-    assert launch_rank.in_order_of_cores({9, 8}) == [8, 9]  # a machine that says nothing about them
+    assert launch_rank.in_order_of_cores({9, 8}) == [8, 9]  # a machine without a topology of cores

@@ -45,7 +45,7 @@ def test_a_rank_is_memory_for_kernels() -> None:
     memory = LocalGroup(1).rank(0)
     buffer, handle = memory.allocate(1 << 14)
     assert (memory.arch, memory.sms, memory.rank, memory.world_size) == (0, CPU_PROGRAMS, 0, 1)
-    with torch.device("meta"):  # where tensors are made that nothing is said of
+    with torch.device("meta"):  # the default device of new tensors
         workspace = Workspace(buffer, handle, timeout_seconds=1)
     assert workspace.expired() is None and workspace.error.device == torch.device("cpu")
 
@@ -74,7 +74,7 @@ def test_turns_do_not_overlap(world_size: int) -> None:
         for _ in range(5):
             with rank.in_turn():
                 inside.append(rank.rank)
-                time.sleep(0.001)  # time for others to come in, were they let
+                time.sleep(0.001)  # time for other ranks to enter, if they could
                 order.append(rank.rank)
                 assert inside == [rank.rank]
                 inside.clear()

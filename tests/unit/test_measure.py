@@ -1,4 +1,4 @@
-"""A machine that is measured: its numbers give back the seconds that they come from, and predict steps of training."""
+"""A measured machine: its numbers reproduce the seconds that they come from, and predict training steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fused_tp.training.run import TrainingRun
 from fused_tp.training.settings import TrainSettings
 from tests.workers import run_fresh
 
-# As a CPU may take them, for all layers.
+# Plausible times of a CPU, for all layers.
 SECONDS = {
     "copy": 8e-3,
     "linear": 25e-3,
@@ -49,7 +49,7 @@ def machine(ranks: int) -> Machine:
 
 
 def layers(machine: Machine, sizes: Sizes, **spread: int) -> float:
-    """Seconds of all layers, as predicted."""
+    """Predicted seconds of all layers."""
     forward, backward = CostModel(
         shape=sizes.shape,
         config=ParallelConfig(**spread),
@@ -77,7 +77,7 @@ def test_one_rank_has_no_links() -> None:
 
 
 def fastest_step(group: dist.ProcessGroup, settings: dict[str, Any]) -> float:
-    """CPU seconds, which other programs beside change little."""
+    """CPU seconds of the fastest step, which other programs change little."""
     torch.set_num_threads(1)
     seconds = []
     with TrainingRun(TrainSettings.of(settings)) as run:

@@ -21,7 +21,7 @@ from fused_tp.transport.torch_dist import TorchDist
 
 
 class Work:
-    """Ends when it is told to, or at the timeout of its wait."""
+    """Fake work that ends when `end` is set; a wait ends at its timeout, too."""
 
     def __init__(self, ended: bool = False) -> None:
         self.end = threading.Event()
@@ -52,7 +52,7 @@ def test_messages_are_waited_for_in_slices() -> None:
 
 
 class Stream:
-    """What a GPU is asked to do, done when the host waits for it; the only stream there is."""
+    """Fake of a GPU's only stream: its work runs when the host waits for it."""
 
     steps: ClassVar[list[Callable[[], object]]] = []
 
@@ -65,7 +65,7 @@ class Stream:
 
 
 class OnGpu(Tensor):
-    """A tensor of the CPU that says otherwise: what does not block the host is done by the `Stream`."""
+    """A CPU tensor that claims to be on a GPU: its non-blocking copies run on the `Stream`."""
 
     is_cuda = True
 
@@ -90,13 +90,13 @@ def test_what_a_gpu_sends_and_receives_is_in_the_order_of_its_stream(monkeypatch
 
     monkeypatch.setattr(torch, "empty", empty)
     x = torch.zeros(4)
-    Stream.steps.append(lambda: x.fill_(1.0))  # what makes it is still under way
+    Stream.steps.append(lambda: x.fill_(1.0))  # x is still being computed
     host = gloo.on_host(x.as_subclass(OnGpu))
     assert torch.equal(host, torch.ones(4)) and not Stream.steps
     Stream.steps.append(lambda: x.fill_(2.0))
     Stream().synchronize()
     assert torch.equal(host, torch.ones(4)), "it is a copy"
-    # Received: behind what the stream still does with the memory, and before what it does next.
+    # Received data are written after the pending work of the stream and before its next work.
     room, seen = gloo.host_room(x.as_subclass(OnGpu)).fill_(3.0), []
     Stream.steps.append(lambda: seen.append(x.clone()))
     gloo.from_host(room, x.as_subclass(OnGpu))
@@ -142,7 +142,7 @@ def test_a_thread_serves_one_op_after_the_other_and_none_that_is_stuck() -> None
     assert not stuck.wait_for(0.0)
     assert Messages([(1, Work(ended=True))], 60.0).wait_for(60.0)
     while not gloo._idle:
-        time.sleep(0.001)  # its thread has to come back, and tells nobody
+        time.sleep(0.001)  # its thread becomes idle without a notification
     before = waiting_threads()
     for _ in range(20):
         assert Messages([(1, Work(ended=True))], 60.0).wait_for(60.0)
@@ -158,12 +158,12 @@ def test_a_thread_serves_one_op_after_the_other_and_none_that_is_stuck() -> None
     [
         ({}, {1: 5, 2: 5}, False),
         ({2: 6.0}, {1: 5}, True),
-        ({2: 6.0}, {1: 7}, True),  # which has further calls under way
-        ({2: 6.0}, {1: 4}, False),  # rank 1 is late, and may be all that is waited for
+        ({2: 6.0}, {1: 7}, True),  # rank 1 runs further calls already
+        ({2: 6.0}, {1: 4}, False),  # rank 1 is late, and may be the only rank waited for
         ({2: 6.0}, {}, False),
-        ({2: 2.0}, {1: 5}, False),  # what the others have for each other may take a while
+        ({2: 2.0}, {1: 5}, False),  # the others may still exchange data
         ({1: 2.0, 2: 2.0}, {}, True),
-        ({1: 0.1, 2: 6.0}, {}, False),  # the last part of rank 1 may just have come
+        ({1: 0.1, 2: 6.0}, {}, False),  # the last data of rank 1 may just have arrived
     ],
 )
 def test_a_collective_is_lost_when_nobody_is_left_to_wait_for(
@@ -182,7 +182,7 @@ def test_of_messages_only_the_one_that_is_waited_for_can_be_lost() -> None:
 
 
 class Group:
-    """Counts nothing but its references."""
+    """Fake process group, whose references are counted."""
 
 
 @pytest.mark.parametrize(("works", "kept"), [([], False), ([Work(ended=True)], False), ([Work(), Work(True)], True)])
