@@ -117,8 +117,8 @@ def all_gather_gemm_kernel(
 ):  # fmt: skip
     """x_own [rows of this rank, K] and x [M, K] are contiguous. If DIRECT, x is None, else ws is None.
 
-    With TMA x_own, x and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i} its
-    bias or None.
+    With TMA x_own, x and the weights w0, ... are descriptors, else pointers. weights[i] is the `Weight` of w{i}, b{i}
+    its bias or None.
     """
     operands, biases = (w0, w1, w2), (b0, b1, b2)
     ELEMENT: tl.constexpr = weights[0].y.dtype.element_ty
