@@ -191,7 +191,7 @@ microseconds StreamWatchdog::look(int64_t now_ns) {
   return std::min(waits ? kLook : kIdleLook, microseconds(timeout_ns / 10'000));
 }
 
-// What has waited in vain, in a sentence: for whom else this rank waits in the same way, too.
+// Sentence about an expired wait; it also names all other peers that this rank waits for in the same way.
 std::string StreamWatchdog::late(int number, uint64_t call, int64_t waited_ns, bool lost) const {
   const int world = protocol_.layout().world();
   const std::string own = "rank " + std::to_string(protocol_.rank());
@@ -203,14 +203,14 @@ std::string StreamWatchdog::late(int number, uint64_t call, int64_t waited_ns, b
     const int other = 1 + way * world + peer;
     if (other == number || (!lost && word(other).load(std::memory_order_acquire) % 2 == 1)) peers.push_back(peer);
   }
-  // Calls of number 0 are those of a graph of our own, which is launched again and again.
+  // Calls with number 0 are those of a graph of our own, which is launched repeatedly.
   const std::string count = call / 8 > 0 ? ", call " + std::to_string(call / 8) : "";
   std::string what = name_of(call) + count + ": " + own + " waited" + in;
   if (way == static_cast<int>(Wait::kSend)) return what + " until " + named(peers) + " had taken what was sent before.";
   return what + " for the data of " + named(peers) + ".";
 }
 
-// Whether others have given up; seen in the round after the next at the earliest, without waiting.
+// Checks whether peers have given up, without waiting: one round copies the gates, a later one reads the copy.
 void StreamWatchdog::read_gates(int64_t now_ns) {
   if (!reading_gates_) {
     if (now_ns - gates_read_ns_ < kReadGatesNs) return;
@@ -243,7 +243,7 @@ void StreamWatchdog::fail(const Closing& closing, const std::string& sentence) {
   Steps steps;
   protocol_.close_all_gates(steps);
   write(steps);
-  // Nothing may be forced before: what others take until then is right.
+  // Nothing may be forced before all gates are closed: until then peers accept all data as right.
   const double seconds =
       std::clamp(timeout_seconds_.load(std::memory_order_relaxed), kLeastGateSeconds, kMostGateSeconds);
   const auto until = Clock::now() + std::chrono::duration<double>(seconds);
@@ -251,7 +251,7 @@ void StreamWatchdog::fail(const Closing& closing, const std::string& sentence) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stopping_) return;
     if (Clock::now() < until) continue;
-    // Streams that wait for peers wait on, since forced they would move bytes that are taken for right. No thread does.
+    // Streams keep waiting for peers: if forced, they would move bytes that peers accept as right. No thread waits.
     stuck_ = true;
     sentence_ += " The gates of the group's calls could not be closed within " +
                  seconds_text(static_cast<int64_t>(1e9 * seconds)) + " s: the device of rank " +
