@@ -155,7 +155,7 @@ class Problem:
 def flag_cases(quick: bool) -> Iterator[Case]:
     m = 4096
     for op in ("two-shot", "reduce-scatter", "gather", *(() if quick else ("gather-direct", "one-shot"))):
-        # With peers a gather waits for copies, which nobody makes here.
+        # With peers a gather would wait for copies, which do not happen with a single running rank.
         for world_size in (1,) if op == "gather" else (1, 2):
             n, k = (INNER // 2, HIDDEN) if op in GATHERS else (HIDDEN, INNER // 2)
             judged: tuple[float | None, float | None] = (None, None) if op == "one-shot" else (0.88, 0.95)

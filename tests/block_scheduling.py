@@ -49,7 +49,7 @@ class Kernel:
         blocks: number of blocks.
         room: share of an SM's ROOM that a block takes.
         priority: priority of its stream; the highest is placed first.
-        cluster: all blocks are placed at once, each on an SM of its own.
+        cluster: all blocks are placed at the same time, each on a separate SM.
         waits: waits of each block, in order; the block ends after the last one.
         behind: kernels of other streams that must have ended before (events).
     """

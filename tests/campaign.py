@@ -194,7 +194,7 @@ def inject(number: int, name: str, schedule: str, victim: int, alive: list[int],
     if kind in ("shape", "dtype", "op", "setting"):
         env["FUSED_TP_CHECK"] = "1"
     with environment(env):
-        # torch may name a group that only some ranks make like an earlier one of the same ranks.
+        # torch may reuse the name of an earlier group of the same ranks for a group that only its members make.
         group = dist.new_group(alive, use_local_synchronization=len(alive) < dist.get_world_size())
         run = faults.calls_of(group, [MATMULS[0], *ops] if kind == "threads" else ops)
         if not fault.first:

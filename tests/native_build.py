@@ -35,7 +35,7 @@ INSTALLED = native_kernels.LIBRARY
 # -g1: sanitizers only report line numbers; full debug information takes the compiler about a third longer.
 COMMON_FLAGS = ("-std=c++17", "-g1", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror")
 
-# Kernels on the CPU: the fakes of CUDA's headers are found first, and .cu files are compiled as C++. Kernels access the
+# Kernels on the CPU: doubles of CUDA's headers are found first, and .cu files are compiled as C++. Kernels access the
 # same packets as several types, hence -fno-strict-aliasing.
 GPU_ON_CPU = REPOSITORY / "tests" / "native" / "gpu_on_cpu"
 GPU_ON_CPU_FLAGS = (
@@ -191,14 +191,14 @@ def use_library(path: str | Path | None) -> None:
 
 
 def use_driver(path: str | Path | None) -> None:
-    """Use the fake CUDA driver at `path` for copy engines of CPU tensors; None: the CPU has no copy engines."""
+    """Use the double of the CUDA driver at `path` for copy engines of CPU tensors; None: the CPU has none."""
     copy_engine.LIBRARIES.pop("cpu", None)
     if path is not None:
         copy_engine.LIBRARIES["cpu"] = str(path)
 
 
 def use_nccl(nccl_library: str | Path | None, driver: str | Path | None = None) -> None:
-    """Use a fake NCCL and a fake CUDA driver for communicators of CPU tensors; None: CPU tensors have none."""
+    """Use doubles of NCCL and of the CUDA driver for communicators of CPU tensors; None: CPU tensors have none."""
     nccl.LIBRARIES.pop("cpu", None)
     if nccl_library is not None:
         nccl.LIBRARIES["cpu"] = (str(nccl_library), str(driver))

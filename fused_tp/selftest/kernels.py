@@ -178,8 +178,8 @@ def _problem(
 def poison(calls: Sequence[Call], wanted: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
     """Allocate the memory that the results of `calls` will take, and fill it with NaN.
 
-    It may hold right results of a rehearsal. And allocating device memory later may wait for a kernel of this rank,
-    which waits for a peer.
+    Otherwise that memory may hold right results of a rehearsal, and allocating device memory later may wait for a
+    kernel of this rank, which waits for a peer.
     """
     nan = float("nan")
     taken = [

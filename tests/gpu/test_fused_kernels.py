@@ -159,7 +159,7 @@ def test_a_missing_rank_is_named_within_the_deadline(op: str, world_size: int, m
 def captured(rank: LocalRank, op: str) -> None:
     """Capture one call in a graph and replay it with changed inputs, between eager calls."""
     shape = (300, 520, 200)
-    calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed in range(0, 50, 5)]  # one mask for a ring
+    calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed in range(0, 50, 5)]  # a ring's share one mask
     workspace = prepared(rank, op, calls[:2])
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()

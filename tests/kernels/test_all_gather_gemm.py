@@ -1,5 +1,5 @@
-"""all-gather + matmul, interpreted, W processes over CPU shared memory; copy engines are those of the fake CUDA driver,
-whose streams are threads."""
+"""all-gather + matmul, interpreted, W processes over CPU shared memory; copy engines are those of the double of the
+CUDA driver, whose streams are threads."""
 
 from __future__ import annotations
 

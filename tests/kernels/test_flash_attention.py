@@ -298,7 +298,7 @@ def leaks(_group: dist.ProcessGroup) -> None:
         unseen = torch.from_numpy((first > token) | (last <= token))
         for name in "kv":
             assert torch.equal(before[name][:, unseen], after[name][:, unseen]), (name, token)
-    # Not even NaN and inf leak from another document with whole tiles, or from keys that no query sees.
+    # Not even NaN and inf leak from another long document, or from keys that no query sees.
     k, v = c.k.clone(), c.v.clone()
     k[:, 61:], v[:, 61:] = torch.nan, torch.inf
     after = run(replace(c, k=k, v=v), tile(), before["lse"])

@@ -46,7 +46,7 @@ def test_forward_and_gradients(world_size: int, dtype: str) -> None:
 
 
 def by_copy_engines(group: Any, of: Callable[..., Any], *args: Any) -> Any:
-    """Run `of` with copy engines of the fake driver, which also carry the smallest shards."""
+    """Run `of` with copy engines of the driver's double, which also carry the smallest shards."""
     with doubles("copy_engine"), mock.patch.object(fused_kernel, "DIRECT_BYTES", -1):
         return of(group, *args)
 

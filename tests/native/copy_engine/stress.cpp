@@ -39,7 +39,7 @@ uint64_t value(int call, int rank) { return static_cast<uint64_t>(call) * 64 + r
 
 DeviceAddress at(const void* memory) { return reinterpret_cast<DeviceAddress>(memory); }
 
-// Enqueues a step that stands for a kernel.
+// Enqueues a step that simulates a kernel.
 template <typename Work>
 void launch(Stream stream, Work work) {
   auto* kept = new Work(std::move(work));  // never freed: a graph may run it again
