@@ -1,18 +1,18 @@
-"""The GPU suite: `python -m benchmarks.gpu [--out DIR] [--quick] [--check] [--minutes 8] [--only REGEX]`, on one GPU.
+"""GPU suite: `python -m benchmarks.gpu [--out DIR] [--quick] [--check] [--minutes 8] [--only REGEX]`, on one GPU.
 
-Needs torch with CUDA and Triton; run it from the root of a checkout. The cases of the kernels of csrc/cuda also need
-the native core and these kernels, which nvcc builds beforehand,
+Needs torch with CUDA and Triton; run it from the root of a checkout. Cases of csrc/cuda also need the native core and
+the device kernels, which nvcc builds beforehand,
 
     FUSED_TP_CUDA_ARCHS=90a python setup.py build_ext --inplace && python -m benchmarks.gpu
 
-(100a for Blackwell, 80 for Ampere; unset for all); without them those cases are left out. Nothing else should run on
-the GPU meanwhile.
+(100a for Blackwell, 80 for Ampere; unset for all); without them those cases are skipped. Nothing else should run on the
+GPU meanwhile.
 
-Every answer is checked against fp64 before it is timed, and again afterwards. Writes gpu.jsonl and gpu.md to DIR after
-each case, prints the table at the end, and says what there was no time for.
+Every result is checked against fp64 before it is timed, and again afterwards. Writes gpu.jsonl and gpu.md to DIR after
+each case, prints the table at the end, and lists the cases for which no time was left.
 
-A GPU that has never run the kernels compiles them first, which takes longer than to time them. Triton keeps what it has
-compiled, so let several processes check the answers beforehand, each those of some cases; nothing is timed then:
+The first run on a machine compiles the kernels, which takes longer than timing them. Triton caches compiled kernels, so
+let several processes check the results of some cases each beforehand; they time nothing:
 
     for some in alone/bf16 alone/fp flags ranks attention/ attention-ra attention-ri; do
         python -m benchmarks.gpu --check --only "^$some" & done; wait
@@ -40,7 +40,7 @@ from .results import Record, merge, records_of, write_whole
 from .runner import check_case, run_case
 from .table import markdown
 
-if TYPE_CHECKING:  # it loads Triton
+if TYPE_CHECKING:  # importing it loads Triton
     from .gpu_timing import Budget
 
 MIN_ROUNDS = 5
@@ -49,7 +49,7 @@ ROUNDS, QUICK_ROUNDS = 25, 7
 
 
 def cases(quick: bool) -> list[Case]:
-    """All cases, those that say most first: minutes may run out."""
+    """All cases, the most informative first, since the time may run out."""
     from . import gpu_attention as attention
     from . import gpu_collectives as collectives
     from . import gpu_matmul as matmul
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """0 if all that ran was right, 1 if something was not, 2 if it cannot run here or the arguments do not fit."""
+    """Return 0 if all that ran was right, 1 if something was not, 2 if it cannot run or the arguments are wrong."""
     try:
         chosen = select(cases(options.quick), options.only, "--only")
     except ValueError as error:
@@ -101,7 +101,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(case.name for case in chosen))
         return 0
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see benchmarks.local_ranks; before CUDA starts
-    os.environ.setdefault("FUSED_TP_TIMEOUT", "20")  # a kernel that waits in vain must not take all the minutes
+    os.environ.setdefault("FUSED_TP_TIMEOUT", "20")  # a kernel that waits in vain must not use up the time
     problem = obstacle()
     if problem:
         print(problem, file=sys.stderr)
@@ -124,11 +124,11 @@ def main(options: argparse.Namespace) -> int:
     def measure(case: Case) -> Mapping[str, str]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
         times = run_case(context, case, rounds, goes_on=lambda done: done < MIN_ROUNDS or budget.left() > 0)
-        # Now, not before: the clocks among the versions are then those under load.
+        # After the measurement, so that the clocks among the versions are those under load.
         world_size = int(case.parameters.get("world_size", 1))
         fresh = records_of(case, [times], world_size, machine, gpu_versions(device))
         records.extend(fresh)
-        merge(path, fresh)  # at once: an interrupted run keeps what it has
+        merge(path, fresh)  # at once, so that an interrupted run keeps its records
         path.with_suffix(".md").write_text(markdown(records, minutes=budget.spent() / 60))
         keep_summary()
         return times.skipped
@@ -150,7 +150,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]:
-    """Records as one object for a report: a note, machine and versions once, and a row for each contestant."""
+    """Records as one object for a report: a note, machine and versions once, and one row per contestant."""
     judged = [(one, one.comparison.bar) for one in records if one.comparison and one.comparison.bar is not None]
     met = sum(MEASURES[c.measure].meets(c.value.median, bar) for one, bar in judged if (c := one.comparison))
     failed = [text for text in skipped if " failed" in text]
@@ -181,16 +181,16 @@ def run_all(
     measure: Callable[[Case], Mapping[str, str]],
     say: Callable[[str], None] | None = None,
 ) -> tuple[int, list[str]]:
-    """Measures the cases that fit the budget.
+    """Measure the cases that fit the budget.
 
     Args:
-        measure: says of contestants that do not take part why, as the end of a sentence.
+        measure: measures a case; returns for each skipped contestant the reason, as the end of a sentence.
 
-    Returns how many were measured, and a sentence for each case and contestant that was not.
+    Returns the number of measured cases, and a sentence for each case and contestant that was not measured.
     """
     import torch
 
-    say = say or partial(print, flush=True)  # a run that is killed has said how far it came
+    say = say or partial(print, flush=True)  # flush: a killed run has printed its progress
     ran, skipped = 0, []
     for case in chosen:
         if not budget.fits(case.seconds):
@@ -203,20 +203,20 @@ def run_all(
             say(f"{budget.spent():6.1f} s  {case.name}")
         except Unavailable as error:
             skipped.append(f"{case.name}: {error}.")
-        except Exception as error:  # one that fails must not take the others' minutes with it
+        except Exception as error:  # a failing case must not end the run
             traceback.print_exc()
             text = f"{case.name} failed. {type(error).__name__}: {error}"
             say(f"{budget.spent():6.1f} s  {text}")
             skipped.append(text.splitlines()[0])
         gc.collect()
-        with contextlib.suppress(RuntimeError):  # what has broken the GPU fails every case, and each is reported
-            torch.cuda.empty_cache()  # that of a case that failed, too
+        with contextlib.suppress(RuntimeError):  # on a broken GPU every case fails and is reported
+            torch.cuda.empty_cache()  # also frees memory of a failed case
         budget.learn(case.seconds, budget.spent() - begun)
     return ran, skipped
 
 
 def obstacle() -> str:
-    """Why the suite cannot run here, in a sentence; '' if it can."""
+    """Reason in a sentence why the suite cannot run here; '' if it can."""
     import torch
 
     if not torch.cuda.is_available():
@@ -233,7 +233,7 @@ def obstacle() -> str:
 
 
 def from_command_line(arguments: Sequence[str] | None = None) -> int:
-    """`python -m benchmarks.gpu`."""
+    """Run `python -m benchmarks.gpu`."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__)
     add_arguments(parser)
     return main(parser.parse_args(arguments))

@@ -1,12 +1,12 @@
-"""Attention on a GPU: the Triton kernels against torch's providers, and rings of ranks against the whole.
+"""Attention on a GPU: Triton kernels compared with torch's providers, and rings of ranks compared with one launch.
 
 `attention`: forward, and backward, of one rank, as `ring_attention` runs them.
 
 `attention-ring`: all steps of all W ranks of a causal zigzag ring, one rank after the other, against the whole.
 
-`attention-ranks`: W ranks at once, each on its share of the SMs, with all steps of a ring in one launch. Against the
-same attention in a launch for each step, which read other ranks' keys where they lie, so that nothing moves; and
-against one launch of the whole on all SMs. Forward, causal, zigzag.
+`attention-ranks`: W concurrent ranks, each on its share of the SMs, with all steps of a ring in one launch. Compared
+with one launch per step, which reads other ranks' keys in place without communication, and with one launch of the whole
+on all SMs. Forward, causal, zigzag.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "torch's FlashAttention": SDPBa
 WHOLE = "the whole at once"
 DTYPE = torch.bfloat16
 WIDTH = 2048  # heads * head_dim
-TOKENS = 32768  # of all batch rows together
+TOKENS = 32768  # over all batch rows
 LENGTHS = (4096, 8192, 16384, 32768)
 FORWARD_BAR, FORWARD_AIM, BACKWARD_BAR, BACKWARD_AIM = 0.70, 0.90, 0.65, 0.85
 RING_BAR = 0.92
 WHOLE_BAR = 0.85
 STEPS = "a launch for each step"
-# Multiprocessors of a rank for the kernels between its copies: one for each of two streams, since those of a rank that
-# comes first find all of the GPU free, and a program of a later rank finds no room beside one.
+# SMs of a rank reserved for the kernels between its copies, one for each of two streams: those of the first rank start
+# on an empty GPU and may occupy any SM, and no program of a later rank fits beside one.
 RELAYS = 2
-CHUNK = 2048  # queries at a time, of the fp64 reference
+CHUNK = 2048  # queries per block of the fp64 reference
 
 
 def cases(quick: bool) -> Iterator[Case]:
@@ -85,12 +85,12 @@ def _way(backward: bool) -> str:
 
 
 def _flops(rows: int, seq: int, causal: bool, backward: bool) -> float:
-    """Of its matmuls: two forward, five backward, half of each where the mask is causal."""
+    """FLOPs of the matmuls: two in the forward, five in the backward; half of that with a causal mask."""
     return (5 if backward else 2) * 2.0 * rows * seq * (0.5 if causal else 1.0) * WIDTH
 
 
 class Inputs:
-    """q, k, v and the gradient of the output: [B, S, H, D] in bf16, made on the device."""
+    """q, k, v and the gradient of the output: [B, S, H, D] in bf16, drawn on the device."""
 
     def __init__(self, context: GpuContext, seq: int, head_dim: int, batch: int) -> None:
         shape = (batch, seq, WIDTH // head_dim, head_dim)
@@ -99,12 +99,12 @@ class Inputs:
         )
 
     def check(self, got: Sequence[Tensor], causal: bool) -> None:
-        """Against fp64: the last head of the last batch row, of out or of dq, dk, dv."""
+        """Compare out, or dq, dk and dv, with fp64 in the last head of the last batch row."""
         q, k, v, grad = (x[-1, :, -1].double() for x in (self.q, self.k, self.v, self.grad))
         expected = reference(q, k, v, grad, causal)
         wanted = expected[:1] if len(got) == 1 else expected[1:]
         for name, one, other in zip(("out",) if len(got) == 1 else ("dq", "dk", "dv"), got, wanted, strict=True):
-            # P, dP and out, which enter dq and dk, are rounded too, and partly cancel.
+            # dq and dk also inherit the rounding of P, dP and out, which partly cancel.
             assert_near(one[-1, :, -1], other, name)
 
 
@@ -136,7 +136,7 @@ def alone(context: GpuContext, seq: int, head_dim: int, causal: bool, backward: 
 
 
 def ring(context: GpuContext, seq: int, head_dim: int, ranks: int, backward: bool) -> Makers:
-    """The ring's contestant computes what W ranks would, one rank after the other; nothing moves."""
+    """Contestants of a ring, which computes the steps of W ranks one rank after the other, without communication."""
     inputs = Inputs(context, seq, head_dim, 1)
     return {
         OURS: lambda: _contestant(context, inputs, True, lambda: _ring_by_ours(inputs, ranks, backward)),
@@ -147,7 +147,7 @@ def ring(context: GpuContext, seq: int, head_dim: int, ranks: int, backward: boo
 def _contestant(
     context: GpuContext, inputs: Inputs, causal: bool, make: Callable[[], Callable[[], Sequence[Tensor]]]
 ) -> Contestant:
-    """`make` prepares a function that gives [out], or [dq, dk, dv]."""
+    """Contestant that runs the function prepared by `make`, which returns [out] or [dq, dk, dv]."""
     (stream,) = context.streams(1)
     context.synchronize()
     with on(stream):
@@ -230,7 +230,7 @@ def _ring_by_ours(inputs: Inputs, ranks: int, backward: bool) -> Callable[[], Se
 
 
 def _steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """All steps of one rank, which reads other ranks' keys where they lie."""
+    """Run all steps of one rank, which reads other ranks' keys in place."""
     state = Forward(call, q, v[call.rank])
     for t in range(len(k)):
         source = call.plan.source(call.rank, t)
@@ -239,7 +239,7 @@ def _steps(call: RingCall, q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor]) 
 
 
 def _joined(like: Tensor, where: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    """The ranks' parts as one sequence."""
+    """Join the ranks' shards to one sequence."""
     result = torch.empty_like(like)
     for tokens, part in zip(where, parts, strict=True):
         result[:, tokens] = part
@@ -247,7 +247,7 @@ def _joined(like: Tensor, where: Sequence[Tensor], parts: Sequence[Tensor]) -> T
 
 
 def _sharded(inputs: Inputs, ranks: int) -> tuple[list[RingCall], list[Tensor], list[list[Tensor]]]:
-    """(calls of the ranks, tokens of each, their parts of q, k, v and the gradient)."""
+    """(calls of the ranks, tokens of each, their shards of q, k, v and the gradient)."""
     calls = [_call(inputs, ranks, rank, True) for rank in range(ranks)]
     where = [torch.from_numpy(tokens.indices).to(inputs.q.device) for tokens in calls[0].plan.queries]
     return calls, where, [[x[:, tokens] for tokens in where] for x in (inputs.q, inputs.k, inputs.v, inputs.grad)]
@@ -260,7 +260,7 @@ def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
 
 
 class Ring:
-    """The ranks of one sequence, and their parts of it."""
+    """Ranks of one sequence, with their shards."""
 
     def __init__(self, context: GpuContext, inputs: Inputs, world_size: int) -> None:
         from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace

@@ -1,17 +1,17 @@
-"""The device kernels of csrc/cuda on ranks that share one GPU: bandwidth, latency in CUDA graphs, norms behind sums.
+"""Device kernels of csrc/cuda on ranks that share one GPU: bandwidth, latency in CUDA graphs, norms fused with sums.
 
-`exchange`: all-reduce, reduce-scatter, all-gather and all-to-all against copies within the GPU of as many bytes. What
-counts is what an algorithm cannot do without, read and written by all ranks: on one GPU every peer's memory is its own,
-so a byte sent is one read and one written. The copies run on the ranks' streams at the same time, as the kernels do.
-Inputs take turns, so that L2 does not hold them; the slots that ranks send through are the same in every other call.
+`exchange`: all-reduce, reduce-scatter, all-gather and all-to-all against copies of as many bytes within the GPU. The
+bytes of an algorithm are the least that all ranks together must read and write: on one GPU every peer's memory is
+local, so a byte sent is one read and one write. Copies run concurrently on the ranks' streams, as the kernels do. Sets
+of inputs alternate, so that L2 does not hold them; the slots that ranks send through recur in every other call.
 
-`latency`: 20 calls in a CUDA graph. Each rank has a graph and a stream of its own, as ranks on GPUs of their own have:
-branches of one graph need not run at once, and then a rank would wait for one that waits for it.
+`latency`: 20 calls in a CUDA graph. Each rank has its own graph and stream, like ranks on separate GPUs: branches of
+one graph need not run concurrently, and ranks that wait for each other could deadlock.
 
 `norm`: all-reduce, residual and RMS norm in one launch against three.
 
-`overhead`: what an op costs the host, in microseconds of one call, beside a torch op that launches one kernel, and in a
-CUDA graph. Calls follow each other without a wait for the GPU, as in a program whose host is the slower of the two.
+`overhead`: host time of an op in microseconds per call, compared with a torch op that launches one kernel and with a
+CUDA graph. Calls follow each other without waiting for the GPU, as in a program bound by the host.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ HOW_TO_BUILD = "`python setup.py build_ext --inplace` in a checkout builds them"
 EXCHANGES = ("one-shot", "two-shot", "reduce-scatter", "all-gather", "all-to-all")
 SMALL, LARGE = (1 * KB, 8 * KB, 64 * KB, 512 * KB, 4 * MB), (64 * MB, 256 * MB)
 LATENCY_BYTES = (1 * KB, 8 * KB, 64 * KB)
-LARGEST_ONE_SHOT = 4 * MB  # beyond it none is wanted: its bytes grow with the number of ranks
+LARGEST_ONE_SHOT = 4 * MB  # one-shot is not useful beyond: its bytes grow with the number of ranks
 LATENCY_CALLS = 20
-LATENCY_BAR = 12.0  # microseconds, of 8 KB over 2 ranks
+LATENCY_BAR = 12.0  # microseconds for 8 KB over 2 ranks
 EPS = 1e-6
 COLUMNS = 8192
-# One bar for all. At 4096 rows both sides mostly move bytes, and fusing saves under a third of them: it may be missed.
+# One bar for all. It may be missed at 4096 rows: both sides are bound by memory traffic, of which fusing saves under a
+# third.
 NORM_ROWS = (16, 128, 1024, 4096)
 NORM_BAR = 0.6
 ONE_SHOT_NORM_BYTES = 512 * KB
 
 
 def traffic(op: str, nbytes: int, world_size: int) -> int:
-    """Bytes that all ranks together read and write at least, for `nbytes` summed, gathered or exchanged by each rank.
+    """Least bytes read and written by all ranks, for `nbytes` summed, gathered or exchanged by each rank.
 
-    Of each rank, with s = nbytes / W, its share (own data is read once, and what a rank sends to itself not at all):
-        one-shot: reads its data and W - 1 slots, writes W - 1 slots at its peers and the result.
+    Per rank, with a share of nbytes / W bytes (own data is read once; data sent to itself is not counted):
+        one-shot: reads its data and W - 1 slots; writes W - 1 slots of its peers and the result.
         two-shot: reads its data, W - 1 shares to add and W - 1 sums; writes W - 1 shares, the sum of its own share to
             all ranks, and W - 1 sums.
         reduce-scatter: reads its data and W - 1 shares to add; writes W - 1 shares and its sum.
@@ -107,16 +108,16 @@ def cases(
 
 
 def size(nbytes: int) -> str:
-    """As 64KB."""
+    """Format a size, e.g. "64KB"."""
     return f"{nbytes // MB}MB" if nbytes >= MB else f"{nbytes // KB}KB"
 
 
-# One call of a rank: (its collectives, its number, number of a set of inputs) to what comes out.
+# One call of a rank: (its collectives, the rank, number of a set of inputs) -> result.
 Call = Callable[[Any, int, int], Any]
 
 
 class Alone:
-    """In the place of a rank's `DeviceCollectives`: results of the right shapes, of undefined values."""
+    """Fake of a rank's `DeviceCollectives`: results have the right shapes and undefined values."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -141,9 +142,9 @@ class Ranks(Driven):
     """The `DeviceCollectives` of ranks on one GPU.
 
     Args:
-        call: of a rank. Loading a kernel and taking memory from the device may wait for kernels that run, and these for
-            other ranks: so all of a call but its collectives is rehearsed first, one rank after the other, and then all
-            ranks do it twice together.
+        call: one call of a rank. Loading a kernel and allocating device memory may wait for running kernels, and these
+            for other ranks. So each rank in turn first rehearses everything of a call but its collectives; then all
+            ranks make the call twice together.
     """
 
     def __init__(self, context: GpuContext, world_size: int, call: Call) -> None:
@@ -154,7 +155,7 @@ class Ranks(Driven):
         alone = Alone(world_size)
 
         def rehearse(rank: int) -> None:
-            kept = [call(alone, rank, 0) for _ in range(2)]  # two results at once: later ones overlap
+            kept = [call(alone, rank, 0) for _ in range(2)]  # two results at once, as results of later calls overlap
             del kept
 
         def prepare(rank: LocalRank) -> Any:
@@ -174,7 +175,7 @@ class Ranks(Driven):
         context.synchronize()
 
     def checked_set(self) -> list[Any]:
-        """What one call of every rank gives, once all have ended in time."""
+        """Results of one call of every rank; raise if one failed or did not end in time."""
         results = self.run_set()
         self.raise_if_failed()
         return results
@@ -186,7 +187,7 @@ class Ranks(Driven):
 
 
 def graphs(streams: Sequence[torch.cuda.Stream], one: Callable[[int, int], Any], calls: int) -> Callable[[], object]:
-    """Replays a graph of so many calls one(rank, number) for each rank, in its stream."""
+    """Capture `calls` calls one(rank, number) in a graph for each rank, in its stream; return the replay function."""
     made = []
     for rank, stream in enumerate(streams):
         graph = torch.cuda.CUDAGraph()
@@ -199,7 +200,7 @@ def graphs(streams: Sequence[torch.cuda.Stream], one: Callable[[int, int], Any],
 
 @dataclass
 class Exchange:
-    """The inputs and results of one op over W ranks, in several sets, none of which L2 still holds at its turn."""
+    """Inputs and results of one op over W ranks, in so many sets that L2 no longer holds one when its turn comes."""
 
     context: GpuContext
     op: str
@@ -239,7 +240,7 @@ class Exchange:
         return result
 
     def check(self, results: Sequence[Tensor]) -> None:
-        """Those of the first set: sums against fp64, and the same bits everywhere; moved bytes exactly."""
+        """Check results of the first set: sums against fp64, all-reduces also for equal bits, moved data exactly."""
         terms = self.inputs[0]
         if self.op == "all-gather":
             expected = [torch.cat(terms)] * self.world_size
@@ -283,7 +284,7 @@ def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: i
         def check() -> None:
             for out in exchange.outs[0]:
                 out.fill_(torch.nan)
-            context.synchronize()  # in another stream
+            context.synchronize()  # the fill ran in another stream
             replay()
             ranks.raise_if_failed()
             exchange.check(exchange.outs[0])
@@ -300,7 +301,7 @@ def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: i
 
 
 def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contestant:
-    """Copies that read and write `nbytes` together, one in each rank's stream."""
+    """Concurrent copies that read and write `nbytes` in total, one in each rank's stream."""
     each_has = max(1, nbytes // 2 // world_size)
     streams = context.streams(world_size)
     sets = range(context.input_sets(nbytes))
@@ -320,7 +321,7 @@ def device_copies(context: GpuContext, nbytes: int, world_size: int) -> Contesta
 
 
 class Norm:
-    """Inputs of the fused norm and of its steps apart."""
+    """Inputs of the fused norm and of its separate steps."""
 
     def __init__(self, context: GpuContext, rows: int, columns: int, world_size: int) -> None:
         def random(*shape: int, seed: int) -> Tensor:
@@ -370,9 +371,9 @@ def norm_contestants(context: GpuContext, rows: int, columns: int, world_size: i
     }
 
 
-# -- what a call costs the host ----------------------------------------------------------------------------------------
+# -- host time of a call -----------------------------------------------------------------------------------------------
 
-CALLS = 100  # of each rank at once; streams have room for a thousand launches
+CALLS = 100  # calls of each rank in a row; a stream queues up to a thousand launches
 LINEAR = "torch's linear"
 ADD = "torch.add"
 IN_GRAPH = "in a graph"
@@ -387,10 +388,10 @@ def overhead_cases() -> Iterator[Case]:
 
 
 def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
-    """The whole way of a public op, on a group of one rank, so that all of it is the host's part."""
+    """Contestants that call a public op on a group of one rank, where host time is all of its overhead."""
     x, w = (normal(rows, columns, dtype=DTYPE, device=context.device, seed=seed) for seed in (1, 2))
     (stream,) = context.streams(1)
-    context.synchronize()  # they were made in another one
+    context.synchronize()  # x and w were made in another stream
 
     def contestant(call: Callable[[], Tensor]) -> Contestant:
         def check() -> None:
@@ -408,7 +409,7 @@ def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
 
 
 def collective_contestants(context: GpuContext, nbytes: int, world_size: int) -> Makers:
-    """A call of one rank of `DeviceCollectives`; both ranks' calls are made by this host, and one of them counted."""
+    """Contestants that call `DeviceCollectives`. This host makes the calls of both ranks; the time is that of one."""
     exchange = Exchange(context, "one-shot", nbytes, world_size)
     ranks = Ranks(context, world_size, exchange.call)
     (inputs, *_), (outs, *_) = exchange.inputs, exchange.outs
@@ -430,7 +431,7 @@ def collective_contestants(context: GpuContext, nbytes: int, world_size: int) ->
 
 
 def repeat(streams: list[torch.cuda.Stream], call: Callable[[int], Any]) -> None:
-    """CALLS calls of every rank, one rank after the other, as to change the current stream takes as long as a call."""
+    """Make CALLS calls per rank, one rank after the other, as changing the current stream takes as long as a call."""
 
     def calls(rank: int) -> None:
         for _ in range(CALLS):

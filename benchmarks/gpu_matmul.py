@@ -2,11 +2,11 @@
 
 `alone`: the matmul of the fused kernels by itself against cuBLAS, in the config that a launch picks and in each.
 
-`flags`: one rank has the GPU to itself and its peers' flags are set for ever, so it never waits. What it takes
-longer than cuBLAS is the price of being fusable. With W = 1 tiles pass through the workspace of the rank itself; with
-W = 2 half of them go to a peer's, or x comes from there.
+`flags`: one rank uses the whole GPU and its peers' flags are permanently set, so it never waits. Its extra time over
+cuBLAS is the cost of being fusable. With W = 1 tiles pass through the rank's own workspace; with W = 2 half of them are
+sent to a peer's, or x is read from there.
 
-`ranks`: W ranks run at once, each on its share of the SMs, against the same matmuls on the same SMs with no
+`ranks`: W concurrent ranks, each on its share of the SMs, against the same matmuls on the same SMs without
 communication, and against these followed by sums and copies of the same bytes.
 """
 
@@ -28,20 +28,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CUBLAS = "torch.mm"
 # (M, N, K): cubes, and up and down projection of Llama 3 8B's MLP for 4096 tokens.
 SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (2048, 2048, 2048), (4096, 14336, 4096), (4096, 4096, 14336))
-# Of cuBLAS's speed, at the two sizes that a bar is set for.
+# Fractions of cuBLAS's speed, for the two sizes with a bar.
 BAR, AIM = 0.90, 0.97
 WITH_BAR = {("bf16", 4096), ("bf16", 8192)}
 
 GATHERS = ("gather", "gather-direct")
-# Down and up projection of Llama 3 8B's MLP: K is cut in the sums, N in the gathers.
+# Down and up projection of Llama 3 8B's MLP: sums shard K, gathers shard N.
 HIDDEN, INNER = 4096, 14336
 ALONE = "its matmul alone"
 SEQUENCE = "matmul, then movement"
 EPS = 1e-6
-# Multiprocessors that a gather leaves to the kernels between its copies.
+# SMs that a gather leaves free for the kernels between its copies.
 GATHER_MARGIN = 2
 
-Multiply = Callable[[Tensor, Tensor, Tensor], object]  # of x, w and out
+Multiply = Callable[[Tensor, Tensor, Tensor], object]  # called with x, w and out
 RunSet = Callable[[int], Any]
 
 
@@ -96,8 +96,8 @@ def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -
 def matmul_alone(
     context: GpuContext, dtype: torch.dtype, m: int, n: int, sms: int, config: Any = None
 ) -> tuple[Multiply, str]:
-    """(out [m, n] = x @ w^T in the fused kernels' way, its tiles): the matmul of a gather of one rank, which waits for
-    nothing. `config`: one of `fused_configs`, in place of what a launch picks."""
+    """(function for out [m, n] = x @ w^T by the fused kernel, description of its tiles): the matmul of a gather of one
+    rank, which waits for nothing. `config`: one of `fused_configs`, which overrides the launch's choice."""
     from fused_tp.triton_kernels.comm.gather import Shards, run
     from fused_tp.triton_kernels.device import arch_of
     from fused_tp.triton_kernels.gemm.all_gather_gemm import Peers, matmul_launch, no_arrivals
@@ -117,7 +117,7 @@ def matmul_alone(
 
 @dataclass(frozen=True)
 class Problem:
-    """One fused matmul over W ranks: out [m, n], summed over k of each rank (sums), or x [m, k] gathered."""
+    """One fused matmul over W ranks: out [m, n] summed over the ranks, each with its own k, or x [m, k] gathered."""
 
     op: str
     dtype: str
@@ -147,7 +147,7 @@ class Problem:
         return GATHER_MARGIN if self.gathers and self.world_size > 1 else 0
 
     def rows(self, rank: int) -> slice:
-        """Of x, or of the sum, that are this rank's."""
+        """Rows of x, or of the sum, that belong to `rank`."""
         each = -(-self.m // self.world_size)
         return slice(rank * each, min((rank + 1) * each, self.m))
 
@@ -155,12 +155,12 @@ class Problem:
 def flag_cases(quick: bool) -> Iterator[Case]:
     m = 4096
     for op in ("two-shot", "reduce-scatter", "gather", *(() if quick else ("gather-direct", "one-shot"))):
-        # A rank whose peers bring nothing has no copies to wait for.
+        # With peers a gather would wait for copies, which do not happen with a single running rank.
         for world_size in (1,) if op == "gather" else (1, 2):
             n, k = (INNER // 2, HIDDEN) if op in GATHERS else (HIDDEN, INNER // 2)
             judged: tuple[float | None, float | None] = (None, None) if op == "one-shot" else (0.88, 0.95)
             rivals = {CUBLAS: Rival(SPEEDUP, *judged), ALONE: Rival(TIME_RATIO)}
-            # The stopwatch looks at the streams of world_size ranks; here only one of them runs.
+            # "peers", not "world_size": all streams of a case's world_size are timed, but only one rank runs here.
             parameters = {"op": op, "dtype": "bf16", "m": m, "n": n, "k": k, "peers": world_size - 1}
             name = f"flags/bf16/{op}/W={world_size}/{m}x{n}x{k}"
             yield Case(name, flag_contestants, parameters, rivals, 5.0, 2.0 * m * n * k)
@@ -184,7 +184,7 @@ def rank_cases(world_size: int, quick: bool) -> Iterator[Case]:
 
 
 class Fused:
-    """The ranks of a problem, and their inputs."""
+    """Ranks of a problem, with their inputs."""
 
     def __init__(self, context: GpuContext, problem: Problem, sms: int) -> None:
         from fused_tp.triton_kernels.comm.gather import GatherWorkspace
@@ -221,7 +221,7 @@ class Fused:
         return normal(*shape, dtype=self.problem.element, device=self.context.device, seed=seed)
 
     def _inputs(self, seed: int) -> list[tuple[Tensor, Tensor]]:
-        """(x, w) of each rank; where x is gathered, all of it, of which a rank has `rows`."""
+        """(x, w) of each rank; a gathered x is complete, and a rank's shard of it are its `rows`."""
         p = self.problem
         xs = [self.random(p.m, p.k, seed=seed + rank) for rank in range(1 if p.gathers else p.world_size)]
         return [(xs[rank % len(xs)], self.random(p.n, p.k, seed=seed + 50 + rank)) for rank in range(p.world_size)]
@@ -258,7 +258,7 @@ class Fused:
         return out if normed is None else normed
 
     def expected(self, rank: int) -> tuple[slice, Tensor]:
-        """(rows of the rank's result, these in fp64) for the first set of inputs."""
+        """(checked rows of the rank's result, their values in fp64) for the first set of inputs."""
         p = self.problem
         mine = p.rows(rank) if p.op == "reduce-scatter" else slice(0, p.m)
         rows = checked_rows(mine.stop - mine.start)
@@ -279,7 +279,7 @@ class Fused:
             assert all(torch.equal(results[0], result) for result in results), "ranks hold different bits"
 
     def matmul(self, sms: int) -> Multiply:
-        """The matmul of one rank on so many multiprocessors, with nothing moved."""
+        """Matmul of one rank on `sms` SMs, without communication."""
         return matmul_alone(self.context, self.problem.element, self.problem.m, self.problem.n, sms)[0]
 
     def alone(self, ranks: int, sms: int, note: str = "") -> Contestant:
@@ -325,7 +325,7 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
 
     def check() -> None:
         results = run_set(0)
-        if peers:  # its peers' terms are not there; those cases are checked with ranks
+        if peers:  # the peers' terms are missing; the cases with ranks check these results
             fused.ranks.assert_in_time()
         else:
             fused.check(results)
@@ -342,7 +342,7 @@ def flag_contestants(context: GpuContext, op: str, dtype: str, m: int, n: int, k
 
 
 def compiled(context: GpuContext, run_set: RunSet) -> RunSet:
-    """The same, after a first call, which compiles; not to be done at the same time as anything else."""
+    """Make a first call of `run_set`, which compiles, and return `run_set`; nothing else may run meanwhile."""
     context.synchronize()
     run_set(0)
     context.synchronize()
@@ -350,7 +350,7 @@ def compiled(context: GpuContext, run_set: RunSet) -> RunSet:
 
 
 def sum_steps(fused: Fused, sms: int) -> RunSet:
-    """Partial results into one tensor; each rank sums its rows, and the others copy them. One-shot: each sums all."""
+    """Write partial results to one tensor; each rank sums its rows and its peers copy them. One-shot: each sums all."""
     p, streams = fused.problem, fused.ranks.streams
     partials = fused.empty(p.world_size, p.m, p.n)
     outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.matmul(sms)
@@ -381,17 +381,17 @@ def sum_steps(fused: Fused, sms: int) -> RunSet:
 
 
 def sum_rows(terms: Tensor, out: Tensor, rows: slice, sms: int) -> None:
-    """out[rows] = terms [W, M, N] summed over W, rows [rows] of each; both contiguous. On `sms` multiprocessors."""
+    """Compute out[rows] = terms[:, rows] summed over W, for contiguous terms [W, M, N], on `sms` SMs."""
     from .gpu_sum import sum_kernel
 
     part, target = terms[:, rows], out[rows]
-    # 8 programs of 4 warps, with 16 bytes of each term in flight per thread, fill the memory pipes of an SM.
+    # 8 programs of 4 warps, with 16 bytes of each term in flight per thread, saturate the memory pipes of an SM.
     constants = {"WORLD": terms.shape[0], "BLOCK": 1024, "num_warps": 4}
     sum_kernel[(8 * sms,)](part, target, target.numel(), terms.stride(0), **constants)
 
 
 def gather_steps(fused: Fused, sms: int) -> RunSet:
-    """Each rank copies all shards, then multiplies."""
+    """Copy all shards on each rank, then multiply."""
     p, streams = fused.problem, fused.ranks.streams
     gathered = [fused.empty(p.m, p.k) for _ in streams]
     outs, multiply = [fused.empty(p.m, p.n) for _ in streams], fused.matmul(sms)

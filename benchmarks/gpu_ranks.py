@@ -1,4 +1,4 @@
-"""Ranks as threads of one GPU, for what is measured and tested there: workspaces of loaded kernels, and their flags."""
+"""Ranks as threads on one GPU, for benchmarks and tests: workspaces with loaded kernels, and their flags."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fused_tp.schedules.base import Cut, GatherMatmul
 from .gpu_timing import GpuContext, each
 from .local_ranks import LocalRank, assumed_gpu, run_local
 
-# Above the number of any call, so a flag that holds it is set for ever.
+# Above the number of any call, so a flag with this value is permanently set.
 ALWAYS = 1 << 62
 
 
 def prepare(
     rank: LocalRank, nbytes: int, rehearse: Callable[[Any], object], *, timeout_seconds: float = 20.0, kind: Any = None
 ) -> Any:
-    """A workspace of `nbytes` on every rank, with everything loaded and allocated that `rehearse(workspace)` needs.
+    """Make a workspace of `nbytes` on every rank; load and allocate everything that `rehearse(workspace)` needs.
 
-    Loading a kernel and taking memory from the device may wait for kernels that run, and these wait for launches that
-    are yet to come. So the ranks rehearse one after the other, in a workspace in which no wait waits: what comes out is
-    nonsense, and is dropped; the workspace is then made anew.
+    Loading a kernel and allocating device memory may wait for running kernels, which may wait for later launches. So
+    the ranks rehearse one after the other, in a workspace whose waits return at once: the results are wrong and
+    dropped, and the workspace is made anew.
 
     Args:
         kind: the class of workspace; None for `triton_kernels.comm.workspace.Workspace`.
@@ -39,14 +39,14 @@ def prepare(
     with rank.in_turn():
         workspace.stop_waiting()
         if rank.device.type == "cuda":
-            torch.cuda.synchronize(rank.device)  # it goes by a stream of its own
+            torch.cuda.synchronize(rank.device)  # stop_waiting uses another stream
         rehearse(workspace)
     del workspace  # the next one takes its memory and its streams
     return kind(buffer, handle, timeout_seconds=timeout_seconds, rescue=rank.rescue)
 
 
 class CopiedGather:
-    """all_gather_matmul of one rank, of shards that copy engines bring while the matmul runs."""
+    """all_gather_matmul of one rank, with shards that arrive by copy engines while the matmul runs."""
 
     def __init__(self, rank: LocalRank) -> None:
         from fused_tp.schedules.fused_kernel import FusedKernel
@@ -66,22 +66,23 @@ class CopiedGather:
         biases: Sequence[Tensor | None] | None = None,
         gathered: bool = False,
     ) -> tuple[list[Tensor], Tensor | None]:
-        """(results by weight, gathered x or None) of this rank's part of `rows` rows."""
+        """Gather the ranks' shards to `rows` rows and multiply; return (results by weight, gathered x or None)."""
         biases = [None] * len(weights) if biases is None else biases
         asked = GatherMatmul(x_shard, weights, biases, 0, rows, gathered)
         cut = Cut.of((rows, x_shard.shape[1]), 0, self.rank.world_size)
         return self.schedule.gather_matmul_copied(asked, cut, self.engine, launch)
 
     def expired(self) -> str | None:
-        """Why calls have failed, if any has."""
+        """Error message if a call has failed, else None."""
         failure = self.engine._failure()
         return None if failure is None else str(failure)
 
 
 def prepare_copied(rank: LocalRank, calls: Sequence[Callable[[CopiedGather], object]]) -> CopiedGather:
-    """A `CopiedGather` on every rank, with all loaded that `calls` need, and memory for the first; see `prepare`.
+    """Make a `CopiedGather` on every rank, with everything loaded that `calls` need and memory for the first; see
+    `prepare`.
 
-    The first is the same on all ranks, and the largest.
+    The first call must be the same on all ranks, and the largest.
     """
     copied = CopiedGather(rank)
     engine, copied.engine = copied.engine, cast("Any", _Rehearsal())
@@ -96,11 +97,11 @@ def prepare_copied(rank: LocalRank, calls: Sequence[Callable[[CopiedGather], obj
 
 
 class _LoadedError(Exception):
-    """A call has come to where it would begin to gather."""
+    """Raised where a rehearsed call would begin to gather."""
 
 
 class _Rehearsal:
-    """In the place of a copy engine, and of its calls."""
+    """Fake of a copy engine and of its calls: ends a call where it would gather."""
 
     def call(self, op: str, gather_bytes: int) -> contextlib.AbstractContextManager[_Rehearsal]:
         return contextlib.nullcontext(self)
@@ -110,7 +111,7 @@ class _Rehearsal:
 
 
 class _Recorded:
-    """In the place of a copy engine, and of its calls, while kernels are recorded: nothing comes of what is offered."""
+    """Fake of a copy engine and of its calls while kernels are recorded: offered shards are ignored."""
 
     def __init__(self, rank: LocalRank) -> None:
         self.rank = rank
@@ -128,24 +129,24 @@ class _Recorded:
 
 
 class Driven:
-    """Ranks made by threads and driven from one: `one(rank, number of a set of inputs)` is a call of a rank."""
+    """Ranks made by threads and driven from a single one: `one(rank, number of a set of inputs)` is a rank's call."""
 
     def __init__(self, context: GpuContext, world_size: int, one: Callable[[int, int], Any]) -> None:
         self.context, self.one = context, one
         self.streams = context.streams(world_size)
 
     def run_set(self, number: int = 0) -> list[Any]:
-        """One call of every rank, in its stream."""
+        """Make one call of every rank, in its stream."""
         return each(self.streams, lambda rank: self.one(rank, number))
 
 
 class KernelRanks(Driven):
-    """The ranks of a fused kernel.
+    """Ranks of a fused kernel.
 
     Args:
-        call: of a rank, `call(rank, number of a set of inputs, its workspace)`.
-        results: makes tensors like those of a rank's call, twice at once, as later calls overlap. They leave memory in
-            the pool of its stream: to ask the driver for some may wait for a kernel.
+        call: one call of a rank, `call(rank, number of a set of inputs, its workspace)`.
+        results: makes tensors like those of a rank's call, twice at once, as later calls overlap. Their memory stays in
+            the pool of the rank's stream, because asking the driver for memory may wait for a kernel.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class KernelRanks(Driven):
         each(self.streams, results)
 
     def assert_in_time(self) -> None:
-        """Raises AssertionError where a wait has expired, once all has ended."""
+        """Synchronize; raise AssertionError if a wait has expired."""
         self.context.synchronize()
         for workspace in self.workspaces:
             expired = workspace.expired()
@@ -183,16 +184,16 @@ class KernelRanks(Driven):
 
 
 def set_flags(workspace: Any) -> None:
-    """Sets every flag of the workspace, so that its rank can run alone: whatever it waits for has been.
+    """Set every flag of the workspace, so that its rank can run alone: every wait is already satisfied.
 
-    They stay set for calls of one kind and size. Others number their flags differently, and would find what this rank
-    has put itself where they look for a peer's: set them again before.
+    Flags stay set for calls of one kind and size. Other calls number their flags differently and would read flags that
+    this rank has set itself as a peer's: call this again before them.
     """
     from fused_tp.triton_kernels.comm.gather import PULLED, READY, GatherWorkspace
     from fused_tp.triton_kernels.comm.workspace import flag_bytes
 
     words = workspace.buffer.view(torch.uint8)
-    if isinstance(workspace, GatherWorkspace):  # what peers put: begun, ready and pulled; the rest is this rank's own
+    if isinstance(workspace, GatherWorkspace):  # begun, ready and pulled are set by peers; the others by this rank
         runs = 1 + max(READY.value, PULLED.value)
         words[: runs * 8 * workspace.world_size].view(torch.int64).fill_(ALWAYS)
         return
@@ -203,8 +204,8 @@ def set_flags(workspace: Any) -> None:
 
 
 def meet(streams: Sequence[torch.cuda.Stream]) -> None:
-    """Each stream goes on once all have arrived here."""
-    streams = [stream for stream in streams if stream is not None]  # there are none where kernels are recorded
+    """Make each stream wait until all have arrived here."""
+    streams = [stream for stream in streams if stream is not None]  # None while kernels are recorded
     events = [stream.record_event() for stream in streams]
     for stream in streams:
         for event in events:
@@ -212,7 +213,7 @@ def meet(streams: Sequence[torch.cuda.Stream]) -> None:
 
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int, scale: float = 1.0) -> Tensor:
-    """Normal random numbers, made on the device; while kernels are recorded, numbers that nobody reads."""
+    """Normal random numbers, drawn on the device; uninitialized while kernels are recorded, as nothing reads them."""
     if assumed_gpu():
         return torch.empty(shape, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The sum that fused sums are compared with; a file of its own, since importing a kernel loads Triton."""
+"""Sum kernel that fused sums are compared with; in a separate file, since importing a kernel loads Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fused_tp.triton_kernels.cache_keys import fix_cache_keys
 def sum_kernel(  # type: ignore[no-untyped-def]  # Triton types the arguments, at the launch
     terms_ptr, out_ptr, count, term_stride, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out[i] = sum over terms in fp32, rounded once."""
+    """Compute out[i] = sum over terms in fp32, rounded once."""
     for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         places = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         mask = places < count

@@ -1,7 +1,7 @@
-"""Times on a GPU: all contestants of a case in turn, round after round, each measured by events on its streams.
+"""Timing on a GPU: all contestants of a case in turn, round after round, each measured by events on its streams.
 
-What is timed is queued while a gate holds all streams back, so the host's part of a launch does not count, nor does it
-that ranks are launched one after the other. A time is that from the opening of the gate to the end of the last stream.
+The timed work is queued while a gate holds all streams back, so neither the host's part of a launch counts, nor that
+ranks are launched one after the other. A time is measured from the opening of the gate to the end of the last stream.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fused_tp.cli.doctor import output_of
 from .case import Case, Contestant
 from .results import Machine, this_machine, versions
 
-MIN_TIMED_SECONDS = 1e-3  # of what is timed at once: events are exact to about a microsecond
+MIN_TIMED_SECONDS = 1e-3  # of one measurement: events are exact to about a microsecond
 MAX_CALLS = 16
 MAX_HOLD_SECONDS = 0.5
 MAX_TRIES = 8
 MOST_RANKS = 4
-# Relative errors of a whole result, by norm: one rounding of bf16 is 1.7e-3, and terms that travel have another.
+# Relative errors of a whole result, by norm: one rounding of bf16 is 1.7e-3; terms sent to peers are rounded once more.
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 CHECKED_ROWS = 512
 
 
 class Budget:
-    """The minutes that a run may take, and whether what is next fits."""
+    """Time that a run may take, with a prediction whether the next case fits."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._begun, self._seconds = now, now(), seconds
@@ -49,7 +49,7 @@ class Budget:
         return self._seconds - self.spent()
 
     def learn(self, planned: float, taken: float) -> None:
-        """Something has taken other than planned: so will what follows."""
+        """Record planned and actual time, whose ratio scales the plans of later cases."""
         self._planned += planned
         self._taken += taken
 
@@ -61,7 +61,7 @@ class Budget:
 class GpuContext:
     """The GPU that cases run on; a `case.Context`. Its streams are those of the ranks of a case."""
 
-    checks_again = True  # whether calls that follow each other without a pause compute the same
+    checks_again = True  # results are checked again after calls without a pause between them
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -87,7 +87,7 @@ class GpuContext:
         return measure(contestant.run, calls) / contestant.repeats
 
     def _gpu_seconds(self, run: Callable[[], object], calls: int) -> float:
-        """Seconds of one of `calls` calls of run(), which queues its work on the streams of the case."""
+        """Seconds per call over `calls` calls of run(), which queues its work on the streams of the case."""
         for _ in range(MAX_TRIES):
             seconds, host_seconds, in_time = self._measure(run, calls)
             self._hold = min(MAX_HOLD_SECONDS, max(2e-4, (1.5 if in_time else 3.0) * host_seconds))
@@ -96,10 +96,10 @@ class GpuContext:
         raise RuntimeError(f"The host took over {MAX_HOLD_SECONDS} s to queue {calls} calls, {MAX_TRIES} times over.")
 
     def _measure(self, run: Callable[[], object], calls: int) -> tuple[float, float, bool]:
-        """Seconds on the GPU, seconds of the host, and whether the gate stayed closed until all was queued."""
+        """Seconds on the GPU, seconds of the host, and True if the gate stayed closed until all work was queued."""
         opened = torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._streams[0]):
-            torch.cuda._sleep(int(self._hold * 2e9))  # cycles; no clock is above 2 GHz by much
+            torch.cuda._sleep(int(self._hold * 2e9))  # cycles; no clock is much above 2 GHz
             opened.record()
         for stream in self._timed:
             stream.wait_event(opened)
@@ -118,7 +118,7 @@ class GpuContext:
 
     @property
     def arch(self) -> int:
-        """As in sm_90."""
+        """Architecture as a number, e.g. 90 for sm_90."""
         return 10 * int(self.properties.major) + int(self.properties.minor)
 
     def synchronize(self) -> None:
@@ -129,20 +129,20 @@ class GpuContext:
         return int(self.properties.multi_processor_count)
 
     def input_sets(self, nbytes: int) -> int:
-        """How many sets of inputs of `nbytes` to take in turn, so that none is found in L2: 3 times what that holds."""
+        """Number of sets of `nbytes` to cycle through, so that L2 holds none of them: 3 times its capacity."""
         l2 = int(getattr(self.properties, "L2_cache_size", 0)) or 64 << 20
         return min(32, max(2, math.ceil(3 * l2 / max(nbytes, 1))))
 
     def streams(self, world_size: int) -> list[torch.cuda.Stream]:
-        """The streams of so many ranks, the same ones each time."""
+        """Streams of `world_size` ranks, the same ones each time."""
         if not 1 <= world_size <= MOST_RANKS:
             raise ValueError(f"world_size is {world_size}; there are streams for 1 to {MOST_RANKS} ranks.")
         return self._streams[1 : 1 + world_size]
 
     @cached_property
     def _streams(self) -> list[torch.cuda.Stream]:
-        """The gate's, which holds the others back, and the ranks'."""
-        # With no other user: one of torch's pool is handed out again after 32 more, and would wait behind that work.
+        """Stream of the gate, which holds the others back, and streams of the ranks."""
+        # Not from torch's pool, which hands out a stream again after 32 more: it could wait behind another user's work.
         from fused_tp.triton_kernels.comm.streams import own_streams
 
         streams: list[torch.cuda.Stream] = own_streams(self, self.device, 1 + MOST_RANKS)
@@ -150,14 +150,14 @@ class GpuContext:
 
 
 class RecordedContext(GpuContext):
-    """A GPU that is not there, while its kernels are compiled (`selftest.kernel_cache`): tensors are the CPU's."""
+    """An absent GPU whose kernels are being compiled (`selftest.kernel_cache`); tensors are on the CPU."""
 
     def __init__(self, arch: int, sms: int) -> None:
         super().__init__(torch.device("cpu"))
         self.properties = SimpleNamespace(major=arch // 10, minor=arch % 10, multi_processor_count=sms)
 
     def synchronize(self) -> None:
-        """Nothing runs."""
+        """Do nothing, as nothing runs."""
 
     def input_sets(self, nbytes: int) -> int:
         return 1
@@ -167,7 +167,7 @@ class RecordedContext(GpuContext):
 
 
 def host_seconds(run: Callable[[], object], calls: int) -> float:
-    """Seconds that the host takes for one of `calls` calls of run(); what these queue runs meanwhile."""
+    """Seconds of the host per call, over `calls` calls of run(); the queued work runs meanwhile."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(calls):
@@ -178,13 +178,13 @@ def host_seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def checked_rows(rows: int) -> slice:
-    """Rows that are compared with fp64: about CHECKED_ROWS, in all parts of a result, the last one among them."""
+    """Rows to compare with fp64: about CHECKED_ROWS, spread over the result, including the last row."""
     step = max(1, rows // CHECKED_ROWS)
     return slice((rows - 1) % step if rows else 0, None, step)
 
 
 def assert_near(actual: Tensor, expected64: Tensor, what: str = "the result") -> None:
-    """Raises AssertionError where `actual` is further from fp64, by norm, than its dtype explains; NaN always is."""
+    """Raise AssertionError if `actual` differs from fp64, by norm, by more than its dtype explains, or holds NaN."""
     assert actual.shape == expected64.shape, f"{what} is {tuple(actual.shape)}, not {tuple(expected64.shape)}"
     norm = float(expected64.norm())
     error = float((actual.double() - expected64).norm()) / norm if norm else float(actual.double().norm())
@@ -193,12 +193,12 @@ def assert_near(actual: Tensor, expected64: Tensor, what: str = "the result") ->
 
 
 def on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """A context in which `stream` is the current one; None: nothing changes (`RecordedContext`)."""
+    """Context in which `stream` is the current stream; with None the stream does not change (`RecordedContext`)."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def each(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> list[Any]:
-    """step(rank) in the stream of each rank."""
+    """Call step(rank) in the stream of each rank; return the results."""
     results = []
     for rank, stream in enumerate(streams):
         with on(stream):
@@ -207,12 +207,12 @@ def each(streams: Sequence[torch.cuda.Stream], step: Callable[[int], Any]) -> li
 
 
 def counted(run_set: Callable[[int], object], check: Callable[[], None] | None, note: str = "") -> Contestant:
-    """A contestant whose calls take the sets of inputs in turn."""
+    """A contestant whose calls cycle through the sets of inputs."""
     turn = itertools.count()
     return Contestant(lambda: run_set(next(turn)), check, note)
 
 
-CLOCKS_SECONDS = 10.0  # clocks are read at most so often
+CLOCKS_SECONDS = 10.0  # least interval between two reads of the clocks
 CLOCKS = {
     "driver": "driver_version",
     "SM clock": "clocks.sm",
@@ -223,7 +223,7 @@ CLOCKS = {
 
 
 def gpu_machine(device: torch.device) -> Machine:
-    """The GPU and the processor that launches."""
+    """Description of the GPU and of the host's processor."""
     gpu = torch.cuda.get_device_properties(device)
     memory = f"{getattr(gpu, 'L2_cache_size', 0) >> 20} MiB of L2, {gpu.total_memory >> 30} GiB"
     name = f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} SMs, {memory}"
@@ -231,7 +231,7 @@ def gpu_machine(device: torch.device) -> Machine:
 
 
 def gpu_versions(device: torch.device) -> dict[str, str]:
-    """Versions of all that takes part, the commit, and the GPU's clocks now, as far as they can be had."""
+    """Versions of all components, the commit, and the GPU's current clocks, as far as available."""
     import triton
 
     found = {**versions(), "triton": triton.__version__, "cuda": str(torch.version.cuda)}
@@ -240,7 +240,7 @@ def gpu_versions(device: torch.device) -> dict[str, str]:
 
 @lru_cache(1)
 def nvidia_smi(index: int, moment: int) -> dict[str, str]:
-    """Driver, clocks and power, asked once in a moment: short cases take less time than the program; {} without it."""
+    """Driver, clocks and power by nvidia-smi, cached by `moment`: it takes longer than short cases. {} without it."""
     query = f"--query-gpu={','.join(CLOCKS.values())}"
     lines = output_of("nvidia-smi", f"--id={index}", query, "--format=csv,noheader")
     values = [value.strip() for value in "".join(lines).split(",")]
@@ -251,7 +251,7 @@ def nvidia_smi(index: int, moment: int) -> dict[str, str]:
 
 @cache
 def _commit() -> dict[str, str]:
-    """Of this checkout, and whether it has changes; nothing if it is none."""
+    """Commit of this checkout, and whether it has changes; {} outside of a checkout."""
     here = ("-C", str(Path(__file__).parent))
     changed = output_of("git", *here, "status", "--porcelain", "--untracked-files=no")
     commit = "".join(output_of("git", *here, "rev-parse", "--short", "HEAD"))

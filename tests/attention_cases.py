@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over ranks, with every kind of mask and score: cases, and their reference."""
+"""Attention over a sequence sharded over ranks, with every kind of mask and score: cases and their reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Op = Callable[..., Any]
 
 
 def case(seq_len: int, **more: Any) -> Case:
-    """Keywords of ring_attention (documents as lists), and what the tensors look like."""
+    """Keywords of ring_attention (documents as lists), with the shapes and dtype of the tensors."""
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "v_head_dim": 8, "dtype": torch.float32, "batch": 1}
     return {"seq_len": seq_len, "layout": "zigzag", **shape, **more}
 
@@ -57,7 +57,7 @@ def per_head(one: Case) -> dict[str, Tensor]:
 
 
 def keywords(one: Case) -> dict[str, Any]:
-    """What is passed on as it is."""
+    """Keywords of the case that the op takes; lists of document bounds become tensors."""
     names = ("causal", "window", "softcap", "dropout_p", "layout", "seq_len", "seq_len_kv", "scale")
     given = {name: one[name] for name in names if name in one}
     for name in ("cu_seqlens", "cu_seqlens_kv"):
@@ -71,7 +71,7 @@ def cut(t: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 
 def results_of(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attention) -> list[list[Tensor | None]]:
-    """This rank's part of NAMES for each case, with where its tokens are; `op` has the keywords of ring_attention."""
+    """Token positions (of q, of k) and shards of NAMES on this rank, per case; `op` takes ring_attention's keywords."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     results: list[list[Tensor | None]] = []
     for one in cases:
@@ -81,7 +81,7 @@ def results_of(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attent
         queries, keys = (torch.from_numpy(tokens.indices) for tokens in (of_q, of_k))
         q, k, v, grad_out, grad_lse = inputs(one)
         q, k, v = (cut(t, 1, i) for t, i in ((q, queries), (k, keys), (v, keys)))
-        if one.get("strided"):  # other strides in every dim; the last one is not dense in q
+        if one.get("strided"):  # non-contiguous in every dim; in q the last dim, too, has a stride above 1
             q, k, v = q.mT.contiguous().mT, *(t.transpose(0, 2).contiguous().transpose(0, 2) for t in (k, v))
         q, k, v = (t.requires_grad_() for t in (q, k, v))
         heads: Any = {name: t.clone().requires_grad_() for name, t in per_head(one).items()}
@@ -99,7 +99,7 @@ def results_of(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attent
 
 
 def sent(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attention) -> list[list[int]]:
-    """For each case the bytes of every message, or all-to-all, that this rank gives to others, forward and backward."""
+    """Bytes of each message or all-to-all that this rank sends, forward and backward, per case."""
     found: list[list[int]] = []
     shift, all_to_all = TorchDist.shift, TorchDist.all_to_all
 
@@ -119,7 +119,7 @@ def sent(group: dist.ProcessGroup, cases: list[Case], op: Op = ring_attention) -
 
 
 def whole(one: Case, ranks: list[list[Tensor | None]]) -> list[Tensor | None]:
-    """NAMES of the whole sequence from what the ranks have; of slopes and sinks the sum."""
+    """NAMES of the whole sequence, assembled from the ranks' shards; gradients of slopes and sinks are summed."""
     seq_len, seq_len_kv = one["seq_len"], one.get("seq_len_kv") or one["seq_len"]
     found: list[Tensor | None] = []
     for i, name in enumerate(NAMES):
@@ -174,7 +174,7 @@ def check(one: Case, got: list[Tensor | None]) -> None:
         elif name in ("d_slopes", "d_sinks"):
             torch.testing.assert_close(actual.double(), wanted, atol=3e-4 * one["seq_len"] ** 0.5, rtol=1e-3)
         else:
-            # Sums of terms of both signs: dq and dk are what is left of much larger terms.
+            # Much larger terms of both signs cancel in dq and dk, so the error is relative to the largest element.
             assert bool(torch.isfinite(actual).all()), f"{name} of {one}"
             scale = max(1.0, float(wanted.abs().max()))
             eps = torch.finfo(dtype).eps
@@ -183,7 +183,7 @@ def check(one: Case, got: list[Tensor | None]) -> None:
 
 
 def check_all(cases: list[Case], ranks: list[list[list[Tensor | None]]]) -> None:
-    """What `results_of` returned on all ranks, against the reference."""
+    """Compare the results of `results_of` on all ranks with the reference."""
     for index, one in enumerate(cases):
         check(one, whole(one, [rank[index] for rank in ranks]))
 
@@ -201,7 +201,7 @@ def run(world_size: int, cases: list[Case], route: str, op: Op = ring_attention)
     check_all(cases, run_ranks(world_size, results_of, cases, op, env=ROUTES[route]))
 
 
-DOCUMENTS = [0, 1, 1, 14, 15, 37]  # of lengths 1, 0, 13, 1, 22
+DOCUMENTS = [0, 1, 1, 14, 15, 37]  # lengths 1, 0, 13, 1, 22
 FEATURES: dict[str, Case] = {
     "window": case(37, causal=True, window=(5, 0)),
     "window on both sides": case(37, window=(3, 4)),

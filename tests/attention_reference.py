@@ -1,6 +1,6 @@
-"""Attention over a whole sequence on one process in fp64, with every mask and score of `ring_attention`: S x S.
+"""Dense [S, S] reference attention in fp64 on one process, with every mask and score of `ring_attention`.
 
-And attention by steps of a kernel, to be compared with it.
+`forward` and `backward` run a kernel step by step, for comparison with the reference.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def dense_mask(
 ) -> tuple[Tensor, Tensor]:
     """(seen bool [Sq, Sk], distance int64 [Sq, Sk] from a query's place to a key), row by row.
 
-    A query stands so that the last of its document is at the last key of it.
+    Places align the last query of a document with its last key.
     """
     bounds = list(cu_seqlens) if cu_seqlens is not None else [0, seq_len]
     bounds_kv = list(cu_seqlens_kv) if cu_seqlens_kv is not None else bounds if cu_seqlens else [0, seq_len_kv]
@@ -53,7 +53,7 @@ def dense_mask(
 
 
 def dense(mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    """`dense_mask` of an AttentionMask."""
+    """Return `dense_mask` of an AttentionMask."""
     bounds = {name: getattr(mask, name) or None for name in ("cu_seqlens", "cu_seqlens_kv")}
     return dense_mask(mask.seq_len, mask.seq_len_kv, causal=mask.causal, window=mask.window, **bounds)
 
@@ -72,7 +72,7 @@ def dense_attention(
     sinks: Tensor | None = None,
     dropout: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [B, Sq, H, Dv], lse [B, H, Sq]); differentiable, 0 and -inf for rows that see nothing."""
+    """(out [B, Sq, H, Dv], lse [B, H, Sq]); differentiable; fully masked rows are 0 in out and -inf in lse."""
     group = q.shape[2] // k.shape[2]
     k, v = (t.double().repeat_interleave(group, dim=2) for t in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q.double(), k) * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -97,7 +97,7 @@ def dense_attention(
     return torch.einsum("bhij,bjhd->bihd", p, v), lse
 
 
-# -- by steps of a kernel ---------------------------------------------------------------------------------------------
+# -- kernels, step by step --------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
@@ -146,14 +146,14 @@ def everything(mask: AttentionMask) -> tuple[Tokens, Tokens]:
 
 
 def one_step(mask: AttentionMask) -> Step:
-    """That of one rank."""
+    """The single step of one rank, which holds all queries and keys."""
     return make_step(mask, *everything(mask))
 
 
 def forward(
     kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, *, keys: Sequence[Tokens] = ()
 ) -> SoftmaxState:  # fmt: skip
-    """The state of all queries after a step for each of `keys`; after one step where they are left out."""
+    """Softmax state of all queries after one step per element of `keys`; by default one step over all keys."""
     queries, all_keys = everything(mask)
     state = SoftmaxState.empty(x.q, x.v.shape[-1])
     for tokens in keys or [all_keys]:
@@ -170,7 +170,7 @@ def backward(
     kernel: AttentionKernel, mask: AttentionMask, scores: Scores, x: Inputs, out: Tensor, lse: Tensor,
     sums: Tensor | None = None, *, keys: Sequence[Tokens] = (), start: float = 0.0,
 ) -> Gradients:  # fmt: skip
-    """Of all queries, a step for each of `keys`, added to `start`."""
+    """Gradients over one step per element of `keys` (default: one step over all keys), accumulated onto `start`."""
     wide = accumulate_dtype(x.q.dtype)
     sums = row_sums(x.grad_out, out, None) if sums is None else sums
     found = Gradients(*(torch.full(t.shape, start, dtype=wide) for t in (x.q, x.k, x.v, x.q[0, 0, :, 0])))

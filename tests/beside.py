@@ -1,12 +1,12 @@
-"""Slow work of several tests of a file at the same time: ranks that wait for a deadline, or for one another's death.
+"""Run the slow work of several tests of a file concurrently: ranks that wait for a deadline, or for a peer's death.
 
     @beside(lambda schedule: fresh_ranks(2, stay_away, env={"FUSED_TP_SCHEDULE": schedule}))
     @pytest.mark.parametrize("schedule", ["plain", "pipelined"])
     def test_a_rank_that_does_not_come(outcome: Any, schedule: str) -> None:
         assert outcome ...
 
-The first of them that is run starts the work of all those of its file that have been selected; each then gets its own
-`outcome`, or its error. Only for what mostly sleeps, and has processes of its own: a thread of the tests runs it.
+The first such test to run starts the work of all selected ones in its file; each then takes its own `outcome`, or
+raises the error of its work. Only for work that mostly sleeps and starts its own processes: a thread runs it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 import pytest
 
-AT_ONCE = 3  # of about three processes each, of which some moments after an end must be prompt
+AT_ONCE = 3  # each about three processes; more would delay the prompt reactions to a rank's end that tests time
 
 _pool = ThreadPoolExecutor(AT_ONCE)
 _started: dict[str, Future[Any]] = {}
 
 
 def beside(work: Callable[..., Any]) -> pytest.MarkDecorator:
-    """Marks a test whose `outcome` is what `work` returns; it is given the test's parameters that it names."""
+    """Mark a test whose `outcome` is the result of `work`, called with the test parameters that `work` names."""
     return pytest.mark.beside.with_args(work)
 
 
 @pytest.fixture
 def outcome(request: pytest.FixtureRequest) -> Any:
-    """What the work of this test has returned; see `tests.beside`."""
+    """Result of this test's work; see `tests.beside`."""
     node = request.node
     if node.nodeid not in _started:
         for item in request.session.items:
@@ -41,7 +41,7 @@ def outcome(request: pytest.FixtureRequest) -> Any:
 
 
 def stop() -> None:
-    """At the end of the session: what has not begun does not begin, and what has is bounded by its own deadlines."""
+    """Cancel work that has not begun, at the end of the session; running work is bounded by its own deadlines."""
     _pool.shutdown(cancel_futures=True)
 
 

@@ -1,16 +1,16 @@
-"""All orders in which GPUs can run kernels that wait for each other: a model of streams and of the block scheduler.
+"""Model checker of mutually waiting kernels: enumerates every order in which GPUs can schedule their blocks.
 
-A few ranks, each a GPU of a few multiprocessors (SMs), run the same kernels. Of the kernels that may run, a GPU places
-blocks of the one with the highest priority, of those with the same the one that came first; while a block of it finds
-no room, no other kernel's block is placed ("leftover" policy: Amert et al., "GPU Scheduling on the NVIDIA TX2: Hidden
-Details Revealed", RTSS 2017; Olmedo et al., "Dissecting the CUDA scheduling hierarchy", RTAS 2020). A cluster is placed
-whole or not at all. A block stays until what it waits for has happened. NVIDIA documents none of it, so a stuck state
-is a hazard and not an observation.
+A few ranks, each a GPU of a few multiprocessors (SMs), run the same kernels. A GPU places blocks of the runnable kernel
+with the highest priority, and among equals of the one that became runnable first; while a block of it does not fit, no
+other kernel's block is placed ("leftover" policy: Amert et al., "GPU Scheduling on the NVIDIA TX2: Hidden Details
+Revealed", RTSS 2017; Olmedo et al., "Dissecting the CUDA scheduling hierarchy", RTAS 2020). A cluster is placed whole
+or not at all. A block is resident until all its waits are met. NVIDIA documents none of this, so a stuck state is a
+hazard and not an observation.
 
-    state of a rank     kernels that may run, in the order in which they came; blocks placed of each; what runs where
-    steps               a kernel comes, once those before it have ended; a block is placed; one goes on; a copy ends
+    state of a rank     runnable kernels in order of arrival; number of placed blocks of each; blocks on each SM
+    steps               a kernel becomes runnable (all before it ended); a block is placed or passes a wait; a copy ends
 
-`stuck` gives a state in which no step is left and not all has ended, or None where there is no such state.
+`stuck` returns a state without a next step in which some kernel has not ended, or None if there is none.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-ROOM = 8  # of an SM
+ROOM = 8  # capacity of an SM
 
 
 class Placed(NamedTuple):
-    """Until the same block of a kernel runs on all other ranks, or has ended there."""
+    """Wait until the same block of a kernel has been placed on all other ranks."""
 
     kernel: str
 
 
 class Passed(NamedTuple):
-    """Until all blocks of a kernel have gone on `times` times: on this rank, or on all others."""
+    """Wait until all blocks of a kernel have passed `times` waits: on this rank, or on all others."""
 
     kernel: str
     times: int = 1
@@ -41,16 +41,16 @@ Need = Placed | Passed
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, or with no blocks what needs no SM: a copy, or a wait of a stream.
+    """One kernel; with zero blocks, an operation that needs no SM: a copy, or a stream's wait.
 
     Attributes:
-        name: "x" for others to refer to.
+        name: "x", by which other kernels refer to this one.
         stream: kernels of a stream run one after the other.
-        blocks: how many.
-        room: that a block takes of an SM, of ROOM.
-        priority: of its stream; the highest goes first.
-        cluster: all blocks are placed at once, each on an SM of its own.
-        waits: of each block, one after the other; it ends behind the last one.
+        blocks: number of blocks.
+        room: share of an SM's ROOM that a block takes.
+        priority: priority of its stream; the highest is placed first.
+        cluster: all blocks are placed at the same time, each on a separate SM.
+        waits: waits of each block, in order; the block ends after the last one.
         behind: kernels of other streams that must have ended before (events).
     """
 
@@ -67,15 +67,15 @@ class Kernel:
 class Block(NamedTuple):
     kernel: int
     number: int
-    passed: int  # waits behind it
+    passed: int  # number of waits passed
 
 
 class Rank(NamedTuple):
-    """What one GPU is at."""
+    """State of one GPU."""
 
-    queue: tuple[int, ...] = ()  # kernels that may run, in the order in which they came
-    placed: tuple[int, ...] = ()  # blocks of each kernel that have been placed
-    sms: tuple[tuple[Block, ...], ...] = ()  # blocks on each SM; which SM is which does not matter
+    queue: tuple[int, ...] = ()  # runnable kernels, in order of arrival
+    placed: tuple[int, ...] = ()  # number of placed blocks of each kernel
+    sms: tuple[tuple[Block, ...], ...] = ()  # blocks on each SM, sorted: SMs are interchangeable
     ended: tuple[bool, ...] = ()
 
 
@@ -100,7 +100,7 @@ class Model:
         self.start: State = (Rank((), (0,) * count, ((),) * sms, (False,) * count),) * ranks
 
     def stuck(self) -> tuple[State | None, int, int]:
-        """(a state that is stuck or None, how many are, how many states there are)."""
+        """(a stuck state or None, number of stuck states, number of states)."""
         seen, todo = {self.start}, [self.start]
         example, count = None, 0
         while todo:
@@ -115,7 +115,7 @@ class Model:
     def steps(self, state: State) -> Iterator[State]:
         for number, rank in enumerate(state):
             for after in (*self._come(state, number), *self._place(rank), *self._go_on(state, number)):
-                # All ranks run the same, so which is which does not matter: half as many states.
+                # All ranks run the same kernels, so they are interchangeable: sorting halves the states.
                 yield tuple(sorted((*state[:number], after, *state[number + 1 :])))
 
     def _come(self, state: State, here: int) -> Iterator[Rank]:
@@ -188,7 +188,7 @@ class Model:
         )
 
     def told(self, state: State) -> str:
-        """`state` in words, a line for each rank."""
+        """Describe `state` in words, one line per rank."""
         names = [kernel.name for kernel in self.kernels]
         return "\n".join(
             f"rank {number}: may run {[names[one] for one in rank.queue]}, "

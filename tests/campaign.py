@@ -1,11 +1,11 @@
-"""The fault campaign: many injected faults with fixed seeds, and for each what every rank must raise, and when.
+"""Fault campaign: inject many faults with fixed seeds and check the error of every rank, and its time.
 
     python -m tests.campaign [--count 1000] [--seed 0]
 
 A batch starts 2 to 4 ranks and injects its faults one after the other, each into a new group that runs random public
-ops forward and backward, on shared memory or gloo. Ranks are killed one by one, rank 0 never, and the others go on. A
-fault is a hang where a rank has no error long after its deadline, a wrong class where FAULTS has another, a leak where
-a rank has more segments, mappings, pidfds, threads or children than before.
+ops forward and backward, on shared memory or gloo. Ranks are killed one by one, except rank 0; the survivors continue.
+A fault counts as a hang if a rank has no error long after its deadline, as a wrong class if the error is not the one
+in FAULTS, as a leak if a rank holds more segments, mappings, pidfds, threads or children than before.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ANY = f"{LOST}|{LATE}|FusedTPError"
 
 
 class Fault(NamedTuple):
-    """What one rank does, how often of a thousand, and what it and its peers raise."""
+    """A fault of one rank, its share per thousand, and the errors that the rank and its peers raise."""
 
     about: str
     share: int
@@ -54,7 +54,7 @@ class Fault(NamedTuple):
     first: bool = False  # before the group's first call
     seconds: float = 60.0  # FUSED_TP_TIMEOUT
     schedules: Sequence[str] = ("one_sided", "plain", "pipelined")
-    says: str = ""  # the victim
+    says: str = ""  # part of the victim's message
 
 
 FAULTS = {
@@ -79,7 +79,7 @@ SETTINGS = {"FUSED_TP_SHM": "0", "FUSED_TP_CHECK": "0", "FUSED_TP_RING_GRADIENTS
 
 
 class Record(NamedTuple):
-    """Of one rank at one injection."""
+    """Result of one injection on one rank."""
 
     kind: str
     seconds: float
@@ -88,14 +88,14 @@ class Record(NamedTuple):
 
 
 def meet(name: str, ranks: Sequence[int], mine: Any = None) -> dict[int, Any]:
-    """What these ranks give, by rank, once all of them have; over the store, which outlives every rank."""
+    """Exchange `mine` among these ranks and return it by rank; over the store, which outlives every rank."""
     store, deadline = _get_default_store(), time.monotonic() + MEET_SECONDS
     store.set(f"campaign/{name}/{dist.get_rank()}", json.dumps(mine))
     keys = {rank: f"campaign/{name}/{rank}" for rank in ranks}
     while not store.check(list(keys.values())):
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all of ranks {list(ranks)} came to {name}: a hang")
-        time.sleep(0.005)  # the store has no wait that sees the deadline of the campaign
+        time.sleep(0.005)  # store.wait would not honour this deadline
     return {rank: json.loads(store.get(key)) for rank, key in keys.items()}
 
 
@@ -112,7 +112,7 @@ def until_error(run: Callable[..., object]) -> tuple[str, str]:
             return type(error).__name__, str(error)
 
 
-# ---- what the victim does; its peers call on until they have an error, or for as many calls as it does ---------------
+# ---- the victim; its peers call ops until one raises, or make as many calls as the victim ----------------------------
 
 
 def in_a_child(run: Callable[..., object]) -> str:
@@ -130,7 +130,7 @@ def in_a_child(run: Callable[..., object]) -> str:
 
 
 def limited(fault: str) -> ExitStack:
-    """Scope without threads, files or address space. Root is not bound by RLIMIT_NPROC: there is a double of it."""
+    """Scope without threads, files or address space. RLIMIT_NPROC is simulated, because root ignores that limit."""
     scope = ExitStack()
     if fault == "threads":
         none = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
@@ -155,7 +155,7 @@ def raising(group: Any, schedule: str) -> tuple[str, str]:
 
 
 def suffer(name: str, group: Any, schedule: str, run: Callable[..., object], peers: list[int], delay: float) -> Any:
-    """The victim's part: the class of what it raises and what that says."""
+    """Run the victim's part; return the class and the message of its error."""
     kind = name.split()[0]
     if kind == "kill":
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -171,7 +171,7 @@ def suffer(name: str, group: Any, schedule: str, run: Callable[..., object], pee
     if kind == "fork":
         return NONE, in_a_child(run)
     if kind == "destroy":
-        time.sleep(delay)  # the others wait for it, or not yet: both are to be met
+        time.sleep(delay)  # random: the others may be waiting for this rank already, or not yet
         dist.destroy_process_group(group)
         return NONE, ""
     with limited(kind):
@@ -180,11 +180,11 @@ def suffer(name: str, group: Any, schedule: str, run: Callable[..., object], pee
 
 
 def inject(number: int, name: str, schedule: str, victim: int, alive: list[int], rng: random.Random) -> Record:
-    """One fault on this rank, as its victim or a peer of it."""
+    """Take part in one fault, as its victim or as a peer."""
     fault, rank, before = FAULTS[name], dist.get_rank(), resources()
     kind, delay = name.split()[0], rng.random() * 0.05
     ops, setting = rng.sample(list(OPS), 3), rng.choice(list(SETTINGS))
-    if kind == "raise":  # in the middle of this one
+    if kind == "raise":  # raises within this op
         ops = ["all_gather_matmul"]
     peers = [other for other in alive if other != victim]
     pids = meet(f"{number} begins", alive, os.getpid())
@@ -194,7 +194,7 @@ def inject(number: int, name: str, schedule: str, victim: int, alive: list[int],
     if kind in ("shape", "dtype", "op", "setting"):
         env["FUSED_TP_CHECK"] = "1"
     with environment(env):
-        # Groups that some ranks make for themselves have the name of an earlier one of the same ranks.
+        # torch may reuse the name of an earlier group of the same ranks for a group that only its members make.
         group = dist.new_group(alive, use_local_synchronization=len(alive) < dist.get_world_size())
         run = faults.calls_of(group, [MATMULS[0], *ops] if kind == "threads" else ops)
         if not fault.first:
@@ -210,7 +210,7 @@ def inject(number: int, name: str, schedule: str, victim: int, alive: list[int],
                 error = error_of(call, group, kind != "setting" and rank == victim)
             found = type(error).__name__, str(error)
             seconds = time.monotonic() - begun
-            run()  # the group works on
+            run()  # the group remains usable
         elif rank == victim:
             found = suffer(name, group, schedule, run, peers, delay)
             seconds = time.monotonic() - begun if kind not in ("stop", "late", "kill") else 0.0
@@ -243,13 +243,13 @@ def inject(number: int, name: str, schedule: str, victim: int, alive: list[int],
 
 
 def batch(_: Any, plan: list[tuple[int, str, int]]) -> list[tuple[str, str, int, int, dict[int, Any]]]:
-    """The records by rank of every injection, on rank 0."""
+    """Run the batch; return the records of every injection by rank."""
     alive, found = list(range(dist.get_world_size())), []
     fused_tp.all_reduce(torch.ones(1), group=None)
     for number, name, seed in plan:
         rng = random.Random(seed)
         victim, schedule = rng.choice(alive[1:]), rng.choice(list(FAULTS[name].schedules))
-        place = alive.index(victim)  # in its group, by which errors name it
+        place = alive.index(victim)  # its rank in the group, which errors name
         record = inject(number, name, schedule, victim, alive, rng)
         if FAULTS[name].victim == "died":
             alive = [rank for rank in alive if rank != victim]
@@ -261,7 +261,7 @@ def batch(_: Any, plan: list[tuple[int, str, int]]) -> list[tuple[str, str, int,
 
 
 def plan_of(count: int, seed: int) -> list[tuple[int, list[tuple[int, str, int]]]]:
-    """World sizes and injections by batch. Of a batch of W ranks the last injections kill up to W - 1 of them."""
+    """World sizes and injections by batch. The last injections of a batch of W ranks kill up to W - 1 of them."""
     rng = random.Random(seed)
     total, names = sum(fault.share for fault in FAULTS.values()), []
     for name, fault in FAULTS.items():
@@ -281,7 +281,7 @@ def plan_of(count: int, seed: int) -> list[tuple[int, list[tuple[int, str, int]]
 
 
 class Tally:
-    """Counts, by fault, and what went wrong."""
+    """Counts by fault, and a description of each problem."""
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in FAULTS}
@@ -327,7 +327,7 @@ def campaign(count: int, seed: int, report: Callable[[str], object] = print) -> 
             outcomes = fresh_ranks(size, batch, plan, timeout=240, env={"FUSED_TP_SCHEDULE": None}, expect_deaths=True)
             for injected in outcomes[0].unwrap():
                 tally.add(where, *injected)
-        except Exception as error:  # of a rank; its batch is lost, the others run
+        except Exception as error:  # raised by a rank: the rest of its batch is lost, other batches run
             tally.wrong.append(f"{where}: hang or crash: {type(error).__name__}: {str(error)[-3000:]}")
         report(f"{where}: {len(plan)} faults, {time.monotonic() - begun:.0f} s, {len(tally.wrong)} wrong so far")
     if left := faults.left_in_dev_shm() - left_before:
@@ -346,7 +346,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name: the ranks import the function they run by the name of its module.
+    # Imported under its own name: ranks import the function they run by its module's name.
     from tests.campaign import main as campaign_main
 
     campaign_main()

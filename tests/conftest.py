@@ -1,4 +1,4 @@
-"""What every test gets: one torch thread, the rank pool's end at the end of the session, and skips that say why."""
+"""Session-wide setup: one torch thread, the rank pool's end at the end of the session, and skips with their reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_other_world_sizes(items: list[pytest.Item]) -> None:
-    """Makes cases at group sizes other than 2 and 3 `full`, where the test has cases at those."""
+    """Mark cases at group sizes other than 2 and 3 as `full`, if the test also has cases at 2 or 3."""
     sizes: dict[tuple[Path, str], dict[pytest.Item, int]] = defaultdict(dict)
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
@@ -56,7 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         native_build.start_prebuilding(
             {item.module.__name__ for item in session.items if isinstance(item, pytest.Function)}
         )
-        gc.freeze()  # modules, which no collection has to go through again
+        gc.freeze()  # collections need not traverse the modules again
 
 
 def pytest_sessionfinish() -> None:

@@ -1,10 +1,10 @@
-"""Ranks that come late, stop, die or raise in the middle of an op: what the others raise, and when.
+"""Ranks that are late, stop, die or raise within an op: errors of their peers, and how soon these are raised.
 
     with group_on("pipelined", FUSED_TP_TIMEOUT="1") as group:    # a group of its own for each case
         failure = failure_of(calls_of(group))
 
-Each case runs on all ranks of the default group, on one of TRANSPORTS; those of GPUs go over doubles of libraries. Call
-number n takes n, so that a call of one rank that is taken for another call of a peer gives wrong numbers.
+Each case runs on all ranks of the default group, on one of TRANSPORTS; GPU transports use library test doubles. The
+input of call number n is n, so that ranks whose calls are mismatched return wrong numbers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.workers import Outcome, fresh_ranks
 
 TRANSPORTS = ("one_sided", "plain", "pipelined", "hierarchical", "two_shot", "copy_engine", "nccl_pipeline")
 DEVICE = torch.device("cpu")
-NOTICE_SECONDS = 4.0  # from a loss, or a deadline, to the error, where many processes share a core
+NOTICE_SECONDS = 4.0  # bound from a loss or a deadline to the error, with many processes on a core
 
 
 @contextmanager
 def group_on(transport: str, ranks: Sequence[int] | None = None, **env: str) -> Iterator[Any]:
-    """A new group, whose ops run on that transport; of all ranks, or of these, which alone make it."""
+    """Make a new group whose ops run on that transport: of all ranks, or of `ranks`, which alone call this."""
     env = {"FUSED_TP_SCHEDULE": transport, "FUSED_TP_TIMEOUT": "60", **env}
     if transport == "hierarchical":
         env["FUSED_TP_HOST"] = "aabb"[dist.get_rank()]
@@ -72,7 +72,7 @@ def attention(op: Callable[..., Any], group: Any, n: float) -> Tensor:
 
 Op = Callable[[Any, float], tuple[Tensor, float]]
 
-# What a call with n gives, and what all elements of that must be.
+# A call with n: its result, and the value that every element of the result must have.
 OPS: dict[str, Op] = {
     "all_gather": lambda group, n: (fused_tp.all_gather(leaf(n, 4, 6), 0, group=group), n),
     "all_gather_matmul": lambda group, n: (fused_tp.all_gather_matmul(leaf(n, 4, 6), weight(), group=group), 6 * n),
@@ -112,8 +112,8 @@ MATMULS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def calls_of(group: Any, ops: Sequence[str | Op] = tuple(OPS)) -> Callable[..., None]:
-    """Calls the next of these ops, forward and backward; the same once more where it has raised. Its result is right;
-    where a peer is lost it may be NaN, and a later call raises."""
+    """Return a function that calls the next of these ops, forward and backward (the same op again after an error), and
+    checks its result. With `lost=True` elements may be NaN: a peer is lost, and a later call raises."""
     numbers, done = itertools.count(1), 0
 
     def run(*, lost: bool = False) -> None:
@@ -128,12 +128,12 @@ def calls_of(group: Any, ops: Sequence[str | Op] = tuple(OPS)) -> Callable[..., 
     return run
 
 
-# ---- what ranks say --------------------------------------------------------------------------------------------------
+# ---- errors of ranks -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What an endless loop of calls has raised, how long its last call took, and what the next call says."""
+    """Error of an endless loop of calls, duration of the call that raised it, and message of the next call."""
 
     kind: str
     message: str
@@ -142,7 +142,7 @@ class Failure:
 
 
 def failure_of(run: Callable[..., object]) -> Failure:
-    """That of `run(lost=True)`, again and again."""
+    """Call `run(lost=True)` until it raises; return the failure."""
     begun = time.monotonic()
     with pytest.raises(FusedTPError) as first:
         while True:
@@ -155,14 +155,15 @@ def failure_of(run: Callable[..., object]) -> Failure:
 
 
 def check_failures(failures: Sequence[Failure], victim: int, kind: str, deadline: float = 0.0) -> None:
-    """All have raised an error of that kind in time; one names the victim, and others may follow that one."""
+    """Assert that all raised an error of that kind in time and at least one names the victim: others may follow it."""
     for one in failures:
         assert one.kind == kind and one.seconds < deadline + NOTICE_SECONDS, failures
     assert any(names(one.message, victim) for one in failures), failures
 
 
 def names(message: str, rank: int) -> bool:
-    """As in "rank 2", "ranks 0 (last heard of at call 4, all_gather), 1 and 2"; not "rank 0 of 2"."""
+    """True if the message names `rank`, as "rank 2" or "ranks 0 (last heard of at call 4, all_gather), 1 and 2" name 2;
+    the 0 of "rank 0 of 2" does not count."""
     return bool(re.search(rf"\b[Rr]anks? (?:\d+(?: \([^()]*\))?(?:, | and ))*{rank}\b(?! of \d)", message))
 
 
@@ -170,8 +171,8 @@ def names(message: str, rank: int) -> bool:
 
 
 def late(_: Any, transport: str, ops: Sequence[str]) -> list[Failure]:
-    """The last rank comes when the others have given up. Over messages one of those has a long deadline, and hears of
-    it; elsewhere a rank that waits for the late one alone does not, whose deadline is the same."""
+    """The last rank calls after the others have given up. On message transports one of these has a long deadline and
+    is notified by its peers; on others a rank that waits only for the late one is not, so all deadlines are equal."""
     rank, last, found = dist.get_rank(), dist.get_world_size() - 1, []
     short = last - 1 if transport in ("plain", "pipelined", "nccl_pipeline") else last
     for op in ops:
@@ -187,13 +188,13 @@ def late(_: Any, transport: str, ops: Sequence[str]) -> list[Failure]:
                 found.append(failure_of(run))
             finally:
                 give_up(group.group_name)
-            wait_for_those_who_gave_up(group.group_name, range(last + 1))  # whose end would tell the others, too
+            wait_for_those_who_gave_up(group.group_name, range(last + 1))  # a group that ends would notify peers, too
     return found
 
 
 def lost_behind_its_part(_: Any, transport: str, ops: Sequence[str]) -> Failure:
-    """The last rank ends in a call for which rank 0 is late, which then knows of the loss and makes none; the others
-    may have all that they need of the lost one by then."""
+    """The last rank dies in a call for which rank 0 is late. Rank 0 then knows of the loss and does not make the call;
+    the others may already hold everything they need from the lost rank."""
     with group_on(transport) as group:
         run = calls_of(group, ops)
         run()
@@ -205,7 +206,7 @@ def lost_behind_its_part(_: Any, transport: str, ops: Sequence[str]) -> Failure:
 
 
 def check_lost(outcomes: Sequence[Outcome]) -> None:
-    """Of `lost_behind_its_part`."""
+    """Check the outcomes of `lost_behind_its_part`."""
     *others, victim = outcomes
     assert victim.exit_code == -signal.SIGKILL
     check_failures([one.unwrap() for one in others], victim.rank, "PeerLostError")
@@ -219,15 +220,15 @@ def check_late(found: Sequence[Sequence[Failure]]) -> None:
 
 
 def stopped_then_killed(_: Any, transport: str, ops: Sequence[str], delay: float) -> tuple[Failure, Failure]:
-    """The last rank is stopped by the system for longer than the deadline, and in another group it is killed. What is
-    raised of that; the others then work together in a new group."""
+    """The last rank is stopped (SIGSTOP) for longer than the deadline, and killed in another group. The others then
+    work together in a new group. Returns both failures."""
     rank, last, found = dist.get_rank(), dist.get_world_size() - 1, []
     pids: list[Any] = [None] * (last + 1)
     dist.all_gather_object(pids, os.getpid())
     for number, deadline in ((signal.SIGSTOP, "1.5"), (signal.SIGKILL, "60")):
         with group_on(transport) as group:
             run = calls_of(group, ops)
-            for _op in ops:  # all that first calls set up
+            for _op in ops:  # first calls, with their setup
                 run()
             dist.barrier()
             os.environ["FUSED_TP_TIMEOUT"] = deadline
@@ -250,7 +251,7 @@ def stopped_then_killed(_: Any, transport: str, ops: Sequence[str], delay: float
 
 
 def fresh_stopped_then_killed(transport: str) -> list[Outcome]:
-    """The outcomes of that, for `check_stopped_then_killed`."""
+    """Outcomes of `stopped_then_killed` on new ranks, for `check_stopped_then_killed`."""
     build_doubles(transport)
     size = 4 if transport == "hierarchical" else 3
     return fresh_ranks(size, stopped_then_killed, transport, list(OPS), 0.02, expect_deaths=True)
@@ -265,5 +266,5 @@ def check_stopped_then_killed(outcomes: list[Outcome]) -> None:
 
 
 def left_in_dev_shm() -> set[str]:
-    """Without what the double of NCCL has there for other tests."""
+    """Files of fused_tp in /dev/shm, without those of the NCCL double, which other tests may be using."""
     return {name for name in os.listdir("/dev/shm") if "fused_tp" in name and "double" not in name}

@@ -1,12 +1,12 @@
-"""New processes that need not import torch again: a process that has imported it, and runs nothing else, forks them.
+"""New processes without another import of torch: they are forked from a process that has imported it and is idle.
 
     process = fork("tests.soak", "main", [seed], environment, log)       # calls main(seed) in it
 
-That costs 50 ms and almost no memory, a Python of its own that imports torch 2 s of CPU time. The forking process has
-one thread, so a fork is a whole process. Its environment is that of the tests when it was started; each fork gets its
-own before it runs anything, which is soon enough for all that is not imported yet: fused_tp and Triton among others.
+A fork costs 50 ms and almost no memory; a new Python that imports torch costs 2 s of CPU time. The forking process has
+one thread, so no state of other threads is lost. It starts with the environment of the tests; each fork sets its own
+before it runs anything, in time for all modules not imported yet, fused_tp and Triton among them.
 
-All forks have the same seed of hashes, in which they differ from processes of their own.
+All forks share one hash seed, unlike separately started processes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_MOST_BYTES = 1 << 20  # of a request
+_MOST_BYTES = 1 << 20  # limit of a request
 
 
 class Forked:
-    """A process that is no child of this one, with what `subprocess.Popen` offers that tests need."""
+    """A process that is not a child of this one, with the part of the `subprocess.Popen` interface that tests need."""
 
     def __init__(self, pid: int, status: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._status = status  # where the exit code comes, once
+        self._status = status  # pipe from which the exit code is read, once
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
@@ -44,7 +44,7 @@ class Forked:
                 raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
             told = os.read(self._status, 4)
             os.close(self._status)
-            # Nothing is told where the forking process has died, and its forks with it.
+            # The pipe is empty if the forking process has died, and its forks with it.
             self.returncode = struct.unpack("i", told)[0] if told else -signal.SIGKILL
         return self.returncode
 
@@ -87,19 +87,19 @@ _server: _Server | None = None
 
 
 def can_fork() -> bool:
-    """Whether this system can; where not, take `subprocess`."""
+    """True if this system supports `fork`; elsewhere use `subprocess`."""
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 def fork(
     module: str, function: str, arguments: Sequence[Any], env: Mapping[str, str], log: int, fds: Sequence[int] = ()
 ) -> Forked:
-    """Calls `module.function(*fds, *arguments)` in a new process, which ends when the forking process does.
+    """Call `module.function(*fds, *arguments)` in a new process, which ends when the forking process does.
 
     Args:
-        env: all of its environment.
-        log: file descriptor of what it writes to stdout and stderr.
-        fds: file descriptors that it gets; their numbers there come before `arguments`.
+        env: complete environment of the process.
+        log: file descriptor for its stdout and stderr.
+        fds: file descriptors passed to it; `function` takes their numbers in that process before `arguments`.
     """
     global _server
     with _lock:
@@ -112,7 +112,7 @@ def fork(
 
 
 def _serve(fd: int, parent: int) -> Callable[[], None] | None:
-    """Forks until the tests have ended; returns in each fork with what it is to do."""
+    """Serve fork requests until the tests have ended; in each fork, return the function that it runs."""
     from tests.workers import die_with_parent
 
     die_with_parent(parent)
@@ -121,7 +121,7 @@ def _serve(fd: int, parent: int) -> Callable[[], None] | None:
     requests = socket.socket(fileno=fd)
     poll = select.poll()
     poll.register(requests, select.POLLIN)
-    forks: dict[int, tuple[int, int]] = {}  # by pidfd: the process, and where its exit code goes
+    forks: dict[int, tuple[int, int]] = {}  # by pidfd: the process, and the pipe for its exit code
     while True:
         for ready, _ in poll.poll():
             if ready != requests.fileno():
@@ -176,7 +176,7 @@ def _fork_of(message: bytes, fds: Sequence[int], parent: int) -> Callable[[], No
 def _main() -> None:
     import gc
 
-    # What every rank needs, and nothing that looks at variables whose values tests choose.
+    # Modules that every rank needs, and none that reads environment variables that tests set.
     import numpy  # noqa: F401  # for the forks
     import pytest  # noqa: F401  # for the forks
     import torch
@@ -185,7 +185,7 @@ def _main() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
-    with contextlib.suppress(ImportError):  # optional, and a second of CPU time in each rank that needs it
+    with contextlib.suppress(ImportError):  # optional; would cost a second of CPU time in each rank that imports it
         import transformers.models.llama.modeling_llama
         import transformers.trainer_utils  # noqa: F401  # for the forks
 

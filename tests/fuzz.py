@@ -1,9 +1,9 @@
 """Every public op with odd inputs: `make test` runs some, the other tier 500 of each, `make soak` 2,000 and more.
 
-A call is legal (odd strides and sizes, expanded and overlapping memory, negative bits, NaN, infinities, huge numbers):
-it gives the dense reference's numbers, and gradients as of dense copies of its inputs. Or one argument is wrong, on all
-ranks or on the last alone: ValueError or TypeError says so before anything is sent, and that rank then makes the good
-call, in which its peers wait. After each call an all-reduce shows that the ranks are in step.
+A legal call (odd strides and sizes, expanded and overlapping memory, negative bits, NaN, infinities, huge numbers) must
+match the dense reference, and its gradients those of dense copies of its inputs. In other calls one argument is wrong,
+on all ranks or on the last alone: the op must raise ValueError or TypeError before anything is sent, and that rank then
+makes the legal call, in which its peers wait. After each call an all-reduce checks that the ranks are in step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class Problem(NamedTuple):
 
     Attributes:
         given: arguments, by rank.
-        dense: each rank's results for such arguments, of which floating-point tensors are float64.
-        same: arguments that all ranks have alike.
-        huge: of the dtype's largest numbers, too, an op makes what float64 would.
-        special: arguments that may hold NaN or inf; of attention the queries: its reference multiplies masked values.
+        dense: reference: each rank's results for such arguments with floating-point tensors in float64.
+        same: arguments that are the same on all ranks.
+        huge: inputs may hold the dtype's largest number, for which the op still matches float64.
+        special: arguments that may hold NaN or inf, None for all; only q of attention, as its reference multiplies
+            masked values.
     """
 
     given: list[Given]
@@ -61,14 +62,14 @@ class Source(random.Random):
         return (made * 4).to(dtype)
 
     def size(self, *small: int) -> int:
-        """One of these, or now and then one of several tiles."""
+        """One of `small`, or now and then a size of several tiles."""
         return self.choice((*small, self.randint(10, 300)))
 
     def features(self) -> int:
         return self.size(1, 2, 3, 8)
 
     def cut(self) -> tuple[int, list[int]]:
-        """A length, which may be 0 or leave ranks with nothing, and the ranks' parts."""
+        """A length, which may be 0 or below the number of ranks, and the sizes of the ranks' shards."""
         length = self.size(0, 1, 2, 3, 4, 6, 9)
         return length, shard_sizes(length, self.ranks)
 
@@ -143,7 +144,7 @@ def row(s: Source, scattered: bool) -> Problem:
 
 
 def routed(s: Source, tokens: int, experts: int) -> Given:
-    """Rows of experts, some without any; the last token has one, so that no smaller number of tokens will do."""
+    """Random routing: some experts have no rows; the last token has a row, so that fewer tokens are always an error."""
     ends = sorted(s.randint(0, 12) for _ in range(experts))
     ends[-1] = max(1, ends[-1])
     rows = [s.randrange(tokens) for _ in range(ends[-1])]
@@ -152,7 +153,7 @@ def routed(s: Source, tokens: int, experts: int) -> Given:
 
 
 def expert_of(one: Given) -> Tensor:
-    """[rows]"""
+    """Expert of each row, [rows]."""
     return torch.searchsorted(one["offsets"].long(), torch.arange(len(one["tokens"])), right=True)
 
 
@@ -374,12 +375,12 @@ def overlapping(t: Tensor) -> Tensor:
 
 
 def negative(t: Tensor) -> Tensor:
-    """`t`, which torch reads as the negative of what lies in memory."""
+    """`t` with the negative bit: memory holds -t, which torch negates on reading."""
     return torch._neg_view(-t) if t.is_floating_point() else t
 
 
 def absent(t: Tensor) -> Tensor:
-    """Zeros without memory, as autograd makes them."""
+    """Zeros without storage, as autograd creates them."""
     return torch._efficientzerotensor(t.shape, dtype=t.dtype) if t.is_floating_point() else t
 
 
@@ -425,7 +426,7 @@ WRONG: dict[type, tuple[Any, ...]] = {
 
 
 def wrong(s: Source, name: str, value: Any, any_dtype: bool) -> Any:
-    """Something that no op takes in place of `value`; `any_dtype`: one that takes tensors of all dtypes."""
+    """A replacement of `value` that no op accepts; `any_dtype`: the op accepts tensors of all dtypes."""
     if name == "group":
         return s.choice(("tp", 3, [0, 1]))
     if isinstance(value, list):
@@ -436,7 +437,7 @@ def wrong(s: Source, name: str, value: Any, any_dtype: bool) -> Any:
         if value.is_floating_point() and s.random() < 0.3 and not any_dtype:
             return value.to(s.choice(WRONG_DTYPES))
         makers = [make for make in WRONG_TENSORS if value.numel() or make is not freed]
-        return s.choice(makers)(value.detach().clone())  # some cannot take what has no memory
+        return s.choice(makers)(value.detach().clone())  # the clone has storage, which some makers need
     if value is None:
         return s.choice(("none", object(), {}))
     if isinstance(value, tuple):
@@ -457,20 +458,20 @@ def upcast(value: Any) -> Any:
     if isinstance(value, list):
         return [upcast(one) for one in value]
     if isinstance(value, Tensor):
-        value = value.detach().resolve_neg().resolve_conj().clone()  # which makes zeros of none
+        value = value.detach().resolve_neg().resolve_conj().clone()  # clone gives storage to zeros without it
         return value.double() if value.is_floating_point() else value
     return value
 
 
 def flat(found: Any) -> list[Tensor]:
-    """The tensors of nested lists."""
+    """Flatten nested lists to their tensors."""
     if not isinstance(found, (list, tuple)):
         return [found] if isinstance(found, Tensor) else []
     return [t for one in found for t in flat(one)]
 
 
 def compare(found: Any, dense: Any, name: str) -> None:
-    """The same numbers, where the reference's are finite and no sum of a few of them can leave the dtype."""
+    """Assert equal numbers where the reference is finite and a sum of a few such numbers cannot overflow the dtype."""
     got, wanted = flat(found), flat(dense)
     assert len(got) == len(wanted), f"{len(got)} results, {len(wanted)} in the reference"
     for i, (one, ref) in enumerate(zip(got, wanted, strict=True)):
@@ -483,9 +484,9 @@ def compare(found: Any, dense: Any, name: str) -> None:
         one, ref = one[small], ref[small]
         if name in EXACT:
             assert one.double().equal(ref), f"result {i}"
-        if name == "vocab_parallel_cross_entropy":  # what is left of logits of this size
+        if name == "vocab_parallel_cross_entropy":  # a difference of logits of about 8: the error is relative to these
             one, ref = one + 8, ref + 8
-        if i == 1 and name.endswith(("attention", "decode")):  # a log-sum-exp near 0, the logarithm of a sum near 1
+        if i == 1 and name.endswith(("attention", "decode")):  # a log-sum-exp near 0 is the logarithm of a sum near 1
             one, ref = one + 1, ref + 1
         assert_within_dtype_error(one, ref, one.dtype, reduced_over=1024, roundings=4, name=f"result {i}")
 
@@ -494,7 +495,10 @@ EXACT = ("all_gather", "shard_sequence", "unshard_sequence", "sequence_positions
 
 
 def gradients(op: Callable[..., Any], given: Given, copied: bool, zeros: bool) -> list[Tensor]:
-    """Of all floating-point arguments, for odd gradients of the results, or zeros; or with dense copies of all."""
+    """Gradients of all floating-point arguments, for gradients of the results that are odd tensors or `zeros`.
+
+    With `copied`, arguments and gradients are dense copies.
+    """
 
     def leaf(value: Any) -> Any:
         if isinstance(value, list):
@@ -524,7 +528,7 @@ def compare_gradients(odd: list[Tensor], dense: list[Tensor]) -> None:
 
 
 def make_odd(s: Source, problem: Problem) -> None:
-    """Gives some arguments other memory or odd numbers, where all ranks have the same: the same tensor."""
+    """Give some arguments odd memory layouts or numbers; ranks share one tensor for an argument in `problem.same`."""
     special = s.random() < 0.2
     for name, value in list(problem.given[0].items()):
         if not isinstance(value, Tensor) or value.dtype in (*OTHERS[:3], torch.int32) or s.random() < 0.5:
@@ -539,9 +543,9 @@ def make_odd(s: Source, problem: Problem) -> None:
                 one[name] = how(odd_numbers(s, one[name], problem.huge) if numbers else one[name])
 
 
-@mock.patch.object(gemm, "_SMALLEST_NATIVE", 0)  # small inputs, too, are for the native core
+@mock.patch.object(gemm, "_SMALLEST_NATIVE", 0)  # small inputs use the native core, too
 def fuzz_rank(group: Any, name: str, seed: int, calls: int) -> list[str]:
-    """What was wrong, call by call."""
+    """Make random calls of an op; return a description of each failure."""
     rank, size, failures = group.rank(), group.size(), []
     where: Given = {"mesh": device_mesh(group)} if name == "context_parallel_attention" else {"group": group}
     op = partial(getattr(fused_tp, name), **where)
@@ -553,7 +557,7 @@ def fuzz_rank(group: Any, name: str, seed: int, calls: int) -> list[str]:
         kind, given = s.choice(("legal", "legal", "wrong", "wrong on one")), problem.given[rank]
         with_gradients = kind == "legal" and name != "context_parallel_decode" and s.random() < 0.5
         zeros = s.random() < 0.2
-        argument = s.choice([*given, *where])  # from here on ranks may draw apart
+        argument = s.choice([*given, *where])  # from here on the ranks' random numbers may differ
         bad = (
             3
             if argument == "mesh"
@@ -566,7 +570,7 @@ def fuzz_rank(group: Any, name: str, seed: int, calls: int) -> list[str]:
                     error = error_of(op, **{**given, argument: bad})
                     assert isinstance(error, (ValueError, TypeError)), f"{type(error).__name__}: {error}"
                 found = None if kind == "wrong" else op(**given)
-            # All that is sent comes before what may fail on one rank.
+            # Communication precedes every check that may fail on one rank only.
             both = [gradients(op, given, copied, zeros) for copied in (False, True)] if with_gradients else []
             with torch.no_grad():
                 if kind != "wrong":

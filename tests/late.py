@@ -1,7 +1,7 @@
-"""A rank that comes too late: once the others have given up, not after seconds that a busy machine stretches for them.
-And one whose wait Ctrl-C ends.
+"""Helpers for a late rank, which waits until the others have given up: a fixed delay is too short on a busy machine.
+Also a timer that interrupts a wait as Ctrl-C does.
 
-The ranks are those of the default group, whose store they meet at:
+The ranks are those of the default group and synchronize over its store:
 
     if rank == 2:
         wait_for_those_who_gave_up("all_reduce", (0, 1))
@@ -25,17 +25,17 @@ _SECONDS = 60
 
 
 def give_up(what: str) -> None:
-    """This rank has; `what`: the same on all, and a new one each time."""
+    """Record that this rank has given up; `what` is the same on all ranks and different for each use."""
     _get_default_store().set(_key(what, dist.get_rank()), "")
 
 
 def wait_for_those_who_gave_up(what: str, ranks: Iterable[int]) -> None:
     store, keys = _get_default_store(), [_key(what, rank) for rank in ranks]
     deadline = time.monotonic() + _SECONDS
-    while not store.check(keys):  # and not store.wait, which would keep this process's other threads from the store
+    while not store.check(keys):  # not store.wait, which would block the store for this process's other threads
         if time.monotonic() > deadline:
             raise TimeoutError(f"not all of {keys} came within {_SECONDS} s")
-        time.sleep(0.01)  # between two looks
+        time.sleep(0.01)
 
 
 def _key(what: str, rank: int) -> str:
@@ -44,7 +44,7 @@ def _key(what: str, rank: int) -> str:
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """A signal handler raises KeyboardInterrupt then."""
+    """Raise KeyboardInterrupt from a signal handler after that time."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -1,10 +1,10 @@
-"""Builds pieces of C++ for tests with g++, once: what has been built lies in a folder of temporary files.
+"""Build C++ for tests with g++, once: outputs are cached in a folder for temporary files.
 
     library = build_shared("counter", ["tests/native/counter.cpp"], ["-Icsrc"])      # a shared library
     program = build_program("stress", [...], [...])                                  # an executable
 
-Ninja makes again what has changed. Several processes may build at once: one does, the others wait for it. What takes
-long is built while other tests wait:
+Ninja rebuilds only changed sources. If several processes build at once, one builds and the others wait for it. Long
+builds run in the background, while other tests wait:
 
     prebuild(lambda: stress_program("thread"))                                       # in the test file
 """
@@ -32,11 +32,11 @@ from fused_tp.transport import copy_engine, native_kernels, nccl
 
 REPOSITORY = Path(__file__).parent.parent
 INSTALLED = native_kernels.LIBRARY
-# Lines are all that a sanitizer names; whole debug information takes the compiler about a third longer.
+# -g1: sanitizers only report line numbers; full debug information takes the compiler about a third longer.
 COMMON_FLAGS = ("-std=c++17", "-g1", "-fPIC", "-pthread", "-Wall", "-Wextra", "-Werror")
 
-# Kernels on the CPU: the folder with its doubles of CUDA's headers comes first, and .cu files are C++. Packets are read
-# and written as what they hold, by several types.
+# Kernels on the CPU: doubles of CUDA's headers are found first, and .cu files are compiled as C++. Kernels access the
+# same packets as several types, hence -fno-strict-aliasing.
 GPU_ON_CPU = REPOSITORY / "tests" / "native" / "gpu_on_cpu"
 GPU_ON_CPU_FLAGS = (
     f"-I{GPU_ON_CPU.parent}",
@@ -49,7 +49,7 @@ GPU_ON_CPU_FLAGS = (
 
 @functools.cache
 def native_build() -> ModuleType:
-    """csrc/native_build.py, with which setup.py builds."""
+    """Import csrc/native_build.py, which setup.py builds with."""
     spec = importlib.util.spec_from_file_location("native_build", REPOSITORY / "csrc" / "native_build.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules["native_build"] = importlib.util.module_from_spec(spec)
@@ -74,18 +74,18 @@ _prebuilt: list[Callable[[], object]] = []
 
 
 def prebuild(build: Callable[[], object]) -> None:
-    """For a test file, as it is imported: `build()` is run while other tests wait, by the time this file's come."""
+    """Register `build()`, at import of a test file, to run in the background before this file's tests."""
     _prebuilt.append(build)
 
 
 def start_prebuilding(modules: Container[str]) -> None:
-    """Runs in a thread of its own what test files of these names have asked for, compilers at a low priority."""
+    """Run the builds registered by test files of these names in a thread, with compilers at a low priority."""
     wanted = [build for build in _prebuilt if build.__module__ in modules]
 
     def run() -> None:
         os.nice(10)  # of this thread, and of the compilers that it starts
         for build in wanted:
-            # What goes wrong is told by the test that needs it, be it that it is skipped for want of a compiler.
+            # Errors, or a skip for want of a compiler, are reported by the test that needs the build.
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 build()
 
@@ -94,24 +94,24 @@ def start_prebuilding(modules: Container[str]) -> None:
 
 
 def build_shared(name: str, sources: Sequence[str | Path], flags: Sequence[str] = ()) -> Path:
-    """The shared library of these sources (paths from the root of the repository), built if it has not been.
+    """Build a shared library of these sources (paths from the root of the repository), if not up to date.
 
     Args:
-        flags: for compiling and linking; COMMON_FLAGS come before them.
+        flags: flags for compiling and linking; they follow COMMON_FLAGS.
 
     Raises:
-        RuntimeError: it cannot be built; with what the compiler says.
+        RuntimeError: it cannot be built; the message holds the compiler's output.
     """
     return _build(f"lib{name}.so", [Path(source) for source in sources], [*flags, "-fvisibility=hidden"], ["-shared"])
 
 
 def build_program(name: str, sources: Sequence[str | Path], flags: Sequence[str] = ()) -> Path:
-    """The same for an executable."""
+    """Build an executable; see `build_shared`."""
     return _build(name, [Path(source) for source in sources], list(flags), [])
 
 
 def output_of(program: str | Path, *arguments: object, said: str = "", timeout: float = 120, **env: str) -> str:
-    """What a program prints that is told `said`; it must end well."""
+    """Run a program with `said` on its stdin, assert that it exits with 0, and return its stdout."""
     command, env = [str(program), *map(str, arguments)], {**os.environ, **env}
     done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=timeout, check=False, env=env)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -119,21 +119,21 @@ def output_of(program: str | Path, *arguments: object, said: str = "", timeout: 
 
 
 def cpu_device_library() -> Path:
-    """The library of device kernels, csrc/cuda, for CPU memory: `fused_tp_launchers` of csrc/cuda/launchers.h.
+    """Build the library of device kernels, csrc/cuda, for CPU memory: `fused_tp_launchers` of csrc/cuda/launchers.h.
 
-    Launches have run when they return, whatever their stream. Ranks are processes, or threads of one.
+    Launches are synchronous, whatever their stream. Ranks are processes, or threads of one process.
     """
     return build_shared("fused_tp_cuda_on_cpu", device_sources(), [*GPU_ON_CPU_FLAGS, "-O1"])
 
 
 def device_sources() -> list[Path]:
-    """The kernels' launchers, and what runs them on a CPU."""
+    """Sources of the kernels' launchers, and of the emulator that runs kernels on a CPU."""
     return [*sorted((REPOSITORY / "csrc" / "cuda").glob("*.cu")), GPU_ON_CPU / "fibers.cpp"]
 
 
 @functools.cache
 def require_sanitizer(sanitizer: str) -> None:
-    """Skips the test where programs of -fsanitize=`sanitizer` do not work."""
+    """Skip the test if programs built with -fsanitize=`sanitizer` do not work."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "empty.cpp")
         source.write_text("int main() {}\n")
@@ -164,7 +164,7 @@ def _build(file_name: str, sources: list[Path], flags: list[str], link_flags: li
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / "build.ninja").write_text(native.ninja_file(steps))
-        # With the lock: should this process be killed, ninja goes on, and no other begins beside it.
+        # Ninja inherits the lock: if this process is killed, ninja continues, and no other process builds beside it.
         done = subprocess.run(
             [*ninja, "--quiet"], cwd=folder, capture_output=True, text=True, check=False, pass_fds=(lock.fileno(),)
         )
@@ -175,7 +175,7 @@ def _build(file_name: str, sources: list[Path], flags: list[str], link_flags: li
 
 @functools.cache
 def cache() -> Path:
-    """Where what tests build is kept from session to session."""
+    """Folder that keeps the builds of tests between sessions."""
     folder = Path(tempfile.gettempdir(), f"fused_tp_native_tests_{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -184,21 +184,21 @@ def cache() -> Path:
 
 
 def use_library(path: str | Path | None) -> None:
-    """Device kernels come from the library at `path`, such as `cpu_device_library()`, for tensors of the CPU; None:
-    from this installation again."""
+    """Load device kernels from the library at `path`, such as `cpu_device_library()`, for CPU tensors; None restores
+    those of this installation."""
     native_kernels.LIBRARY = INSTALLED if path is None else Path(path).resolve()
     native_kernels.DEVICES = ("cuda",) if path is None else ("cpu",)
 
 
 def use_driver(path: str | Path | None) -> None:
-    """Copy engines of the CPU are those of the look-alike of the CUDA driver at `path`; None: there are none."""
+    """Use the double of the CUDA driver at `path` for copy engines of CPU tensors; None: the CPU has none."""
     copy_engine.LIBRARIES.pop("cpu", None)
     if path is not None:
         copy_engine.LIBRARIES["cpu"] = str(path)
 
 
 def use_nccl(nccl_library: str | Path | None, driver: str | Path | None = None) -> None:
-    """Communicators for tensors of the CPU go by look-alikes of NCCL and of the CUDA driver; None: there are none."""
+    """Use doubles of NCCL and of the CUDA driver for communicators of CPU tensors; None: CPU tensors have none."""
     nccl.LIBRARIES.pop("cpu", None)
     if nccl_library is not None:
         nccl.LIBRARIES["cpu"] = (str(nccl_library), str(driver))

@@ -1,7 +1,7 @@
 """Single-process fp64 references and the tolerances of the tests, each with its reason.
 
-The references take the very tensors that the ranks compute with (already rounded to bf16, fp16, ...) and compute in
-fp64, so that what is left between a result and its reference is only what the implementation itself rounds away.
+The references take the same tensors as the ranks (already rounded to bf16, fp16, ...) and compute in fp64, so that a
+result differs from its reference only by the implementation's own rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-# fp32 for the low precisions: "sums over ranks accumulate in fp32 (fp64 for fp64)", and so do matmuls within a rank.
+# Dtype in which sums over ranks, and matmuls within a rank, accumulate.
 ACCUMULATE = {
     torch.float64: torch.float64,
     torch.float32: torch.float32,
@@ -21,13 +21,13 @@ ACCUMULATE = {
     torch.float16: torch.float32,
 }
 
-# How many standard deviations of a rounding error a test allows. Errors of one rounding are bounded by eps / 2 but
-# those of a sum only statistically; 8 sigma over 1e6 elements fails by chance less than once in 1e8 runs.
+# Tolerance in standard deviations of the rounding error. The error of one rounding is bounded by eps / 2, that of a sum
+# only statistically; 8 sigma over 1e6 elements fails by chance less than once in 1e8 runs.
 SIGMAS = 8.0
 
 
 def seeded(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """Normal random numbers that are the same on every rank and in the test: made in fp64, then rounded to `dtype`."""
+    """Normal random numbers, the same on every rank and in the test: drawn in fp64, then rounded to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, dtype=torch.float64, generator=generator) * scale).to(dtype)
 
@@ -41,18 +41,17 @@ def assert_within_dtype_error(
     roundings: int = 1,
     name: str = "result",
 ) -> None:
-    """Asserts that `actual` is as close to its fp64 reference as `dtype` allows.
+    """Assert that `actual` is as close to its fp64 reference as `dtype` allows.
 
-    `reduced_over` is how many terms each element sums (K of a matmul; K times the steps where sums are chained);
-    `roundings` how often a value is rounded to `dtype` on the way (1 for one op; W where W partial results travel in
-    `dtype`). With the rms of the reference, the bound per
-    element is
+    `reduced_over` is the number of terms that each element sums (K of a matmul; K times the steps for chained sums);
+    `roundings` is how often a value is rounded to `dtype` (1 for one op; W if W partial results are sent in `dtype`).
+    With the rms of the reference, the bound per element is
 
         eps(dtype) * roundings * (|reference| + rms) + SIGMAS * eps(sum) * sqrt(reduced_over) * rms
 
     The first term is the rounding of the result and of partial results of like size. The second is the error of a sum
     of n terms of random sign, which grows as sqrt(n) relative to the sum (Higham & Mary, "A new approach to
-    probabilistic rounding error analysis", 2019). It has no W in it: error must not grow with the group size.
+    probabilistic rounding error analysis", 2019). Neither depends on W: the error must not grow with the group size.
     """
     assert actual.dtype == dtype, f"{name} has dtype {actual.dtype}, expected {dtype}"
     assert actual.shape == reference64.shape, f"{name} has shape {tuple(actual.shape)}, not {tuple(reference64.shape)}"
@@ -93,7 +92,7 @@ def rms_norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gradients64(
     fn: Callable[..., Tensor], inputs: Sequence[Tensor], grad_output: Tensor
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """(fn(*inputs), gradients of all inputs for `grad_output`), everything in fp64; `fn` must be differentiable."""
+    """(fn(*inputs), gradients of all inputs for `grad_output`), all in fp64; `fn` must be differentiable."""
     leaves = [t.detach().double().requires_grad_() for t in inputs]
     output = fn(*leaves)
     output.backward(grad_output.double())
@@ -101,6 +100,6 @@ def gradients64(
 
 
 def refuses(error: type[Exception], says: str, call: Callable[..., Any], *args: Any, **keywords: Any) -> None:
-    """Asserts that call(*args, **keywords) raises an `error` whose text matches `says`."""
+    """Assert that call(*args, **keywords) raises an `error` whose text matches `says`."""
     with pytest.raises(error, match=says):
         call(*args, **keywords)

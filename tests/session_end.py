@@ -1,6 +1,6 @@
-"""Ends all processes of a test session when it ends, however it ends: a guardian process outlives it and kills them.
+"""End all processes of a test session when it ends, however it ends: a guardian process outlives it and kills them.
 
-A mark in the environment that they inherit tells them. A session that a test starts adds its mark to that of the test.
+A mark in their inherited environment identifies them. A session that a test starts appends its own mark.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 MARKS = "FUSED_TP_TEST_SESSIONS"
-SECONDS = 10  # for a process that is killed to be gone
+SECONDS = 10  # until killed processes must be gone
 
 
 def start_guardian() -> None:
-    """Marks what this process starts from here on, all of which then ends with it. On Linux only."""
+    """Mark all processes that this one starts from here on, so that they end with it. Linux only."""
     if sys.platform != "linux" or "PYTEST_XDIST_WORKER" in os.environ:
         return
     mark = f"{os.getpid()}-{time.time_ns()}"
@@ -28,11 +28,11 @@ def start_guardian() -> None:
 
 
 def processes(mark: str) -> list[int]:
-    """The processes whose environment has this mark, other than this one."""
+    """Processes whose environment holds this mark, other than this one."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
+            with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
                 if any(
                     variable.startswith(f"{MARKS}=".encode()) and mark.encode() in variable
                     for variable in (folder / "environ").read_bytes().split(b"\0")
@@ -49,7 +49,7 @@ def _guard(session: int, mark: str) -> None:
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        time.sleep(0.05)  # one of them may have been starting another
+        time.sleep(0.05)  # a killed process may just have started another
 
 
 if __name__ == "__main__":

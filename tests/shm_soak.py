@@ -1,7 +1,7 @@
 """Thousands of random shared-memory calls over two overlapping groups, up to four in flight, every result checked.
 
-All ranks follow one random script: which group, which call, which size, when to finish what is in flight and in which
-order. Delays are each rank's own. Values are small integers, whose sums every dtype holds exactly.
+All ranks follow one random script: group, call and size, and when and in which order to finish calls in flight. Delays
+differ by rank. Values are small integers, whose sums are exact in every dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.workers import fresh_ranks
 
 MEMBERS = ((0, 1, 2), (1, 2, 3))
 IN_FLIGHT = 4
-DRAIN_EVERY = 8  # a call that chance never picks would run into the limit of 16 calls
+DRAIN_EVERY = 8  # otherwise a call that chance never finishes would hit the limit of 16 calls
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8)
 
 
@@ -62,7 +62,7 @@ class Player:
         self.transport.barrier()
 
     def start(self, count: int, dtype: torch.dtype, call: int) -> Callable[[], None]:
-        """A call of two stages, like matmul_all_reduce's, that `finish` ends some time later."""
+        """Start a two-stage call, like that of matmul_all_reduce; the returned function finishes it later."""
         workspace = self.transport.begin("soak", (count, call), dtype, count * dtype.itemsize)
         workspace.buffer(self.rank, (count,), dtype).copy_(data(count, dtype, self.rank, call))
         workspace.signal(1)
@@ -124,7 +124,7 @@ def soak_rank(group: Any, seed: int, calls: int) -> int:
     for player in players:
         if player is not None:
             made += 1
-            for _ in range(18):  # ranks may be 16 calls apart; then all have ended the others
+            for _ in range(18):  # ranks may be 16 calls apart: after 18 barriers all have ended the earlier calls
                 player.transport.barrier()
             assert player.transport.core_group.bytes_in_use == 0, "memory of ended calls has not come back"
     return made

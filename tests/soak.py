@@ -1,12 +1,12 @@
-"""`make soak`: random calls of every op (tests/fuzz.py) on random numbers of ranks, for as long as asked.
+"""`make soak`: random calls of every op (tests/fuzz.py) on random numbers of ranks, for a given time.
 
     python -m tests.soak --minutes 10 [--seed 0]
 
-Every round starts new ranks. It fails where a call is wrong, memory of a rank keeps growing, or something is left in
-/dev/shm. Its seed, printed first, repeats it.
+Every round starts new ranks. It fails if a call is wrong, a rank's memory keeps growing, or files are left in /dev/shm.
+Its seed, printed first, repeats it.
 
-Before the rounds come what has a length of its own: 10,000 calls of the shared-memory core (tests/shm_soak.py), the
-fault campaign of 1,000 injections (tests/campaign.py), and 2,000 odd inputs of each op on one rank and on two.
+Parts of fixed length run before the rounds: 10,000 calls of the shared-memory core (tests/shm_soak.py), the fault
+campaign of 1,000 injections (tests/campaign.py), and 2,000 odd inputs of each op on one rank and on two.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tests.fuzz import PROBLEMS, fuzz, fuzz_rank
 from tests.workers import fresh_ranks
 
 CALLS = 3000
-IN_A_ROW = 3  # of one op
+IN_A_ROW = 3  # consecutive calls of one op
 SHM_CALLS = 10_000
 FAULTS = 1000
 INPUTS = 2000
-GROWTH_MIB = 64  # what a rank may grow by in the second half of a round: allocators keep some of what they free
+GROWTH_MIB = 64  # bound of a rank's growth in the second half of a round: allocators keep some freed memory
 SCHEDULES = (None, "plain", "pipelined", "one_sided")  # None: the dispatch table's choice
 
 
 def soak_rank(group: Any, seed: int, calls: int) -> int:
-    """Runs the calls that `seed` gives, the same on all ranks, and returns by how many bytes this rank then grew."""
+    """Run random calls, the same on all ranks; return the growth of this rank in bytes over their second half."""
     rng, half_way = random.Random(seed), 0
     for call in range(0, calls, IN_A_ROW):
         if call <= calls // 2:
@@ -48,7 +48,7 @@ def resident_bytes() -> int:
 
 
 def soak_round(seed: int, calls: int = CALLS) -> str:
-    """One round; returns what it did, raises what went wrong."""
+    """Run one round; return a summary, or raise the first failure."""
     rng = random.Random(seed)
     world_size, schedule = rng.randint(2, 4), rng.choice(SCHEDULES)
     left_before = faults.left_in_dev_shm()
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name: the ranks import the function they run by the name of its module.
+    # Imported under its own name: ranks import the function they run by its module's name.
     from tests.soak import main as soak_main
 
     soak_main()

@@ -1,6 +1,6 @@
-"""Runs a function on several ranks: a pool of worker processes that lives as long as the pytest session.
+"""Run a function on several ranks: a pool of worker processes that lives as long as the pytest session.
 
-A start that imports torch costs seconds, so four workers are started at the first call and reused by every test:
+Starting a process and importing torch takes seconds, so four workers start at the first call and serve every test:
 
     def sum_of_ranks(group, scale):                      # a module-level function of the test file
         t = torch.full((1,), scale * (dist.get_rank(group) + 1.0))
@@ -18,15 +18,15 @@ A start that imports torch costs seconds, so four workers are started at the fir
 ranks: use `device_mesh(group)` for a mesh of exactly the group, and `fresh_ranks` (new processes, default group of
 exactly `world_size` ranks) for tests of `group=None`, of dying ranks, or of anything that spoils a process.
 
-Expected errors are values, of which one call may return many:
+Expected errors are returned as values; one call may return many:
 
     def refusals(group):
         return [error_of(fused_tp.all_reduce, bad, group=group) for bad in (3, "x")]
 
-A call ends with the process groups that it has made: each costs threads that poll for as long as the group lives.
-After an error the ranks may disagree about how many collectives they have issued, so the pool makes its groups anew.
+Process groups made within a call are destroyed after it: each has threads that poll for as long as the group lives.
+After an error the ranks may disagree about how many collectives they have issued, so the pool recreates its groups.
 
-Nothing here waits without a deadline: a rank that is stuck gets its stacks dumped into the failure, and the pool ends.
+Every wait has a deadline: the stacks of a stuck rank are added to the failure, and the pool ends.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ POOL_SIZE = 4
 START_SECONDS = 120  # importing torch in four processes at once on a busy machine
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 REJOIN_SECONDS = 20  # gloo ends a group once its work has ended
-GRACE_SECONDS = 15  # once a rank has failed, how long the others get to finish or to notice
+GRACE_SECONDS = 15  # for the other ranks to finish or to notice, once a rank has failed
 EXIT_SECONDS = 60  # the last garbage collection takes seconds on a busy machine
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 class RanksFailed(Exception):
-    """Some rank raised, died or got stuck; the message holds what every rank had to say."""
+    """Some rank raised, died or got stuck; the message holds the output of every rank."""
 
 
 class RanksTimedOut(RanksFailed):
@@ -81,7 +81,7 @@ class RanksTimedOut(RanksFailed):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended on one rank: exactly one of a result, an error, or a death (`exit_code`, -N for signal N)."""
+    """Outcome of a call on one rank: exactly one of a result, an error, or a death (`exit_code`, -N for signal N)."""
 
     rank: int
     result: Any = None
@@ -94,7 +94,7 @@ class Outcome:
         return self.exit_code is not None
 
     def unwrap(self) -> Any:
-        """The result; raises the rank's error, or RanksFailed where the rank died."""
+        """Return the result; raise the rank's error, or RanksFailed if the rank died."""
         if self.error is not None:
             raise self.error
         if self.died:
@@ -115,12 +115,12 @@ def run_ranks(
     env: Mapping[str, str | None] | None = None,
     interpreted: bool = False,
 ) -> list[Any]:
-    """Calls `fn(group, *args)` on ranks 0..world_size-1 of the pool and returns the results in rank order.
+    """Call `fn(group, *args)` on ranks 0..world_size-1 of the pool and return the results in rank order.
 
-    `fn` is a module-level function; arguments and results travel by pickle. `env` is set inside the workers for the
-    call and restored afterwards (None removes a variable). The first rank to raise is re-raised here, with the
+    `fn` is a module-level function; arguments and results are pickled. `env` is set inside the workers for the call
+    and restored afterwards (None removes a variable). The error of the first rank to fail is re-raised here, with the
     tracebacks of all ranks as its cause. Raises RanksFailed when a rank dies, RanksTimedOut past `timeout` seconds.
-    `interpreted`: on a pool of their own, whose ranks interpret Triton kernels (tests.kernels.ranks).
+    `interpreted`: use a separate pool, whose ranks interpret Triton kernels (tests.kernels.ranks).
     """
     if not 1 <= world_size <= POOL_SIZE:
         raise ValueError(f"world_size must be 1 to {POOL_SIZE}, got {world_size}; use fresh_ranks for more ranks")
@@ -140,10 +140,10 @@ def run_ranks(
 def on_ranks(
     *world_sizes: int | Callable[..., int], run: Callable[..., list[Any]] | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a test of `fn(group, ...)`: it runs on the ranks of the pool, once for each of these sizes.
+    """Turn `fn(group, ...)` into a test that runs on the ranks of the pool, once for each of these sizes.
 
-    Its other parameters are the test's, whose values must pickle. In place of sizes, or of an option, a function of
-    some of them that returns it. `options` are those of `run`, which is `run_ranks` where nothing else is given.
+    Its other parameters are the test's; their values must be picklable. A size or an option may also be a function of
+    some of these parameters. `options` are passed to `run`, by default `run_ranks`.
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
@@ -177,16 +177,16 @@ def fresh_ranks(
     env: Mapping[str, str | None] | None = None,
     expect_deaths: bool = False,
 ) -> list[Outcome]:
-    """Calls `fn(group, *args)` in `world_size` new processes and returns one Outcome per rank.
+    """Call `fn(group, *args)` in `world_size` new processes and return one Outcome per rank.
 
-    `group` is their default process group. `env` is in place from the start of each process. Errors are returned, not
+    `group` is their default process group. `env` is set from the start of each process. Errors are returned, not
     raised: call `.unwrap()` where none is expected. A rank that dies (also while it exits) raises RanksFailed unless
     `expect_deaths`; one that is stuck past `timeout` seconds always raises RanksTimedOut.
     """
     workers = _Workers(world_size, env=env)
     try:
         outcomes = workers.call(world_size, fn, args, timeout, None, accept_deaths=expect_deaths)
-        # A rank that raised may have left peers in the middle of something, and gloo's threads then take long to end.
+        # A rank that raised may have left peers within a collective, and gloo's threads then take long to end.
         if not expect_deaths and all(outcome.error is None for outcome in outcomes):
             workers.exit_cleanly()
         return sorted(outcomes, key=lambda outcome: outcome.rank)
@@ -195,17 +195,17 @@ def fresh_ranks(
 
 
 def run_fresh(world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """`run_ranks`, on `fresh_ranks`."""
+    """Like `run_ranks`, on `fresh_ranks`."""
     return [outcome.unwrap() for outcome in fresh_ranks(world_size, fn, *args, **options)]
 
 
 def body_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What ranks run: of a test made by `on_ranks`, the function that it was made of."""
+    """The function that ranks run: for a test made by `on_ranks` the decorated function, else `fn`."""
     return getattr(fn, "rank_function", fn)
 
 
 def error_of(fn: Callable[..., Any], *args: Any, **keywords: Any) -> Exception | None:
-    """What `fn(*args, **keywords)` raises, or None. Without its traceback, which would keep tensors alive."""
+    """Return the error of `fn(*args, **keywords)`, or None, without its traceback, which would keep tensors alive."""
     try:
         fn(*args, **keywords)
     except Exception as error:
@@ -218,11 +218,11 @@ def device_mesh(group: dist.ProcessGroup, dim_name: str = "tp") -> dist.device_m
     return dist.device_mesh.DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dim_name,))
 
 
-_pools: dict[bool, _Workers] = {}  # by whether they interpret
+_pools: dict[bool, _Workers] = {}  # key: True for the pool that interprets Triton kernels
 
 
 def stop_pool(*which: bool) -> None:
-    """Ends the processes of the pools, or of this one; the next run_ranks starts new ones."""
+    """End the processes of all pools, or of the given ones; the next run_ranks starts new ones."""
     for interpreted in which or list(_pools):
         if (pool := _pools.pop(interpreted, None)) is not None:
             pool.kill()
@@ -232,7 +232,7 @@ atexit.register(stop_pool)
 
 
 def _raise_first_error(outcomes: Sequence[Outcome]) -> None:
-    """`outcomes` in the order of arrival: the first rank to fail is most likely the cause of what the others report."""
+    """Raise the first error in order of arrival: the first rank to fail most likely caused the other errors."""
     for outcome in outcomes:
         if outcome.error is not None:
             everyone = sorted(outcomes, key=lambda one: one.rank)
@@ -248,9 +248,9 @@ def _exit_name(code: int | None) -> str:
 class _Workers:
     """`size` processes joined by one gloo default group, and the pipes to them.
 
-    Forked ones start in a moment (`tests.forks`). Rank 0 of the pool is a process of its own: ranks that went through a
-    set in the order of its hashes would differ from it, as they do in real life. Only the pool makes groups of parts of
-    its ranks: torch names groups that some ranks make for themselves by how many groups a rank is in.
+    Forked processes start quickly (`tests.forks`). Rank 0 of the pool is not forked, so its hash seed differs: code
+    that depends on a set's order then differs between ranks, as it would in production. Only the pool makes groups of a
+    subset of its ranks: torch names groups that only their members make by the number of groups a rank is in.
     """
 
     def __init__(self, size: int, env: Mapping[str, str | None] | None = None, pool: bool = False) -> None:
@@ -261,8 +261,8 @@ class _Workers:
         self.pipes: list[Connection] = []
         self.read_from: list[int] = [0] * size
         self.times_joined = 0
-        self.loaded: set[tuple[str, int]] = set()  # modules, and the ranks that have imported them
-        # The store lives here, as it does under torchrun, so that it outlasts the death of any rank.
+        self.loaded: set[tuple[str, int]] = set()  # (module, rank that has imported it)
+        # This process hosts the store, like the agent of torchrun, so that it outlives every rank.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
         try:
             for rank in range(size):
@@ -282,7 +282,7 @@ class _Workers:
         env: Mapping[str, str | None] | None,
         accept_deaths: bool = False,
     ) -> list[Outcome]:
-        """The outcomes in the order of arrival."""
+        """Call `fn` on ranks 0..world_size-1; return the outcomes in order of arrival."""
         if fn.__module__ == "__main__":
             raise TypeError(
                 f"{fn.__qualname__} cannot run on ranks from __main__: import its module under its own name"
@@ -292,7 +292,7 @@ class _Workers:
         module, file = fn.__module__, sys.modules[fn.__module__].__file__
         ranks = range(world_size)
         if world_size > 1 and not self.loaded.issuperset((module, rank) for rank in ranks):
-            # First, so that no rank waits for another's imports in a call, where short deadlines may count.
+            # Import first, so that no rank waits for a peer's imports within a call, where deadlines may be short.
             self._send(ranks, (module, file, "", world_size, b"", dict(env or {})))
             self._collect(ranks, START_SECONDS, accept_deaths=False)
             self.loaded.update((module, rank) for rank in ranks)
@@ -300,12 +300,12 @@ class _Workers:
         return self._collect(ranks, timeout, accept_deaths)
 
     def end_call(self, world_size: int, failed: bool) -> None:
-        """Ends the process groups that the last call has made; where it `failed`, all, to make those of the pool anew.
+        """Destroy the process groups that the last call has made; if it `failed`, all, and recreate those of the pool.
 
-        Raises RanksFailed when the ranks cannot make them.
+        Raises RanksFailed if the ranks cannot recreate them.
         """
         if not failed:
-            for pipe in self.pipes[:world_size]:  # once all have answered: ranks may end a group at different times
+            for pipe in self.pipes[:world_size]:  # all have answered; ranks may end a group at different times
                 pipe.send(None)
             return
         self.times_joined += 1
@@ -313,7 +313,7 @@ class _Workers:
         _raise_first_error(self._collect(range(self.size), REJOIN_SECONDS, accept_deaths=False))
 
     def exit_cleanly(self) -> None:
-        """Lets the workers run their exit handlers and raises RanksFailed when one crashes or hangs in them."""
+        """Let the workers run their exit handlers; raise RanksFailed if one crashes or hangs in them."""
         for pipe in self.pipes:
             pipe.close()
         deadline = time.monotonic() + EXIT_SECONDS
@@ -358,7 +358,7 @@ class _Workers:
 
     def _process(self, rank: int, env: dict[str, str], pipe: int, log: int) -> subprocess.Popen[bytes] | forks.Forked:
         arguments = [rank, self.size, self.store.port, int(self.pool)]
-        # What forks has imported Triton (by torch._dynamo), which decides then whether it interprets kernels.
+        # The forking process has imported Triton (through torch._dynamo), which reads TRITON_INTERPRET on import.
         compiles = "TRITON_INTERPRET" not in env
         if compiles and forks.can_fork() and (rank > 0 or not self.pool):
             return forks.fork("tests.workers", "_worker_main", arguments, env, log, [pipe])
@@ -387,7 +387,7 @@ class _Workers:
             if not ready:
                 late = sorted(pending.values())
                 said = "\n".join(one.describe() for one in outcomes)
-                # A rank that failed is why the others are stuck: its error comes first.
+                # A failed rank is why the others are stuck: report its error first.
                 cause = next((one.error for one in outcomes if one.error is not None), None)
                 why = f"{type(cause).__name__}: {cause}\nso " if cause is not None else ""
                 raise RanksTimedOut(
@@ -417,21 +417,21 @@ class _Workers:
             return Outcome(rank, result=pickle.loads(payload))
         try:
             error = pickle.loads(payload)
-        except Exception:  # an exception class whose pickle does not load; the traceback says what it was
+        except Exception:  # an exception whose pickle does not load; the traceback names it
             error = RanksFailed(trace)
         output = self._output(rank)
         return Outcome(rank, error=error, traceback=trace + (f"{output}\n" if output else ""))
 
     def _stacks(self, ranks: Sequence[int]) -> str:
-        """What the stuck ranks are doing: faulthandler writes their stacks to their log, whoever holds the GIL."""
+        """Stacks of the stuck ranks: faulthandler writes them to the rank's log, whichever thread holds the GIL."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 self.processes[rank].send_signal(signal.SIGUSR1)
-        time.sleep(1)  # nothing says when they have been written
+        time.sleep(1)  # there is no notification of when they have been written
         return "\n".join(self._output(rank) for rank in ranks)
 
     def _output(self, rank: int) -> str:
-        """What the rank has written to stdout and stderr since the last request, at most the last 20,000 characters."""
+        """The rank's stdout and stderr since the last request, at most the last 20,000 characters."""
         with open(self._log(rank), "rb") as log:
             log.seek(self.read_from[rank])
             text = log.read().decode(errors="replace").strip()
@@ -456,14 +456,14 @@ def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int, pool: int)
     ours: set[dist.ProcessGroup] = set()  # `groups` and the default group
 
     def join(time: int) -> None:
-        """Makes the process groups, in place of all those there are."""
+        """Make the process groups, replacing all existing ones."""
         groups.clear()
         ours.clear()
         if dist.is_initialized():
             end_groups(_world.pg_map)
         torch.set_num_threads(1)
         store: dist.Store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
-        if time:  # keys of groups of the same names are there already
+        if time:  # the store still holds keys of earlier groups of the same names
             store = dist.PrefixStore(f"joined again {time}", store)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
         if pool:
@@ -495,7 +495,7 @@ def _worker_main(pipe_fd: int, rank: int, world_size: int, port: int, pool: int)
 
 
 def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroys these process groups, and what remembers them: they cost threads for as long as anything holds them."""
+    """Destroy these process groups and clear caches that hold them: a group keeps its threads while referenced."""
     groups = list(groups)
     if not groups:
         return
@@ -503,12 +503,12 @@ def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         dist.destroy_process_group()
     else:
         for group in groups:
-            if group in _world.pg_map:  # it may have gone with the group that it is a part of
+            if group in _world.pg_map:  # it may have been destroyed with the group that it is a part of
                 dist.destroy_process_group(group)
     groups.clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.tensor"):
-            # Meshes of the same ranks are equal: DTensor would take the name of a destroyed group from its caches.
+            # Meshes of the same ranks compare equal: DTensor would reuse a destroyed group's name from its caches.
             for attribute, cached in list(vars(module).items()):
                 if isinstance(cached, functools._lru_cache_wrapper):
                     cached.cache_clear()
@@ -517,10 +517,10 @@ def end_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 
-        debug._clear_python_sharding_prop_cache()  # torch 2.10 has no name for the two together
+        debug._clear_python_sharding_prop_cache()  # torch 2.10 has no call that clears both
         debug._clear_fast_path_sharding_prop_cache()
     gc.collect()
-    gc.freeze()  # what is alive now stays: mostly modules, which each collection would go through for half a second
+    gc.freeze()  # live objects, mostly modules, would cost each collection half a second
 
 
 def _report(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
@@ -530,7 +530,7 @@ def _report(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
         trace = traceback.format_exc()
         try:
             payload = pickle.dumps(error)
-        except Exception:  # an exception that holds something unpicklable; its text still travels
+        except Exception:  # an exception that holds something unpicklable: send its text
             payload = pickle.dumps(RanksFailed(trace))
         answer = ("error", payload, trace)
     sys.stdout.flush()
@@ -539,7 +539,7 @@ def _report(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
 
 
 def _module(name: str, file: str) -> Any:
-    """The test module, under the name that pytest gave it so that pickles find its classes."""
+    """Import the test module under the name that pytest gave it, so that pickles find its classes."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         if spec is None or spec.loader is None:
@@ -573,16 +573,16 @@ def _set_environment(env: Mapping[str, str | None]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks Linux to kill this process when pytest dies, however it dies; elsewhere a closed pipe must do."""
+    """Ask Linux to kill this process when pytest dies, however it dies; elsewhere it ends when its pipe closes."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call above
+        if os.getppid() != parent:  # the parent died before the call above
             os._exit(1)
 
 
 if __name__ == "__main__":
-    # Under its own name, so that the exception classes pickled here are those the test process knows.
+    # Imported under its own name, so that the exception classes pickled here are those of the test process.
     from tests import workers
 
     parent, *numbers = (int(argument) for argument in sys.argv[1:])

@@ -1,6 +1,6 @@
 """`python -m fused_tp.selftest RESULT STEP ...`: the body of one step, which `fused-tp selftest` runs in a process.
 
-What it finds goes to the file RESULT as it comes; the exit code is 0 if all is right.
+Findings are written to the file RESULT as they arrive; the exit code is 0 if everything is right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fused_tp.selftest.steps import UNABLE
 
 
 def keep(found: dict[str, Any]) -> None:
-    """Write what was found so far."""
+    """Replace the file of results by the findings so far."""
     unfinished = Path(sys.argv[1] + ".part")
     unfinished.write_text(json.dumps(found, indent=1))
     unfinished.replace(sys.argv[1])
@@ -32,7 +32,7 @@ CLOCKS = "name,driver_version,clocks.max.sm,clocks.sm,power.limit"
 
 
 def environment() -> int:
-    """The GPUs, their clocks, and all versions."""
+    """Report the GPUs, their clocks, and all versions."""
     gpus = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
     clocks, found = nvidia_smi(CLOCKS), versions()
     processors = len(os.sched_getaffinity(0))
@@ -44,14 +44,14 @@ def environment() -> int:
 
 
 def compile_kernels(arch: int, archive: str) -> int:
-    """Put what an archive has into the cache, and compile the rest by all cores."""
+    """Unpack archived kernels into the cache and compile the others on all cores."""
     from fused_tp.selftest.kernel_cache import compile_for
     from fused_tp.triton_kernels.archive import cache_folder, install_shipped, unpack
 
     brought, problem = 0, ""
     try:
         brought += install_shipped() + (unpack(Path(archive), cache_folder()) if archive else 0)
-    except (ValueError, OSError) as error:  # all of them can be compiled here
+    except (ValueError, OSError) as error:  # not fatal: the kernels are compiled instead
         problem = str(error)
         say(f"WRONG  {problem}")
     found = compile_for(arch, len(os.sched_getaffinity(0)))
@@ -76,11 +76,11 @@ def smoke() -> int:
 
 
 def kernels(group: str, first: int = 0) -> int:
-    """Check the cases of `group` from number `first` on. One that raises is the last of its process.
+    """Check the cases of `group` from number `first` on. A case that raises is the last of its process.
 
-    An illegal access breaks all that follows in a process, and a kernel that never ends holds its multiprocessors: the
-    cases after it go on in a process with a new context, which ends the old one's kernels. An op that has raised an
-    error, or waited in vain, is not tried again.
+    An illegal access breaks everything after it in a process, and a kernel that never ends occupies its SMs: later
+    cases run in a process with a new context, which ends the old one's kernels. An op that has raised an error, or
+    waited in vain, is not tried again.
     """
     from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, Verdict, judge
 
@@ -116,7 +116,7 @@ def kernels(group: str, first: int = 0) -> int:
 
 
 def memory_accesses(program: str) -> int:
-    """Check one rank alone, whose kernels wait for nobody, with every access to memory looked at."""
+    """Check one rank alone, whose kernels wait for no peer, with every memory access watched by `program`."""
     from fused_tp.selftest.kernels import ALONE
     from fused_tp.selftest.tools import run_watched
 

@@ -1,8 +1,8 @@
-"""Compile what the selftest launches, for a GPU that need not be there, into Triton's disk cache or an archive of it.
+"""Compile the selftest's kernels, for a GPU that need not be present, into Triton's disk cache or an archive of it.
 
     python -m fused_tp.selftest.kernel_cache --arch 90 --out sm_90.tar.xz
 
-Each of several processes goes through all calls on tensors of the CPU, and compiles its share of the kernels.
+Each of several processes makes all calls on CPU tensors, and compiles its share of the kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-# Cases of benchmarks.gpu, of two steps: kernels alone, and ranks of one GPU.
+# Cases of benchmarks.gpu in two steps: kernels alone, and ranks on one GPU.
 TIMED = "^(alone|attention/|flags)", "^(ranks|attention-ranks|latency|norm|overhead)"
 
 
@@ -34,10 +34,10 @@ class Compiled(NamedTuple):
     """Result of compiling.
 
     Attributes:
-        kernels: that are launched.
-        found: of these in the cache already.
-        failed: sentences about those that do not compile.
-        seconds: of all of it.
+        kernels: number of kernels that are launched.
+        found: number of these that were in the cache already.
+        failed: a sentence for each kernel that does not compile.
+        seconds: total time.
     """
 
     kernels: int
@@ -47,7 +47,7 @@ class Compiled(NamedTuple):
 
 
 class _Driver:
-    """Stands in for Triton's driver where no GPU is: it compiles for `arch`, and launches nothing."""
+    """Fake of Triton's driver for machines without a GPU: compiles for `arch` and launches nothing."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -65,12 +65,12 @@ class _Driver:
 
 
 class Launches:
-    """Kernels that were asked for while `recorded`.
+    """Kernels that were launched while `recorded`.
 
     Attributes:
-        keys: name and key of each.
-        hits: of those that were compiled here, how many the cache had.
-        failed: sentences about those that do not compile.
+        keys: name and key of each kernel.
+        hits: number of this process's kernels that were in the cache.
+        failed: a sentence for each kernel that does not compile.
     """
 
     def __init__(self, arch: int, worker: int, workers: int) -> None:
@@ -78,11 +78,11 @@ class Launches:
         self.hits = 0
         self.failed: list[str] = []
         self._arch, self._worker, self._workers = arch, worker, workers
-        self._asked = threading.local()  # of the launch that a thread is at: whether it is to be compiled here
+        self._asked = threading.local()  # .here: this process compiles the kernel that the thread is launching
         self._waiting: list[Callable[[], object]] = []
 
     def launch(self, run: Callable[..., Any], kernel: Any, *arguments: Any, **named: Any) -> None:
-        """Stands in for a launch. Compiling waits: ranks that are threads have deadlines for each other."""
+        """Record a launch. Compilation is deferred, as ranks that are threads wait for each other with deadlines."""
         named |= {"warmup": True}
         self._asked.here = False
         run(kernel, *arguments, **named)
@@ -90,7 +90,7 @@ class Launches:
             self._waiting.append(partial(run, kernel, *arguments, **named))
 
     def passed_over(self, *, key: str, fn: Any, **_: Any) -> bool:
-        """Triton's hook before it compiles; true: it does not."""
+        """Triton's hook before compilation; returning True skips it."""
         whole = f"{fn.name} {key}"
         mine = self._workers > 0 and zlib.crc32(whole.encode()) % self._workers == self._worker
         self._asked.here = mine and whole not in self.keys
@@ -98,7 +98,7 @@ class Launches:
         return True
 
     def compile(self) -> None:
-        """Compile this process's share of what was launched since the last time."""
+        """Compile this process's share of the kernels launched since the last call."""
         waiting, self._waiting = self._waiting, []
         with mock.patch.object(_knobs().runtime, "jit_cache_hook", None):
             for one in waiting:
@@ -108,16 +108,16 @@ class Launches:
                     self.failed.append(f"for sm_{self._arch}: {type(error).__name__}: {str(error)[-300:]}")
 
     def compiled(self, *, cache_hit: bool, **_: Any) -> None:
-        """Triton's hook after it compiled, or found a kernel in its cache."""
+        """Triton's hook after a kernel was compiled or found in the cache."""
         self.hits += cache_hit
 
 
 @contextlib.contextmanager
 def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]:
-    """A context in which launches on tensors of the CPU are noted for `arch`, and nothing runs.
+    """Context in which launches on CPU tensors are recorded for `arch`, and nothing runs.
 
     Args:
-        workers: over how many processes compilations are spread, of which this is `worker`; 0: nothing is compiled.
+        workers: number of processes that share the compilations, of which this is `worker`; 0: nothing is compiled.
     """
     import triton
     from triton.runtime.driver import driver
@@ -150,7 +150,7 @@ def _knobs() -> Any:
 
 
 def compile_for(arch: int, workers: int) -> Compiled:
-    """Compile all that the selftest launches on a GPU of `arch`, in so many processes, into Triton's disk cache."""
+    """Compile all kernels that the selftest launches for `arch` into Triton's disk cache, in `workers` processes."""
     begun = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -161,16 +161,16 @@ def compile_for(arch: int, workers: int) -> Compiled:
 
 
 def _compile_share(arch: int, worker: int, workers: int) -> tuple[set[str], int, list[str]]:
-    torch.set_num_threads(1)  # there are as many processes as processors
+    torch.set_num_threads(1)  # there are as many processes as cores
     launches = launch_all(arch, worker, workers)
     return launches.keys, launches.hits, launches.failed
 
 
 def launch_all(arch: int, worker: int = 0, workers: int = 0, *, timed: bool = True) -> Launches:
-    """Go through the launches of all cases of `kernels.CASES`, and of what is `timed`, as `recorded` does."""
+    """Record the launches of all cases of `kernels.CASES` and, with `timed`, of the timed calls; see `recorded`."""
     from fused_tp.selftest import kernels
 
-    # Cases that differ in who is late, or how often, launch the same.
+    # Cases that differ only in late ranks or repeats launch the same kernels.
     different = {(case.op, case.world, case.dtype, case.shapes): case for case in kernels.CASES if case.compiled_ahead}
     with recorded(arch, worker, workers) as launches:
         for case in different.values():
@@ -184,7 +184,7 @@ def launch_all(arch: int, worker: int = 0, workers: int = 0, *, timed: bool = Tr
 
 
 def timed_calls(arch: int) -> Iterator[Callable[[], object]]:
-    """Calls of the kernels of Triton's that the selftest times, on tensors of the CPU."""
+    """Calls of the Triton kernels that the selftest times, on CPU tensors."""
     from fused_tp.benchmarks import gpu, gpu_attention, gpu_matmul
     from fused_tp.benchmarks.gpu_timing import RecordedContext
     from fused_tp.triton_kernels.device import KNOWN_GPUS
@@ -204,7 +204,7 @@ def _run_once(case: Any, context: Any, theirs: set[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write an archive; exit with 1 where a kernel does not compile."""
+    """Write an archive; return 1 if a kernel does not compile."""
     from fused_tp.triton_kernels.archive import pack
     from fused_tp.triton_kernels.device import KNOWN_GPUS
 

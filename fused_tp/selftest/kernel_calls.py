@@ -1,4 +1,4 @@
-"""Calls of every family of GPU kernels, with the results that fp64 has, for ranks that are threads of one GPU.
+"""Calls of every family of GPU kernels, with fp64 references, for ranks that are threads on one GPU.
 
 | op | kernel | launched by |
 |---|---|---|
@@ -12,8 +12,8 @@
 | collectives | all-reduce (+ residual + RMSNorm), all-gather of csrc/cuda: equal on all ranks | DeviceCollectives |
 | exchanges | reduce-scatter, all-to-all of csrc/cuda: each rank gets its share | DeviceCollectives |
 
-A call knows how to launch itself in a workspace and what must come out. Nothing here needs a GPU: without one, in
-`kernel_cache.recorded`, the same calls say what a GPU would compile.
+A call can launch itself in a workspace and compute its reference. Nothing here needs a GPU: without one, in
+`kernel_cache.recorded`, the same calls record the kernels that a GPU would compile.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DIRECT = ("direct",)
 RINGS = ("ring", "ring_in_groups")
 ATTENTION = ("attention",)
 NATIVE = ("collectives", "exchanges")
-# Odd ones, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles of each program.
+# Odd sizes, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles per program.
 SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
 FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # each shape and dtype has kernels to compile
 Shape = tuple[int, int, int]
@@ -67,12 +67,12 @@ class Call:
 
     Attributes:
         launch: workspace -> results of this rank.
-        reference: makes the results in fp64.
-        nbytes: that the call needs of a workspace.
-        summed: terms that an element of a result sums.
+        reference: computes the results in fp64.
+        nbytes: bytes of workspace that the call needs.
+        summed: number of terms that an element of a result sums.
         everywhere: all ranks must hold the same bits.
         lse: the second result is a log-sum-exp.
-        sizes: makes those of the terms of each result, by element; None where all of a result are alike.
+        sizes: computes the size of the terms for each element of each result; None for a result of uniform size.
     """
 
     launch: Callable[[Any], list[Tensor]]
@@ -85,11 +85,11 @@ class Call:
 
 
 def make_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None) -> Call:
-    """A call of `op` on `rank`, the same on all ranks but for what is sharded over them.
+    """A call of `op` on `rank`, the same on all ranks except for sharded tensors.
 
     Args:
-        shape: (m, n, k) of matmuls; of attention m is the number of tokens.
-        launch: of matmuls, in place of the one that fits the size.
+        shape: (m, n, k) of matmuls; for attention m is the number of tokens.
+        launch: overrides the launch that fits the size; only for matmuls.
     """
     if op in ATTENTION:
         return attention_call(rank, (shape[0], 8, 128), dtype, seed)
@@ -151,14 +151,14 @@ def sum_call(
 
 
 def gather_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None) -> Call:
-    """Two matmuls of rows that are gathered; "copied" returns these, too."""
+    """Two matmuls of gathered rows; "copied" also returns the rows."""
     m, n, k = shape
     world, device, keep = rank.world_size, rank.device, op == "copied"
     x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
     ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
     biases = [normal(n + 8, dtype=dtype, device=device, seed=seed + 7), None]
     shard = x[slice(*shard_range(m, world, rank.rank))]
-    # Copies between ranks of one GPU may be kernels, which need an SM that the matmul leaves free.
+    # Copies between ranks on one GPU may be kernels, which need an SM that the matmul leaves free.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
     how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep}
 
@@ -176,14 +176,14 @@ def gather_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int,
 
 
 def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
-    """Ring attention of `rank`, which holds its part of a sequence; `shape`: tokens, heads, head_dim."""
+    """Ring attention of `rank`, which holds its shard of a sequence; `shape`: tokens, heads, head_dim."""
     seq, heads, head_dim = shape
     how: dict[str, Any] = (
         {"causal": True},
         {"causal": True, "window": (seq // (4 * rank.world_size), 0), "layout": "contiguous"},  # neighbours' keys only
         {},
         {"causal": True, "cu_seqlens": (0, seq // 3, seq // 3, seq), "layout": "contiguous"},
-        {"causal": True, "window": (0, 0)},  # nobody's keys but its own
+        {"causal": True, "window": (0, 0)},  # no peer's keys
     )[seed % 5]
     layout = how.pop("layout", "zigzag")
     mask = AttentionMask(seq, seq, **how)
@@ -197,7 +197,7 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
     keys = keys_layout(plan, rank.rank, *here[1:])
     if op == "ring_in_groups":
         keys = replace(keys, groups=keys.pairs)
-    # Two relays of each rank may take an SM each, as they come while others are still free.
+    # Two relays of each rank may take an SM each, as they start while other SMs are still free.
     programs = max(1, rank.sms - 2)
 
     def attend(workspace: Any) -> list[Tensor]:
@@ -217,7 +217,7 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
 
 
 def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
-    """(out, lse, dq, dk, dv) of one rank, which waits for nobody; `shape`: tokens, heads, head_dim."""
+    """Attention of one rank, (out, lse, dq, dk, dv), without communication; `shape`: tokens, heads, head_dim."""
     seq, heads, head_dim = shape
     mask = AttentionMask(seq, seq, causal=seed % 2 == 0)
     q, k, v, grad = (
@@ -243,7 +243,7 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ca
 
 
 def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
-    """Every collective of the library of device kernels, of terms [m, n] and of 2 W heads for each of m tokens."""
+    """The collectives of the library of device kernels, on terms [m, n] and on m tokens of 2 W heads."""
     m, n, _ = shape
     world, device = rank.world_size, rank.device
     terms = [normal(m, n, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
@@ -292,7 +292,7 @@ def rms_norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    """(out [B, S, H, D], lse [B, H, S]) in fp64 of q [B, S, H, D], k and v [B, S, Hkv, D]: all scores at once."""
+    """(out [B, S, H, D], lse [B, H, S]) in fp64 of q [B, S, H, D], k and v [B, S, Hkv, D], with all scores at once."""
     scores, _, _, v64 = _scores64(q, k, v, mask)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
@@ -302,13 +302,13 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[T
 def attention_sizes(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, grad: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Of out, and with the gradient of out of dq, dk, dv too: sizes of the sums' terms, None for the log-sum-exp.
+    """Sizes of the summed terms of out and, given the gradient of out, of dq, dk and dv; None for the log-sum-exp.
 
-    The size of an element is the root of the sum of the squares of its terms. A row with few keys has large ones, which
-    cancel in dq: their roundings are as large as they are, not as dq.
+    The size of an element is the root of the sum of the squares of its terms. A row with few keys has large terms that
+    cancel in dq: their rounding errors scale with the terms, not with dq.
     """
     scores, q64, k64, v64 = _scores64(q, k, v, mask)
-    weights = torch.softmax(scores, -1).nan_to_num()  # of no key at all
+    weights = torch.softmax(scores, -1).nan_to_num()  # NaN in rows without keys
 
     def heads_last(squares: Tensor, heads: int) -> Tensor:
         return squares.unflatten(1, (heads, -1)).sum(2).sqrt().transpose(1, 2)
@@ -317,7 +317,7 @@ def attention_sizes(
     sizes: list[Tensor | None] = [heads_last(weights.square() @ v64.square(), heads), None]
     if grad is not None:
         grad64 = grad.double().transpose(1, 2)
-        terms = grad64 * (weights @ v64)  # of the sum that is subtracted
+        terms = grad64 * (weights @ v64)  # of the row sum subtracted from dP
         subtracted = terms.sum(-1, keepdim=True).square() + terms.square().sum(-1, keepdim=True)
         of_scores = weights.square() * ((grad64 @ v64.mT).square() + subtracted) / q.shape[-1]
         sizes += [
@@ -342,13 +342,13 @@ def _scores64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Ten
 
 
 def error_of(call: Call, results: Sequence[Tensor], reference: Sequence[Tensor] | None = None) -> str:
-    """Say where results are further from fp64 than their dtype explains, and how far; empty: nowhere.
+    """Describe where results differ from fp64 by more than their dtype explains, and by how much; "" if nowhere.
 
-    `reference`: that of the call, where it is known already.
+    `reference`: reference of the call, if already computed.
 
-    An element may be off by three roundings of numbers of its own and of usual size (terms, result, norm), and by what
-    fp32 sums of `summed` terms are; a log-sum-exp by 1e-3. The usual size is that of the whole result, where
-    `sizes` of the call do not say otherwise.
+    An element may be off by three roundings (terms, result, norm) of a number of its own size plus the usual size, and
+    by the error of fp32 sums of `summed` terms; a log-sum-exp by 1e-3. The usual size is the rms of the whole result,
+    unless `sizes` of the call overrides it.
     """
     sizes = call.sizes() if call.sizes else [None] * len(results)
     for number, (mine, wanted) in enumerate(zip(results, reference or call.reference(), strict=True)):
@@ -378,19 +378,19 @@ def error_of(call: Call, results: Sequence[Tensor], reference: Sequence[Tensor] 
 
 
 def workspace_kind(op: str) -> Any:
-    """The class of workspace that `op` takes."""
+    """Class of workspace that `op` uses."""
     return GatherWorkspace if op in DIRECT else RingWorkspace if op in RINGS else Workspace
 
 
 def prepared(rank: LocalRank, op: str, calls: Sequence[Call], timeout_seconds: float = 20.0) -> Any:
-    """A workspace for `calls` on every rank, with all kernels loaded and memory for all results taken."""
+    """Make a workspace for `calls` on every rank, with all kernels loaded and memory for all results allocated."""
     if op in ATTENTION:
         return None
 
     def rehearse(workspace: Any) -> None:
         if rank.device.type == "cuda":
-            torch.cuda._sleep(1)  # a kernel too, and loaded when first launched
-        kept = [call.launch(workspace) for call in calls]  # as much memory as all results take is there afterwards
+            torch.cuda._sleep(1)  # also a kernel that is loaded at its first launch
+        kept = [call.launch(workspace) for call in calls]  # leaves enough memory for all results in torch's pool
         rank.synchronize()
         del kept
 
@@ -403,10 +403,10 @@ def prepared(rank: LocalRank, op: str, calls: Sequence[Call], timeout_seconds: f
 
 
 class _Natives(DeviceCollectives):
-    """The library's collectives, which say of failures what a workspace of kernels says."""
+    """The library's collectives, which report failures like a workspace of kernels."""
 
     def expired(self) -> str | None:
-        """Why calls have failed, if any has."""
+        """Error message if a call has failed, else None."""
         failure = self._failure()
         return None if failure is None else str(failure)
 
@@ -419,6 +419,6 @@ def _prepared_natives(rank: LocalRank, calls: Sequence[Call]) -> _Natives:
         rank.synchronize()
         del kept, results
     device = _Natives(rank)
-    max(calls, key=lambda call: call.nbytes).launch(device)  # its workspace is large enough for the others
+    max(calls, key=lambda call: call.nbytes).launch(device)  # makes the workspace large enough for all calls
     rank.barrier()
     return device

@@ -1,7 +1,7 @@
-"""Check every family of GPU kernels against fp64, with ranks as threads of one GPU.
+"""Check every family of GPU kernels against fp64, with ranks as threads on one GPU.
 
-Calls of a case follow each other without a barrier, with ranks that are late at random; the same call again must give
-the same bits, and all ranks the same where they hold the same thing.
+Calls of a case follow each other without a barrier, with ranks that are late at random; a repeated call must return the
+same bits, and replicated results must have the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fused_tp.selftest.kernel_calls import (
     prepared,
 )
 
-CYCLES_PER_MS = 2_000_000  # of `torch.cuda._sleep`, about
+CYCLES_PER_MS = 2_000_000  # approximate cycles of `torch.cuda._sleep`
 CASE_SECONDS = 45.0
-WAIT_SECONDS = 8.0  # of a kernel, for a peer
-COSTLY_SECONDS = 6.0  # a case that is wrong after more than this has waited
+WAIT_SECONDS = 8.0  # deadline of a kernel that waits for a peer
+COSTLY_SECONDS = 6.0  # a case that is wrong after more than this has waited in vain
 ALONE = "one rank"
-OTHER_NUMBERS = 10  # added to a seed it gives other numbers under the same mask (`kernel_calls`)
+OTHER_NUMBERS = 10  # added to a seed, selects other numbers with the same mask (`kernel_calls`)
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Case:
     """Calls of one op by `world` ranks.
 
     Attributes:
-        group: of cases that one step of the selftest checks.
-        shapes: of the calls, in turn.
-        repeats: how often all of them are made.
+        group: cases of a group are checked by one step of the selftest.
+        shapes: shapes of the calls, in turn.
+        repeats: number of passes over all shapes.
         late: ranks that are late at random.
     """
 
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def compiled_ahead(self) -> bool:
-        """True if it has kernels of Triton's."""
+        """True if the op has Triton kernels."""
         return self.op not in NATIVE
 
 
@@ -74,7 +74,7 @@ def _cases() -> tuple[Case, ...]:
     bf16, every, few = torch.bfloat16, tuple(SHAPES), tuple(FEW_SHAPES)
     groups = {"sums": SUMS, "gathers": (*DIRECT, *COPIED), "rings": RINGS, "collectives": NATIVE}
     found = [Case("attention", op, 1, dtype, few) for op in ATTENTION for dtype in (bf16, torch.float32)]
-    # Nobody waits for another there, so that a tool may run one kernel after the other.
+    # Single ranks wait for no peer, so that a tool may run one kernel after the other.
     found += [Case(ALONE, op, 1, bf16, few) for op in (*ATTENTION, *SUMS, *DIRECT, *RINGS, *NATIVE)]
     for group, ops in groups.items():
         found += [Case(f"{group}, 2 ranks", op, 2, bf16, every) for op in ops]
@@ -91,12 +91,12 @@ GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
 
 
 class Verdict(NamedTuple):
-    """What came of a case.
+    """Verdict on a case.
 
     Attributes:
-        problem: what is wrong; empty: nothing.
-        raised: an error, behind which nothing that this process does on the GPU proves anything.
-        seconds: that it took.
+        problem: description of the problem; "" if there is none.
+        raised: an error was raised, after which no result of this process on the GPU is reliable.
+        seconds: duration of the case.
     """
 
     problem: str
@@ -105,14 +105,14 @@ class Verdict(NamedTuple):
 
 
 def check(case: Case, device: torch.device) -> str:
-    """Say what is wrong with a case on `device`; empty: nothing."""
+    """Check a case on `device`; return a description of the problem, or ""."""
     return judge(case, device).problem
 
 
 def judge(case: Case, device: torch.device) -> Verdict:
-    """Check a case on `device`."""
+    """Check a case on `device`; return the verdict."""
     begun = time.monotonic()
-    # Who is alone waits for nobody, and may be watched by a tool that makes all of it slower.
+    # A single rank waits for no peer, and may run under a tool that slows it down.
     seconds = 4 * CASE_SECONDS if case.group == ALONE else CASE_SECONDS
     try:
         problems = run_local(case.world, _check, case, device=device, timeout=seconds)
@@ -124,8 +124,8 @@ def judge(case: Case, device: torch.device) -> Verdict:
 
 
 def _calls(rank: LocalRank, case: Case) -> list[Call]:
-    """Calls of each shape, and the same with other numbers where they are repeated: what a call has left in a workspace
-    must not be right for the next of its shape."""
+    """Calls of each shape and, in cases with repeats, the same calls with other numbers: data that a call has left in
+    the workspace must be wrong for the next call of its shape."""
     turns = range(min(2, case.repeats))
     return [
         make_call(rank, case.op, shape, case.dtype, OTHER_NUMBERS * turn + seed)
@@ -137,7 +137,7 @@ def _calls(rank: LocalRank, case: Case) -> list[Call]:
 def _check(rank: LocalRank, case: Case) -> str:
     draw = random.Random(rank.rank)
     calls = _calls(rank, case)
-    # The calls that are made; those with the same numbers follow each other as far apart as can be.
+    # Order of the calls: those with the same numbers are as far apart as possible.
     made = [number % len(calls) for number in range(len(case.shapes) * case.repeats)]
     wanted = [call.reference() for call in calls]
     workspace = prepared(rank, case.op, calls[: len(case.shapes)], WAIT_SECONDS)
@@ -176,10 +176,10 @@ def _problem(
 
 
 def poison(calls: Sequence[Call], wanted: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
-    """Fill with NaN the memory that the results of `calls` will take: it is there then, and nothing is right by chance.
+    """Allocate the memory that the results of `calls` will take, and fill it with NaN.
 
-    It holds what calls of a rehearsal have left. And taking memory from the device may wait for a kernel of this rank,
-    which waits for a peer.
+    Otherwise that memory may hold right results of a rehearsal, and allocating device memory later may wait for a
+    kernel of this rank, which waits for a peer.
     """
     nan = float("nan")
     taken = [
@@ -191,7 +191,7 @@ def poison(calls: Sequence[Call], wanted: Sequence[Sequence[Tensor]], dtype: tor
 
 
 def launch_only(case: Case) -> None:
-    """Make the launches of a case on tensors of the CPU, in `kernel_cache.recorded`."""
+    """Make the launches of a case on CPU tensors, within `kernel_cache.recorded`."""
     run_local(case.world, _launch, replace(case, repeats=1), timeout=CASE_SECONDS)
 
 
@@ -204,5 +204,5 @@ def _launch(rank: LocalRank, case: Case) -> None:
 
 
 def one_call(case: Case) -> Case:
-    """The same with its first shape alone."""
+    """Return the case with its first shape only."""
     return replace(case, shapes=case.shapes[:1])

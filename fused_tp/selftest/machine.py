@@ -1,4 +1,4 @@
-"""Versions of all that takes part in a selftest."""
+"""Versions of all components of a selftest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def nvidia_smi(fields: str) -> list[str]:
-    """Lines of CSV below their header, one for each GPU; none where the program is not there or fails."""
+    """Output of nvidia-smi in CSV, one line per GPU without the header; empty if the program is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
         except ImportError:
             found[name] = "not installed"
     if torch.version.cuda and torch.cuda.is_available():
-        with contextlib.suppress(Exception):  # a version that is not known must not cost the first step
+        with contextlib.suppress(Exception):  # an unknown version must not fail the first step
             found["cudnn"] = str(torch.backends.cudnn.version())
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     for line in nvidia_smi("driver_version")[:1]:

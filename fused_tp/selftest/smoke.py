@@ -1,4 +1,4 @@
-"""The first minute on a GPU: its ceilings, its driver, memory operations of streams, one kernel of each family."""
+"""First minute on a GPU: peak rates, driver attributes, memory operations of streams, one kernel of each family."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_OPERATIONS = 255
 def smoke(
     device: torch.device, say: Say, keep: Callable[[dict[str, Any], list[str]], object] = lambda found, failed: None
 ) -> tuple[dict[str, Any], list[str]]:
-    """(what was measured, sentences about what failed), each said, and all of it kept, as it is found."""
+    """Run all parts; return (measurements, a sentence per failure). Each is reported and kept as soon as known."""
     found: dict[str, Any] = {}
     failed: list[str] = []
     parts: dict[str, Callable[[torch.device], Any]] = {
@@ -31,7 +31,7 @@ def smoke(
         "driver": driver_attributes,
         "device kernels of csrc/cuda": device_library,
         **{f"one kernel: {op}": partial(one_kernel, op=op) for op in ("attention", "reduce_scatter", "direct", "ring")},
-        # Late: a stream that waits has no deadline, and would take the parts behind it along.
+        # Near the end: a stream's wait has no deadline, and would block the parts after it.
         "memory operations of a stream": partial(memory_operations, graph=False),
         "memory operations in a CUDA graph": partial(memory_operations, graph=True),
         "one kernel: copied": partial(one_kernel, op="copied"),
@@ -78,7 +78,7 @@ def driver_attributes(device: torch.device) -> dict[str, Any]:
 
 
 def memory_operations(device: torch.device, *, graph: bool) -> str:
-    """Write a word, wait for it, write another, in one batch, by the driver; outside of a graph in large ones, too."""
+    """Let the driver write a word, wait for it and write another in one batch; outside a graph in large ones, too."""
     cuda = ctypes.CDLL("libcuda.so.1")
     word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
 

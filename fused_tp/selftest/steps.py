@@ -1,15 +1,15 @@
-"""Steps of the selftest: each a process of its own with a deadline of its own, in an order that says most first.
+"""Steps of the selftest: each is a process with its own deadline, the most informative first.
 
 | when | what happens |
 |---|---|
-| a step ends | its line and what it found are written at once |
-| it exits with another code than 0 | it has failed; the next one runs |
-| it outlasts its deadline | its process group is killed, and the GPU is asked whether it answers |
-| the GPU does not answer | no further step that needs it runs |
-| the time left is below its least | it is left out |
-| it exits with UNABLE | it is left out: a program that it needs does not work on this machine |
-| Ctrl-C or SIGTERM | the step is ended, and what it found is written like that of any other |
-| SIGKILL | the step dies with this process; files hold all that was found before |
+| a step ends | its line and its findings are written at once |
+| a step exits with a code other than 0 | the step has failed; the next one runs |
+| a step exceeds its deadline | its process group is killed, and the GPU is probed |
+| the GPU does not answer | no further step that needs the GPU runs |
+| the time left is below a step's least | the step is skipped |
+| a step exits with UNABLE | it counts as skipped: a program that it needs does not work on this machine |
+| Ctrl-C or SIGTERM | the step is ended, and its findings are written like those of any other |
+| SIGKILL | the step dies with this process; files hold all earlier findings |
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULT = "{result}"
 ALIVE = "import torch; assert float(torch.ones(8, device='cuda').sum()) == 8"
 ALIVE_SECONDS = 30.0
 _END_SECONDS = 10.0
-_LOG_BYTES = 1 << 16  # of the end of a log, which may be of any length
+_LOG_BYTES = 1 << 16  # read from the end of a log, which may be of any length
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -42,13 +42,13 @@ class Step:
     """One step.
 
     Attributes:
-        name: of the step, as `--only` matches it.
-        command: that its process runs; RESULT in it is the file for what it finds, as JSON.
-        least: seconds under which it is not worth beginning.
-        limit: seconds after which it is killed.
-        rank: 0 is the most valuable; under `--minutes` those of high ranks are left out first.
-        needs_gpu: it cannot run without one.
-        environment: more variables of its process.
+        name: name of the step, which `--only` matches.
+        command: command of its process; RESULT in it is replaced by the JSON file for its findings.
+        least: seconds below which the step is not started.
+        limit: seconds after which the step is killed.
+        rank: 0 is the most valuable; `--minutes` skips steps of high ranks first.
+        needs_gpu: the step cannot run without a GPU.
+        environment: additional variables of its process.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """What came of a step."""
+    """Outcome of a step."""
 
     name: str
     state: str
@@ -93,16 +93,16 @@ def run_steps(
     obstacle: str = "",
     alive: Sequence[str] = (sys.executable, "-c", ALIVE),
 ) -> Iterator[Outcome]:
-    """Outcomes of the steps, one after the other; each is written to `out` as it comes.
+    """Run the steps one after the other and yield their outcomes; each is written to `out` at once.
 
     Args:
-        seconds: for all of them.
-        obstacle: to steps that need a GPU, as a sentence; empty where there is none.
+        seconds: time for all steps.
+        obstacle: sentence that says why steps that need a GPU cannot run; empty if they can.
         alive: command that exits with 0 if the GPU answers.
     """
     begun = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    (out / "outcomes.jsonl").unlink(missing_ok=True)  # of an earlier run; nothing else there is touched
+    (out / "outcomes.jsonl").unlink(missing_ok=True)  # from an earlier run; other files there are not touched
     chosen = affordable([step for step in steps if not (obstacle and step.needs_gpu)], seconds)
     interruption: BaseException | None = None
     for step in steps:
@@ -121,7 +121,7 @@ def run_steps(
             except (KeyboardInterrupt, SystemExit) as error:
                 took, found = time.monotonic() - step_begun, _read(_files(step, out)[1])
                 interruption, outcome = error, Outcome(step.name, INTERRUPTED, took, _note(found), found)
-            except OSError as error:  # such as a full disk, or a program that is gone
+            except OSError as error:  # such as a full disk or a missing program
                 outcome = Outcome(step.name, WRONG, time.monotonic() - step_begun, f"it did not run: {error}")
             if outcome.state == LATE and step.needs_gpu and not _answers(alive):
                 obstacle = f"the GPU did not answer after {step.name}"
@@ -134,7 +134,7 @@ def run_steps(
 
 
 def _files(step: Step, out: Path) -> tuple[Path, Path]:
-    """(its log, what it found)."""
+    """(log of the step, file of its findings)."""
     base = out / step.name.replace(" ", "-").replace(",", "")
     return base.with_suffix(".log"), base.with_suffix(".json")
 
@@ -174,14 +174,14 @@ def _run(step: Step, out: Path, limit: float, say: Callable[[str], None]) -> Out
     if code:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         last = next((line for line in reversed(lines) if line.strip()), "no output")
-        # One that crashes has written its last note before.
+        # The note of a step that crashed is from before the crash, so use the log's last line.
         what = said if code == 1 and said else last.strip()[:200]
         return Outcome(step.name, WRONG, seconds, f"{how}: {what}", found)
     return Outcome(step.name, RIGHT, seconds, said, found)
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end this process with the one that started it, however that ends."""
+    """Make the kernel kill this process when its parent ends, however it ends."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -193,12 +193,12 @@ def _end_of(log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill all of the step, its own processes too, and wait for no longer than _END_SECONDS."""
+    """Kill the step with its child processes, and wait at most _END_SECONDS."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(_END_SECONDS)
     except (ProcessLookupError, subprocess.TimeoutExpired):
-        return  # it is gone, or in the driver, which may hold it until the GPU answers
+        return  # the process is gone, or blocked in the driver until the GPU answers
 
 
 def _note(found: Any) -> str:
@@ -222,15 +222,15 @@ def _answers(command: Sequence[str]) -> bool:
     except subprocess.TimeoutExpired:
         return False
     finally:
-        _end(process)  # not subprocess.run, which waits without end for a process that the driver holds
+        _end(process)  # unlike subprocess.run, does not wait forever for a process blocked in the driver
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown, a row for each step."""
+    """Markdown table with one row per step."""
     rows = [f"| {one.name} | {one.state} | {one.seconds:.0f} | {in_cell(one.note)} |" for one in outcomes]
     return "\n".join(["| step | outcome | seconds | note |", "|---|---|--:|---|", *rows])
 
 
 def in_cell(text: str) -> str:
-    """`text` as a cell of a table in markdown."""
+    """Escape `text` for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")

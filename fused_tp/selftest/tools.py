@@ -1,4 +1,4 @@
-"""Steps that run under programs of the CUDA toolkit: counters by ncu, memory accesses by compute-sanitizer."""
+"""Steps that run under tools of the CUDA toolkit: counters by ncu, memory accesses by compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-# One of these in what a program says: it does not work on this machine, which is nothing about the kernels.
+# A program whose output holds one of these does not work on this machine, which says nothing about the kernels.
 CANNOT = (
     "Device not supported",
     "ERR_NVGPUCTRPERM",
@@ -18,7 +18,7 @@ CANNOT = (
     "LibraryNotLoaded",
     "No supported GPUs",
 )
-# Sections are there for every GPU. A metric that it does not have is an error, and then sections alone are read.
+# Every GPU has these sections. A metric that a GPU lacks is an error; then only the sections are read.
 SECTIONS = ("--section", "SpeedOfLight", "--section", "LaunchStats")
 METRICS = (
     "--metrics",
@@ -32,7 +32,7 @@ KEPT = ("Duration", "Compute (SM) Throughput", "DRAM Throughput", "Memory Throug
 
 
 def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run a program and pass its output on. Returns (exit code, why it cannot work here, if it says so)."""
+    """Run a program and forward its output; return (exit code, its reason why it does not work here, or "")."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -51,7 +51,7 @@ def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = 
 
 
 def counters(ncu: str) -> tuple[list[dict[str, str]], str]:
-    """(counters of each launch of a kernel, why there are none): of the matmul and of attention, at the sizes timed."""
+    """(counters by launch, reason if there are none) for the kernels of matmul and attention, at the timed sizes."""
     with tempfile.TemporaryDirectory(prefix="fused_tp_ncu_") as folder:
         log = Path(folder, "ncu.csv")
         checks = [sys.executable, "-m", "fused_tp.benchmarks.gpu", "--check", "--quick", "--only", COUNTED]
@@ -68,7 +68,7 @@ def counters(ncu: str) -> tuple[list[dict[str, str]], str]:
 
 
 def launches_of(lines: Iterable[str]) -> list[dict[str, str]]:
-    """Counters by launch, of ncu's CSV, in which each line is of one counter of one launch."""
+    """Group ncu's CSV, which has one line per counter and launch, by launch."""
     launches: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(line for line in lines if line.startswith('"')):
         name = row.get("Metric Name") or ""

@@ -1,8 +1,8 @@
-"""Compiling every kernel takes minutes of CPU time, and many other tests wait: so it starts with the session.
+"""Background compilation of all kernels, which takes minutes of CPU time: it starts with the session.
 
-It runs at the lowest priority, takes what the others leave, and its tests come last. What came out is kept: the next
-session compiles what has changed. Other versions of Triton than the installed one lie in folders of their own
-(`make test` and `make test-all` fill them), and compile in processes that find these first.
+It runs at the lowest priority, on CPU time that other tests leave idle, and its tests run last. Results are kept: the
+next session compiles only changed kernels. Versions of Triton other than the installed one are in separate folders
+(filled by `make test` and `make test-all`) and compile in processes with that folder first in their search path.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 from tests.compile.resources import INSTALLED, kept
 from tests.workers import REPOSITORY
 
-_STALLED_SECONDS = 300  # in which not one kernel came out
+_STALLED_SECONDS = 300  # without one compiled kernel
 TRITONS = REPOSITORY / "build" / "triton"  # folders of `pip install --target`, by version
 
 
@@ -40,7 +40,7 @@ _running: dict[str, Compiling] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts this folder's tests last; pytest calls it for all items, wherever this file is."""
+    """Move this folder's tests to the end; pytest calls this hook with all items of the session."""
     here = Path(__file__).parent
     items.sort(key=lambda item: here in item.path.parents)
 
@@ -56,7 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if version != INSTALLED and not folder.is_dir():
             continue
         command = ["nice", "-n", "19", sys.executable, "-m", "tests.compile.resources", "--keep"]
-        output = tempfile.TemporaryFile()  # noqa: SIM115  # until its tests have read it
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # stays open until the tests have read it
         process = subprocess.Popen(
             [*command, *map(str, sorted(archs))],
             cwd=REPOSITORY,
@@ -70,16 +70,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_sessionfinish() -> None:
     for one in _running.values():
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.process.pid, signal.SIGKILL)  # its own processes too
+            os.killpg(one.process.pid, signal.SIGKILL)  # its child processes, too
         one.process.wait()
 
 
 @pytest.fixture
 def complaints(triton: str, arch: int) -> list[str]:
-    """What is wrong with the variants for `arch`, compiled by a process that runs since the session began."""
+    """Problems of the variants for `arch`, compiled by a process that started with the session."""
     if triton not in _running:
         pytest.skip(f"needs Triton {triton} in {TRITONS.name}/{triton} of the build folder, as `make test-all` has it")
-    # On a busy machine that takes longer than a test may; what bounds it is that kernels go on to come out.
+    # On a busy machine this takes longer than the limit of a test; the bound is the time without a compiled kernel.
     faulthandler.cancel_dump_traceback_later()
     process, output = _running[triton].process, _running[triton].output
     while process.poll() is None:

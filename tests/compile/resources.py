@@ -1,9 +1,9 @@
-"""Registers, shared memory, spills and matrix instructions of all kernels, for GPUs that need not be there.
+"""Registers, shared memory, spills and matrix instructions of all kernels, for GPUs that need not be present.
 
     python -m tests.compile.resources --out benchmarks/results
 
-writes kernel_resources.md (Triton) and cuda_resources.md (csrc/cuda, which needs nvcc). It compiles, it does not run:
-times are measured by `benchmarks.gpu`.
+writes kernel_resources.md (Triton) and cuda_resources.md (csrc/cuda, which needs nvcc). Kernels are compiled, not run:
+`benchmarks.gpu` measures times.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ from tests.native_build import cache, native_build
 from . import sass
 from .variants import ARCHS, Variant, all_variants
 
-# What multiplies matrices on each architecture, in PTX.
+# PTX instruction that multiplies matrices, by architecture.
 MATRIX_INSTRUCTIONS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}
-INSTALLED = "installed"  # in the place of a version of Triton
-# Outside of hot loops a spill costs once for a tile.
+INSTALLED = "installed"  # stands in for a version of Triton
+# Limit outside of hot loops, where a spill costs once per tile.
 SPILLED_BYTES = 128
 SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel needs; registers are per thread, bytes of shared memory per program, spilled ones per thread."""
+    """Resources of one kernel: registers and spilled bytes are per thread, bytes of shared memory per program."""
 
-    kernel: str  # or, of csrc/cuda, the source
+    kernel: str  # for csrc/cuda the source
     name: str
-    arch: str  # as sm_90
+    arch: str  # e.g. sm_90
     registers: int
     shared_bytes: int
     spilled_bytes: int
-    warps: int = 0  # 0: a launch decides
+    warps: int = 0  # 0: chosen by the launch
     tensor_memory_columns: int = 0
-    hot_spills: int = 0  # instructions in hot loops that spill or load back
-    instruction: str = ""  # that multiplies matrices: "" is the fused multiply-add of CUDA cores
+    hot_spills: int = 0  # instructions in hot loops that spill or reload
+    instruction: str = ""  # instruction that multiplies matrices; "": fused multiply-add of CUDA cores
     needs_matrix_instruction: bool = False
 
     @property
     def complaint(self) -> str:
-        """What is wrong with it, or ""."""
+        """Problems of the kernel in one sentence, or ""."""
         wrong, matrix = [], MATRIX_INSTRUCTIONS.get(self.arch, "")
         if self.hot_spills:
             wrong.append(f"spills {self.spilled_bytes} bytes a thread, by {self.hot_spills} instructions of hot loops")
@@ -81,13 +81,13 @@ COLUMNS: dict[str, Callable[[Resources], object]] = {
     "tensor memory, columns": lambda one: one.tensor_memory_columns,
     "spills, bytes": lambda one: one.spilled_bytes,
     "spilling in hot loops": lambda one: one.hot_spills,
-    # Shapes and types; ".sync.aligned" and the like are the same for all.
+    # Keep shapes and types; ".sync.aligned" and the like are the same for all.
     "multiplies by": lambda one: re.sub(r"\.(sync|aligned|row|col|cta_group::1)(?=\.|$)", "", one.instruction),
 }
 
 
 def table(title: str, compiler: str, found: Sequence[Resources]) -> str:
-    """Markdown, a section for each kernel and architecture; columns that are empty for all are left out."""
+    """Markdown table, with a section for each kernel and architecture; columns that are empty for all are omitted."""
     lines = [
         f"# What {title} need of a GPU",
         "",
@@ -112,9 +112,9 @@ def _row(cells: Iterable[object]) -> str:
 
 
 def compiled(variant: Variant) -> Any:
-    """Triton's compiled kernel of a variant, with its code in `asm`. Raises what Triton raises, with the variant named.
+    """Compile a variant with Triton; the result has the code in `asm`. Errors name the variant.
 
-    A process that interprets kernels cannot do it.
+    Not possible in a process that interprets kernels.
     """
     import triton
 
@@ -127,7 +127,7 @@ def compiled(variant: Variant) -> Any:
 
 
 def _source(variant: Variant) -> tuple[Any, Any, Any]:
-    """(source, target, options) as Triton makes them of a launch."""
+    """(source, target, options) as Triton derives them from a launch."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -141,12 +141,12 @@ def _source(variant: Variant) -> tuple[Any, Any, Any]:
 
 
 def kept() -> Path:
-    """The folder of what has been measured."""
+    """Folder of kept measurements."""
     return cache() / "kernel_resources"
 
 
 def measure(variant: Variant) -> Resources:
-    """Resources of a variant, compiled unless those of the same source and settings are `kept`."""
+    """Resources of a variant; compiles it unless those of the same source and settings are `kept`."""
     file = kept() / f"{_digest(variant)}.json"
     if file.exists():
         return Resources(**json.loads(file.read_text()))
@@ -159,21 +159,21 @@ def measure(variant: Variant) -> Resources:
 
 
 def _digest(variant: Variant) -> str:
-    """Of all that a compilation depends on."""
+    """Digest of everything that a compilation depends on."""
     import triton
 
     settings = {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}
     settings.pop("TRITON_CACHE_DIR", None)
     source, _, options = _source(variant)
     what = variant.kernel, variant.name, variant.arch, variant.matrix_instruction
-    # Triton's hash is of the kernel, all that it calls and its constants: see triton_kernels/cache_keys.py.
+    # Triton's hash covers the kernel, all functions it calls and its constants: see triton_kernels/cache_keys.py.
     whole = triton.__version__, source.hash(), options.hash(), what, sorted(settings.items()), _measuring_code()
     return hashlib.sha256(repr(whole).encode()).hexdigest()
 
 
 @functools.cache
 def _measuring_code() -> str:
-    """A digest of the code that measures."""
+    """Digest of the measuring code."""
     return hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, sass.__file__))).hexdigest()
 
 
@@ -195,10 +195,10 @@ def _measured(variant: Variant) -> Resources:
 
 
 def measure_all(archs: Sequence[int]) -> list[Resources | str]:
-    """Resources of all variants, in order; the error's text where one did not compile.
+    """Resources of all variants, in order; the text of the error for those that do not compile.
 
-    In new processes, as many as there are cores: a process that interprets kernels cannot compile them, and ptxas
-    takes one core. Compiled code goes to a temporary folder, since it is large and nobody runs it.
+    Compiles in one new process per core: a process that interprets kernels cannot compile them, and ptxas uses one
+    core. Compiled code is written to a temporary folder, since it is large and never run.
     """
     os.environ.pop("TRITON_INTERPRET", None)
     count, context = len(all_variants(archs)), multiprocessing.get_context("spawn")
@@ -215,13 +215,13 @@ def _measure_number(index: int, archs: Sequence[int]) -> Resources | str:
 
 
 def complaints_of(results: Sequence[Resources | str]) -> list[str]:
-    """What does not compile, and what is wrong with the others."""
+    """Errors of variants that do not compile, and problems of the others."""
     wrong = (one if isinstance(one, str) else one.complaint for one in results)
     return [one for one in wrong if one]
 
 
 def measure_or_say(variant: Variant) -> Resources | str:
-    """`measure`, or the error's text."""
+    """Return the result of `measure`, or the text of its error."""
     try:
         return measure(variant)
     except RuntimeError as error:
@@ -244,7 +244,7 @@ def _registers_and_spills(cubin: bytes) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """A pass that fails prints all of its code to stderr, from C++; what it raises says enough."""
+    """Suppress stdout and stderr: a failing compiler pass prints all of its code from C++; its error says enough."""
     with open(os.devnull, "wb") as nothing, contextlib.redirect_stdout(io.StringIO()):
         stderr = os.dup(2)
         os.dup2(nothing.fileno(), 2)
@@ -260,7 +260,7 @@ def _silence() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CudaMeasured:
-    """All functions, and what the compilers said beyond that."""
+    """Resources of all functions, and the compilers' warnings."""
 
     toolkit: str
     library: Path
@@ -269,7 +269,7 @@ class CudaMeasured:
 
 
 def measure_cuda(library: Path) -> CudaMeasured:
-    """Compiles csrc/cuda into `library`, as setup.py does and with the same objects, or takes what is up to date.
+    """Compile csrc/cuda into `library`, as setup.py does and with the same objects; reuse those that are up to date.
 
     Raises:
         NotBuiltError: there is no nvcc, or something does not compile.
@@ -286,8 +286,8 @@ def measure_cuda(library: Path) -> CudaMeasured:
 
 
 def parse(source: str, log: str) -> list[Resources]:
-    """What `ptxas -v` said: each function's architecture, frame, and registers, in lines of their own. A stack frame
-    counts as spilled."""
+    """Parse the output of `ptxas -v`, which has separate lines for the architecture, frame and registers of a function.
+    A stack frame counts as spilled."""
     found = []
     arch, name, spilled = "", "", 0
     if shutil.which("c++filt"):
@@ -306,7 +306,7 @@ def parse(source: str, log: str) -> list[Resources]:
 
 
 def short(name: str) -> str:
-    """`void ns::kernel<ns::F32, (ns::Way)1>(ns::Args)` as `kernel<F32, 1>`."""
+    """Shorten `void ns::kernel<ns::F32, (ns::Way)1>(ns::Args)` to `kernel<F32, 1>`."""
     name = re.sub(r"^void |\b\w+::|\((?:\w+::)*\w+\)(?=\d)|\(anonymous namespace\)::", "", name)
     depth = 0
     for index, letter in enumerate(name):
@@ -317,7 +317,7 @@ def short(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exits with 1 where something spills, does not compile or is not as it should be, and says what."""
+    """Write the tables; return 1 and print the problems if a kernel spills, does not compile or fails a requirement."""
     import triton
 
     parser = argparse.ArgumentParser(prog="python -m tests.compile.resources", description=__doc__)

@@ -1,8 +1,8 @@
 """Spilled registers in the hot loops of compiled kernels, read from their SASS.
 
-A hot loop is the shortest cycle of instructions through a matrix instruction: the path that steady state takes. Blocks
-that only a wait which has to be repeated runs through, and what stands before and behind a loop, are not on it. A spill
-there costs once for a tile, in a hot loop in every step.
+A hot loop is the shortest cycle of instructions through a matrix instruction: the path of the steady state. It excludes
+blocks that run only when a wait is repeated, and code before and after a loop. A spill outside costs once per tile, a
+spill in a hot loop costs in every step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def spills_in_hot_loops(cubin: bytes) -> int:
 def hot_loops(sass: str) -> list[list[tuple[int, str]]]:
     """(number, opcode) of the instructions of the shortest cycle through each block with a matrix instruction."""
     opcodes, after = _flow(sass)
-    # fp32 in full precision is multiplied by what also does all other arithmetic.
+    # fp32 in full precision is multiplied by FFMA, which also serves other arithmetic.
     matrix = MATRIX if any(opcode.startswith(MATRIX) for opcode in opcodes) else ("FFMA",)
     jumps = [place for place, of in enumerate(after) if of != [place + 1]]
     starts = {0, *(place + 1 for place in jumps), *(to for place in jumps for to in after[place])}
@@ -51,7 +51,7 @@ def hot_loops(sass: str) -> list[list[tuple[int, str]]]:
 
 
 def _flow(sass: str) -> tuple[list[str], list[list[int]]]:
-    """Opcodes, and the numbers of the instructions that may follow each."""
+    """Opcodes, and for each the numbers of the instructions that may follow it."""
     lines: list[tuple[str, str, str]] = []
     labels: dict[str, int] = {}
     for line in sass.splitlines():

@@ -38,16 +38,16 @@ def compiled_block(group: dist.ProcessGroup, sequence_parallel: bool, backend: s
     block = shard_block(Block().double(), mesh, sequence_parallel)
     replicate(block, mesh)
     x = seeded(2, 6, HIDDEN, dtype=torch.float64)
-    # torch 2.13 cannot compile a region with DTensor parameters that recomputes an op which may draw random numbers, as
-    # scaled_dot_product_attention may (functionalize_rng_ops miscounts what is saved), ours or not. Saving its result,
-    # as selective checkpointing does anyway because it is dear to recompute, avoids that.
+    # torch 2.13 cannot compile a checkpoint with DTensor parameters that recomputes an op with random numbers, such as
+    # scaled_dot_product_attention (functionalize_rng_ops miscounts the saved tensors), with or without fused_tp. Saving
+    # the op's result, which selective checkpointing does anyway as it is expensive to recompute, avoids that.
     saved = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
     save_attention = functools.partial(create_selective_checkpoint_contexts, saved)
     runs: dict[str, Callable[[Tensor], Tensor]] = {
         "block": block,
         "checkpoint": lambda x: checkpoint(block, x, use_reentrant=False, context_fn=save_attention),
     }
-    if group.size() > 2:  # repeated key/value heads are no different inside a checkpoint
+    if group.size() > 2:  # repeated key/value heads behave the same inside a checkpoint
         del runs["checkpoint"]
     eager_x = x.clone().requires_grad_()
     wanted = block(eager_x)

@@ -1,8 +1,8 @@
-"""csrc/cuda compiles for sm_80, sm_90a and sm_100a as setup.py builds it, where there is nvcc and no GPU.
+"""csrc/cuda compiles for sm_80, sm_90a and sm_100a as setup.py builds it; needs nvcc, but no GPU.
 
-And nothing spills, no compiler warns, and the library shows one symbol. It is built in the folder that an installation
-from this tree builds in, so that what is up to date is not compiled again. `python -m tests.compile.resources` writes
-what is checked here to a table.
+No function spills, no compiler warns, and the library exports one symbol. It is built in the same folder as an
+installation from this tree, so that sources are compiled only once. `python -m tests.compile.resources` writes the
+checked values to a table.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_it_can_be_loaded_without_a_driver(measured: CudaMeasured) -> None:
             kernels.barrier(core.DeviceWorkspace(0, 0, 0, 0, 0, 0, 0, 1), 0)
 
 
-# -- what needs no nvcc ----------------------------------------------------------------------------------------------
+# -- without nvcc ------------------------------------------------------------------------------------------------------
 
 LOG = """\
 ptxas info    : 0 bytes gmem

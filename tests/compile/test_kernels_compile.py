@@ -1,8 +1,8 @@
-"""Every kernel, dtype and shipped config compiles for sm_80, sm_90 and sm_100, where there is no GPU.
+"""Every kernel, dtype and shipped config compiles for sm_80, sm_90 and sm_100, without a GPU.
 
-And it spills no register in a hot loop, fits into shared memory, and multiplies by the matrix instruction of its
-architecture. Some in `make test`, all in `make test-all`, with the oldest Triton and with the newest.
-`python -m tests.compile.resources` writes a table of it.
+None spills registers in a hot loop; all fit into shared memory and use the matrix instruction of their architecture.
+`make test` compiles a sample, `make test-all` all of them, with the oldest and the newest Triton.
+`python -m tests.compile.resources` writes a table of the resources.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.compile import resources
 from tests.compile.resources import INSTALLED, Resources, compiled, measure
 from tests.compile.variants import ARCHS, SAMPLE, Variant, all_variants
 
-# The oldest one that is supported, which GPU machines have with torch 2.11, is tried in every session.
+# The oldest supported version, which torch 2.11 installs on GPU machines, is tested in every session.
 OLDEST, NEWEST = "3.6.0", "3.9.0"
 
 
@@ -41,10 +41,10 @@ def test_every_kernel_compiles(triton: str, arch: int, complaints: list[str]) ->
 @pytest.mark.full
 @pytest.mark.parametrize("kernel", ["gemm_reduce_scatter", "gemm_all_reduce"])
 def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
-    """The loop over tiles is flattened with the one over K and pipelined; what orders the ranks must survive that.
+    """The loop over tiles is flattened with the one over K and pipelined; stores and flags must stay in order.
 
-    Of the stores, barriers and flags of the compiled code, what comes right before every flag is the barrier, and
-    behind the first one, which is that of the tile before, are stores of the next tile; another flag is behind these.
+    In the compiled code a barrier directly precedes every flag. The first flag belongs to the previous tile; the next
+    tile's stores follow it, and then another flag.
     """
     variant = next(
         variant
@@ -71,14 +71,14 @@ def test_a_tile_is_stored_before_its_flag_is_put(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["gemm_reduce_scatter", "gemm_all_reduce"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_all_ranks_are_told_behind_one_fence(kernel: str, arch: int) -> None:
-    """A release waits for all stores before it, so one rank after the other would be told W times as late: no loop
-    over ranks holds one, and the first tile is behind one only. Links need no atomic operations."""
+    """A release waits for all stores before it, so one release per rank would notify the last rank W times as late:
+    loops over ranks hold none, and only one precedes the first tile. Links need not support atomic operations."""
     variants = [v for v in all_variants((arch,)) if v.kernel == kernel and v.name.startswith("bf16 nt")]
     for variant in variants:
         asm = compiled(variant).asm
         assert not re.search(r"atom\S*\.sys\.release", asm["ptx"]), variant.name
         assert asm["ttgir"].partition("scf.for")[0].count("st.release.sys") == 1, variant.name
-        around: list[int] = []  # indents of the loops that a line is in
+        around: list[int] = []  # indents of the loops around a line
         for line in asm["ttgir"].splitlines():
             indent = len(line) - len(line.lstrip())
             around = [one for one in around if one < indent]
@@ -90,7 +90,7 @@ def test_all_ranks_are_told_behind_one_fence(kernel: str, arch: int) -> None:
 
 @pytest.mark.full
 def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
-    """The loops over blocks are pipelined: their first loads stand before them, but not before the wait for a chunk."""
+    """The pipelined loops over blocks hoist their first loads, but not above the wait for a chunk."""
     variant = next(
         variant
         for variant in all_variants((90,))
@@ -107,7 +107,7 @@ def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
     }
     (fence,), loads = at["fence.proxy.async.global"], at["async_tma_copy_global_to_local"]
     assert max(at["acquire, sys"]) < fence < min(loads)
-    # Of the two loops around the wait, the inner one is that over chunks: all loads are inside of it.
+    # The inner one of the two loops around the wait is that over chunks: all loads are inside it.
     over_chunks = max(number for number in at["scf.for %"] if number < at["acquire, sys"][0])
     assert all(depth(lines[number]) > depth(lines[over_chunks]) for number in loads)
 
@@ -115,7 +115,8 @@ def test_a_ring_loads_no_chunk_before_it_has_waited_for_it() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arch", [90, 100])
 def test_no_tile_of_a_shard_is_loaded_before_the_shard_has_come(arch: int) -> None:
-    """A program learns of a shard, all of its threads meet, and loads by TMA, of another proxy, are behind a fence."""
+    """A program acquires the shard's flag, then a barrier joins all threads, then a proxy fence precedes the TMA loads,
+    which use another proxy."""
     variants = [v for v in all_variants((arch,)) if v.kernel == "all_gather_gemm" and v.name.startswith("bf16 nt tma")]
     for variant in variants:
         _, begin, loop = compiled(variant).asm["ttgir"].partition("scf.while")

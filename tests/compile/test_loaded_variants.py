@@ -1,7 +1,7 @@
-"""Kernels that are loaded before a call are those that it launches: Triton compiles no other in the middle of it.
+"""The kernels loaded before a call are those that it launches, so that Triton compiles none within the call.
 
 Triton compiles one variant for each kind of arguments: pointers and sizes at multiples of 16, sizes of 1, sizes of more
-than 32 bits. Compared are Triton's own keys of both.
+than 32 bits. The tests compare Triton's own keys of loaded and launched kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PAGE = 4096
 
 
 def variant(launch: LaunchOf) -> str:
-    """Triton's key of the compiled kernel that a launch takes."""
+    """Triton's key of the compiled kernel that a launch uses."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -60,7 +60,7 @@ def variant(launch: LaunchOf) -> str:
 
 
 class OnGpu(Tensor):
-    """A tensor on the CPU that says otherwise."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda = True
 
@@ -75,7 +75,7 @@ def driver() -> Iterator[None]:
 @pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
 def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
-    """The words of the copy engine are aligned as those that the kernel was loaded with, for every number of ranks."""
+    """The copy engine's words are aligned like those that the kernel was loaded with, for every number of ranks."""
 
     loaded: dict[int, list[LaunchOf]] = {rank: [] for rank in range(world)}
     launched: dict[int, list[LaunchOf]] = {rank: [] for rank in range(world)}
@@ -108,17 +108,17 @@ def test_a_matmul_of_shards_that_arrive(driver: Any, world: int) -> None:
     for rank in range(world):
         assert len(loaded[rank]) == len(launched[rank]) == 2
         assert {variant(one) for one in loaded[rank]} == {variant(one) for one in launched[rank]}
-    del engines  # whose memory the launches have the addresses of
+    del engines  # the launches hold addresses of their memory
 
 
 @pytest.mark.parametrize("kind", [Workspace, GatherWorkspace, ring_keys.RingWorkspace])
 @pytest.mark.parametrize("nbytes", [1 << 20, 5 << 30])
 def test_a_call_that_gives_up(kind: Any, nbytes: int) -> None:
-    """Its kernel is loaded when the workspace is made, with another deadline maybe."""
+    """The kernel of such a call is loaded when the workspace is made, possibly with another deadline."""
     loaded: list[str] = []
 
     class Noting(kind):
-        def _expire(self, value: int) -> None:  # comes just before it is loaded
+        def _expire(self, value: int) -> None:  # called just before the kernel is loaded
             loaded.append(variant((begin_kernel, (1,), self._begin_arguments())))
 
     memory = torch.zeros(PAGE, dtype=torch.uint8)
@@ -153,7 +153,7 @@ def test_relays(world: int, seconds: float) -> None:
 
 
 def test_matmuls_of_the_same_key_are_one_variant() -> None:
-    """`_key` decides whether a call loads its kernels."""
+    """A call loads its kernels only if its `_key` is new."""
     found: dict[Any, set[str]] = {}
     workspace = workspace_of(GatherWorkspace, 2)
     peers = Peers(0, 2, workspace.arguments())

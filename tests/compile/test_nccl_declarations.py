@@ -1,4 +1,4 @@
-"""What csrc/nccl/api.h and csrc/driver/api.h declare is what the real nccl.h and cuda.h do."""
+"""The declarations of csrc/nccl/api.h and csrc/driver/api.h match the real nccl.h and cuda.h."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = Path("tests", "compile", "declarations.cpp")
 
 
 def cuda_headers() -> Path:
-    """The folder of cuda.h and cuda_runtime.h."""
+    """Find the folder of cuda.h and cuda_runtime.h."""
     homes = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     if nvcc := shutil.which("nvcc"):
         homes.append(Path(nvcc).resolve().parent.parent)
@@ -31,7 +31,7 @@ def cuda_headers() -> Path:
 
 
 def nccl_headers() -> Path:
-    """The folder of nccl.h, from PyPI's nvidia-nccl-cu13 or nvidia-nccl-cu12."""
+    """Find the folder of nccl.h, from PyPI's nvidia-nccl-cu13 or nvidia-nccl-cu12."""
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nccl")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if Path(folder, "include", "nccl.h").exists():

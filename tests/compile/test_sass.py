@@ -1,10 +1,10 @@
-"""Hot loops are found in SASS: spills in them count, others do not."""
+"""Detection of hot loops in SASS: only spills in them count."""
 
 from __future__ import annotations
 
 from tests.compile.sass import SPILLS, hot_loops
 
-# A loop over tiles around one over K, whose wait is repeated in a block behind the kernel's end.
+# A loop over tiles around one over K, whose wait is repeated in a block placed after the kernel's end.
 _SASS = """
 .text.kernel:
         /*0000*/                   STL [R1], R2 ;

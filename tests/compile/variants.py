@@ -1,9 +1,9 @@
-"""What launches ask Triton to compile: kernels x dtypes x configs x architectures, W = 8, as the launchers ask for it.
+"""Variants that launches make Triton compile: kernels x dtypes x configs x architectures, for W = 8.
 
-The launchers are called with small tensors of the CPU in the place of a GPU's; what they would launch is noted. fp16
-and bf16 differ in the name of a type, so fp16 is compiled the way that its architecture loads best, once per kernel and
-config. By pointers K is no multiple of a block, since masks along K take registers; by TMA it is. Layouts as BLAS names
-them: `nt` x [M, K] and weight [N, K] as they lie, `nn` weight transposed (dX).
+The launchers run with small CPU tensors instead of GPU tensors, and their launches are recorded. fp16 and bf16 differ
+only in the name of a type, so fp16 is compiled once per kernel and config, with the loads that suit its architecture
+best. With pointer loads K is not a multiple of a block, since masks along K take registers; with TMA it is. Layouts are
+named as in BLAS: `nt` x [M, K] and weight [N, K] as stored, `nn` weight transposed (dX).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fused_tp.triton_kernels.gemm.launch import Launch
 
 WORLD = 8
 ARCHS = (80, 90, 100)
-SAMPLE = 0  # in the place of an architecture: some of sm_90, which take half a minute, and a few of the others
+SAMPLE = 0  # stands in for an architecture: some variants of sm_90 (half a minute) and a few of the others
 M, N, SEQ, HEADS, KV_HEADS = 256, 256, 128, 16, 8
 
 
@@ -51,16 +51,16 @@ class Variant:
     name: str
     arch: int
     launch: LaunchOf
-    matrix_instruction: bool = True  # whether it must multiply by that of its architecture
+    matrix_instruction: bool = True  # must use the matrix instruction of its architecture
 
     @property
     def constants(self) -> Any:
-        """The constexpr `C` of its kernel."""
+        """The constexpr argument `C` of the launch."""
         return self.launch[2]["C"]
 
 
 class Handle:
-    """The memory of ranks that are nowhere."""
+    """Fake handle of symmetric memory: all ranks share one buffer."""
 
     rank = 0
 
@@ -85,7 +85,7 @@ def empty(kind: str, *shape: int) -> Tensor:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[LaunchOf]]:
-    """What is launched within it, on tensors of the CPU; nothing runs."""
+    """Record the launches within the block, on CPU tensors, without running them."""
     launches: list[LaunchOf] = []
 
     def run(kernel: Any, *, grid: Any, warmup: bool, **arguments: Any) -> None:
@@ -102,7 +102,7 @@ def noted() -> Iterator[list[LaunchOf]]:
 
 
 def _launches(arch: int) -> Iterator[tuple[str, Launch, bool]]:
-    """(kind, launch, whether its architecture loads best this way) of what is shipped, by pointers and by TMA."""
+    """(kind, launch, True if its loads suit the architecture best) for each shipped config, with pointers and TMA."""
     for kind in KINDS:
         for config in fused_configs(arch, kind):
             launch = Launch(
@@ -128,9 +128,10 @@ def _matmul(kernel: str, arch: int, kind: str, launch: LaunchOf, *words: str) ->
 
 
 def _sums(arch: int) -> Iterator[Variant]:
-    """Every config of both sums, with all that may follow them; in bf16 also one-shot, and three products.
+    """Every config of both sums, with every epilogue; in bf16 also one-shot, and three products.
 
-    A transposed weight (dX) costs registers by pointers only: one product of it is there where they are all there is.
+    A transposed weight (dX) takes registers with pointer loads only: it appears as a single product where pointers are
+    the only way of loading.
     """
     workspace = workspace_of(Workspace)
     for kind, launch, best in _launches(arch):
@@ -155,7 +156,7 @@ def _sums(arch: int) -> Iterator[Variant]:
 
 
 def _gathers(arch: int) -> Iterator[Variant]:
-    """Every config copied and direct; in bf16 also the weight transposed, three weights, W = 1, and no bias."""
+    """Every config, copied and direct; in bf16 also a transposed weight, three weights, W = 1, and no bias."""
     workspace = workspace_of(GatherWorkspace)
     copied = {
         world: Peers(0, world, {"come": no_arrivals(world, 40 * 10**9, torch.device("cpu")), "rank": 0})
@@ -185,13 +186,13 @@ def _gathers(arch: int) -> Iterator[Variant]:
 
 
 def _attention(arch: int) -> Iterator[tuple[str, int, int, bool]]:
-    """(kind, head dims of q and v, whether rich): bf16 for all head dims, plain and "rich": with softcap, slopes and
-    dropout; rich ones of 64 have the configs of 128. fp16 with a head dim of v that is not that of q; fp32 in 128."""
+    """(kind, head dims of q and v, True if rich): bf16 for all head dims, plain and "rich" (with softcap, slopes and
+    dropout; rich ones of 64 have the configs of 128); fp16 with different head dims of q and v; fp32 for 128."""
     yield from (("bf16", 64, 64, False), ("bf16", 128, 128, False), ("bf16", 128, 128, True))
     yield from (("bf16", 256, 256, False), ("bf16", 256, 256, True))
     if arch == 90:
         yield "fp16", 192, 128, False
-    if arch == 80:  # those of fp32 are the same everywhere
+    if arch == 80:  # fp32 variants are the same on all architectures
         yield from (("tf32", 128, 128, False), ("ieee", 128, 128, False))
 
 
@@ -201,7 +202,7 @@ def _scores(rich: bool, *, dropout: bool = True) -> Any:
 
 
 def _steps(arch: int) -> Iterator[Variant]:
-    """Forward, plain from and to a state and rich from none to out and lse, with sinks; and backward."""
+    """Forward and backward of one step. Plain forwards update a state; rich ones, with sinks, return out and lse."""
     whole = Tokens((range(SEQ),))
     step = make_step(AttentionMask(SEQ, SEQ, causal=True), whole, whole)
     for kind, head_dim, v_head_dim, rich in _attention(arch):
@@ -233,14 +234,14 @@ def _steps(arch: int) -> Iterator[Variant]:
 def _variant(
     name: str, arch: int, kind: str, dims: tuple[int, int], rich: bool, config: AttentionConfig, launch: LaunchOf
 ) -> Variant:
-    # wgmma and tcgen05 take 64 rows, and fp32 in full precision has no matrix unit.
+    # wgmma and tcgen05 need 64 rows, and no matrix unit supports fp32 in full precision.
     units = kind in ("bf16", "fp16") and (config.rows >= 64 or arch == 80)
     size = "/".join(map(str, dict.fromkeys(dims)))
     return Variant(f"attention {name}", f"{kind} {size} {'rich ' * rich}{config}", arch, launch, units)
 
 
 def _ring(arch: int) -> Iterator[Variant]:
-    """The kernels of a forward, the rich ones with sinks."""
+    """Kernels of a ring's forward; rich ones with sinks."""
     workspace = workspace_of(ring_keys.RingWorkspace)
     plan = ring_plan(AttentionMask(WORLD * SEQ, WORLD * SEQ, causal=True), WORLD, TokenLayout("zigzag"))
     for kind in ("bf16", "fp16", "fp32"):
@@ -261,8 +262,8 @@ def _ring(arch: int) -> Iterator[Variant]:
 
 
 def _decode(arch: int) -> Iterator[Variant]:
-    """Plain over a dense cache in parts and rich over pages, in few rows and in many; fp32 once: it is the same
-    everywhere."""
+    """Plain decoding over a dense cache in parts and rich decoding over pages, with few and many rows; fp32 once, as it
+    is the same on all architectures."""
     wanted = [("bf16", 64, 16, False), ("bf16", 128, 16, True), ("bf16", 128, 64, False), ("bf16", 256, 64, True)]
     for kind, head_dim, rows, rich in wanted + [("ieee", 128, 16, True)] * (arch == 80):
         config = decode_config(kind, head_dim, rows)
@@ -273,7 +274,7 @@ def _decode(arch: int) -> Iterator[Variant]:
         with noted() as found:
             splits = 1 if rich else 2
             decode.flash_decode(q, cache, cache, seen, seen, SEQ, terms, splits=splits, config=config, **pages)
-        # Few rows fill no tile of wgmma and tcgen05, and the cache's bytes bound it.
+        # Few rows do not fill a tile of wgmma or tcgen05, and reading the cache bounds the time anyway.
         units = arch == 80 and kind != "ieee"
         yield Variant("attention decode", f"{kind} {head_dim} {'rich, paged ' * rich}{config}", arch, found[0], units)
         if (head_dim, rich) == (128, False):
@@ -282,8 +283,8 @@ def _decode(arch: int) -> Iterator[Variant]:
 
 @functools.cache
 def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
-    """What all families of kernels ship, for each architecture; for SAMPLE one variant of each kernel and dtype
-    on sm_90, one without a bias, and one of each kernel on the others."""
+    """All shipped variants for each architecture; for SAMPLE one variant of each kernel and dtype on sm_90, one without
+    a bias, and one of each kernel on the others."""
     if SAMPLE in archs:
         kinds = ((one.kernel, one.name.split(" ")[0], "no bias" in one.name) for one in reversed(all_variants((90,))))
         hopper = dict(zip(kinds, reversed(all_variants((90,))), strict=True))
@@ -291,7 +292,7 @@ def all_variants(archs: Sequence[int] = ARCHS) -> list[Variant]:
         rest = tuple(arch for arch in archs if arch != SAMPLE)
         return [*hopper.values(), *others.values(), *(all_variants(rest) if rest else ())]
     families = (_gathers, _sums, _steps, _ring, _decode)
-    # Two configs may load by pointers in the same way, and are one variant then.
+    # Two configs with the same pointer loads are one variant.
     named = {(v.kernel, v.arch, v.name): v for family in families for arch in archs for v in family(arch)}
     found = list(named.values())
     order = {kernel: place for place, kernel in enumerate(dict.fromkeys(variant.kernel for variant in found))}

@@ -1,7 +1,7 @@
-"""Checks that are written for the CPU, on a GPU: tensors go there for each call and come back, gradients with them.
+"""Run checks that are written for the CPU on a GPU: each call moves tensors and gradients there and back.
 
-So what the CPU build of the kernels and the doubles of NCCL and CUDA are tested with, a GPU is tested with too. Where
-the device is the CPU nothing moves: that is how these tests themselves are tried where there is no GPU.
+The same checks thus test the CPU build of the kernels, the doubles of NCCL and CUDA, and a GPU. With the CPU as the
+device nothing is moved, so these tests can themselves be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPS = (
 
 
 def device_of(rank: int, kind: str) -> torch.device:
-    """The GPU of a rank that is a process, which it may share with others; or the CPU."""
+    """GPU of a rank that is a process, possibly shared with other ranks; or the CPU."""
     if kind == "cpu":
         return torch.device("cpu")
     index = rank % torch.cuda.device_count()
@@ -43,14 +43,14 @@ def device_of(rank: int, kind: str) -> torch.device:
 
 
 def gpu_sharing(world_size: int) -> dict[str, str]:
-    """What torch and NCCL want to be told where several ranks share a GPU."""
+    """Environment variables that torch and NCCL require if several ranks share a GPU."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= world_size:
         return {}
     return {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def there(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`, with its strides, and at the same distance from where its memory begins."""
+    """Copy `tensor` to `device` with the same strides and storage offset."""
     if device.type == "cpu":
         return tensor
     if tensor.requires_grad or tensor.numel() == 0:
@@ -61,7 +61,7 @@ def there(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor], pending: Callable[[Any], Any] = lambda one: one) -> Any:
-    """`value` with all of its tensors changed, in lists and (named) tuples too."""
+    """Apply `change` to all tensors of `value`, also in lists and (named) tuples."""
     if isinstance(value, Tensor):
         return change(value)
     if callable(getattr(value, "wait", None)):
@@ -75,10 +75,10 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor], pending: Callable[[An
 
 
 class OnDevice:
-    """What `target` is, with methods that take and return tensors of the CPU and work on `device`.
+    """Proxy of `target`, whose methods take and return CPU tensors and compute on `device`.
 
     Args:
-        after: is called when the results of a method are there, to raise what a kernel has reported meanwhile.
+        after: called when the results of a method are available, to raise errors that a kernel has reported.
     """
 
     def __init__(self, target: Any, device: torch.device, after: Callable[[], None] = lambda: None) -> None:
@@ -102,7 +102,7 @@ class _Waiting(Pending[Any]):
 
 
 def on_device(fn: Callable[..., Any], device: torch.device, after: Callable[[], None] = lambda: None) -> Any:
-    """`fn`, on `device`. An argument `out` is filled, also where it is an input; gradients find their way back."""
+    """Wrap `fn` to compute on `device`. An argument `out` is filled, also if it is an input; gradients flow back."""
 
     def home(value: Any) -> Any:
         result = mapped(value, lambda t: t.to("cpu"), lambda pending: _Waiting(pending, home))
@@ -133,10 +133,10 @@ def on_device(fn: Callable[..., Any], device: torch.device, after: Callable[[], 
 
 
 class Graph:
-    """A CUDA graph of `work`; on the CPU a replay does it again.
+    """A CUDA graph of `work`; on the CPU a replay calls `work` again.
 
     Args:
-        turn: to be in while it is captured, which begins with a synchronization of all that runs on the device.
+        turn: context of the capture, which begins by synchronizing the whole device.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Graph:
             self._graph = torch.cuda.CUDAGraph()
             stream = torch.cuda.current_stream()
             if stream == torch.cuda.default_stream():
-                stream = torch.cuda.Stream(device)  # the default one cannot be captured
+                stream = torch.cuda.Stream(device)  # the default stream cannot be captured
             with turn(), torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
                 self._results = work()
 
@@ -164,7 +164,7 @@ class Graph:
 
 @contextmanager
 def public_ops_on(device: torch.device) -> Iterator[None]:
-    """`fused_tp.<op>` takes and returns tensors of the CPU, and works on `device`."""
+    """Let `fused_tp.<op>` take and return CPU tensors and compute on `device`."""
     with ExitStack() as stack:
         for name in OPS:
             stack.enter_context(mock.patch.object(fused_tp, name, on_device(getattr(fused_tp, name), device)))
@@ -172,7 +172,7 @@ def public_ops_on(device: torch.device) -> Iterator[None]:
 
 
 def why_not(group: Any, schedule: str, device: torch.device) -> str | None:
-    """Why `group` cannot have `schedule` on `device`, or None. All ranks ask together."""
+    """Reason that `group` cannot use `schedule` on `device`, or None. Collective over the group."""
     from fused_tp.schedules.registry import SCHEDULES
 
     spec = SCHEDULES.get(schedule)
@@ -187,12 +187,12 @@ PATIENCE = "60"  # seconds, for a GPU and for NCCL to start
 
 
 def environment(world_size: int, **more: str) -> dict[str, str]:
-    """Of ranks that may have to share a GPU."""
+    """Environment of ranks that may have to share a GPU."""
     return {**gpu_sharing(world_size), "FUSED_TP_TIMEOUT": PATIENCE, **more}
 
 
 def unwrapped(outcomes: Sequence[Any]) -> list[Any]:
-    """What ranks have returned; skips the test where that is why they cannot run it."""
+    """Results of the ranks; skip the test if rank 0 returned a reason why the ranks cannot run it."""
     results = [outcome.unwrap() for outcome in outcomes]
     if isinstance(results[0], str) and results[0]:
         pytest.skip(f"these ranks cannot run it: {results[0]}")
@@ -200,7 +200,7 @@ def unwrapped(outcomes: Sequence[Any]) -> list[Any]:
 
 
 def in_graph(group: Any, schedule: Any, device: torch.device, raise_failure: Callable[[], None] = lambda: None) -> None:
-    """Gathers and sums in one graph, replayed on other inputs each time, with calls in between."""
+    """Capture gathers and sums in one graph and replay it with other inputs each time, with calls in between."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     rows, columns = 6 * world_size, 16
     eye = torch.eye(columns, dtype=torch.bfloat16, device=device)

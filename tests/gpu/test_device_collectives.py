@@ -1,7 +1,7 @@
-"""The device kernels on GPUs: ranks as threads of one GPU and as processes, in graphs, with a rank that stays away.
+"""Device kernels on GPUs: ranks as threads on one GPU and as processes, in graphs, and with an absent rank.
 
 The checks are those of the kernels' CPU build (tests/distributed/test_device_schedules.py).
-Processes take a GPU each where there are enough, and else share what there is.
+Each process has its own GPU if there are enough; otherwise processes share GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.gpu
 
-ALGORITHMS = ("one_shot", "two_shot")  # multimem needs a switch: it has a test of its own
+ALGORITHMS = ("one_shot", "two_shot")  # multimem needs a switch and has its own test
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -46,15 +46,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def collectives_on(device: torch.device, target: DeviceCollectives) -> Any:
-    """Takes tensors of the CPU; raises at the end of the call what the CPU build raises within it."""
+    """Proxy that takes CPU tensors; errors that the CPU build raises within a call are raised at its end."""
     return OnDevice(target, device, target.raise_if_failed)
 
 
-# -- threads of one GPU -----------------------------------------------------------------------------------------------
+# -- threads on one GPU -----------------------------------------------------------------------------------------------
 
 
 def rehearse(rank: LocalRank, work: Callable[[Any], object]) -> None:
-    """`work` on a group of one, rank after rank: all that it loads and allocates is there when ranks wait for ranks."""
+    """Run `work` on a group of one, rank by rank, so that loads and allocations precede calls that wait for peers."""
     with rank.in_turn():
         alone = LocalGroup(1, rank.device).rank(0)
         work(collectives_on(rank.device, DeviceCollectives(alone)))
@@ -78,7 +78,7 @@ def test_threads(world_size: int, dtype: torch.dtype) -> None:
 
 
 def large(rank: LocalRank, elements: int) -> None:
-    """Long enough that every block of every rank has many rounds to make; odd, so that ends are no whole packets."""
+    """Inputs are so long that every block makes many rounds, and odd, so that ends are not whole packets."""
     device, world_size = DeviceCollectives(rank), rank.world_size
     with rank.in_turn():
         terms = [seeded(elements, dtype=torch.bfloat16, seed=r).to(rank.device) for r in range(world_size)]
@@ -98,7 +98,7 @@ def large(rank: LocalRank, elements: int) -> None:
 
 
 def wide_norms(rank: LocalRank, rows: int, columns: int) -> list[Tensor]:
-    """More than a row for each block; rows that a block keeps, that it does not, and that are no whole packets."""
+    """Several rows per block: rows that fit into a block's registers, that do not, and that are not whole packets."""
     dtype, world_size = torch.bfloat16, rank.world_size
     terms = [seeded(rows, columns, dtype=dtype, seed=peer) for peer in range(world_size)]
     residual, weight = seeded(rows, columns, dtype=dtype, seed=7), seeded(columns, dtype=dtype, seed=8)
@@ -130,7 +130,7 @@ def test_large(world_size: int) -> None:
 
 
 def in_graph(rank: LocalRank, replays: int) -> None:
-    """Every kernel in one graph, replayed on other inputs each time, with calls outside of it in between."""
+    """Capture every kernel in one graph and replay it with other inputs each time, with eager calls in between."""
     device, world_size, r = DeviceCollectives(rank), rank.world_size, rank.rank
     rows, columns = 4 * world_size, 8 * world_size
 
@@ -165,7 +165,7 @@ def in_graph(rank: LocalRank, replays: int) -> None:
         checks.assert_within_dtype_error(normed, normed64, torch.bfloat16, reduced_over=columns)
         checks.same_bits(again, normed)
 
-    with rank.in_turn():  # whatever torch loads and allocates
+    with rank.in_turn():  # everything that torch loads and allocates
         _late(rank, 0)
         alone = DeviceCollectives(LocalGroup(1, rank.device).rank(0))
         kept = [alone.all_reduce(x), alone.all_gather(x), alone.all_reduce_rms_norm(x, x, weight_here, 1e-6)]
@@ -175,7 +175,7 @@ def in_graph(rank: LocalRank, replays: int) -> None:
     check(work(), inputs(0))
     rank.barrier()
     graph = Graph(rank.device, work, rank.in_turn)
-    with rank.in_turn():  # a capture begins by handing unused memory back
+    with rank.in_turn():  # a capture begins by releasing torch's unused memory
         kept = [torch.empty(1 << 20, dtype=torch.uint8, device=rank.device) for _ in range(16)]
         del kept
     for number in range(1, replays + 1):
@@ -202,7 +202,7 @@ def test_graphs_and_calls_between_replays(world_size: int) -> None:
 
 
 def on_another_stream(group: Any, kind: str) -> str:
-    """Forward and backward run on one stream and are then captured on another, which has no side stream yet."""
+    """Run forward and backward on one stream, then capture them on another, which has no side stream yet."""
     device = device_of(dist.get_rank(group), kind)
     reason = why_not(group, "two_shot", device)
     if reason is not None:
@@ -219,7 +219,7 @@ def on_another_stream(group: Any, kind: str) -> str:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         dist.barrier(group)
-        results = Graph(device, work).replay()  # the default stream cannot be captured: it takes a new one
+        results = Graph(device, work).replay()  # on a new stream: the default stream cannot be captured
     for actual, result in zip(results, wanted, strict=True):
         assert torch.equal(actual.cpu(), result.cpu())
     dist.barrier(group)
@@ -244,7 +244,7 @@ def test_multimem() -> None:
 
 
 def group_collectives(group: Any, kind: str) -> Any:
-    """The collectives of this process, which take tensors of the CPU; or why there are none."""
+    """Collectives of this process, which take CPU tensors; or the reason why there are none."""
     device = device_of(dist.get_rank(group), kind)
     if kind == "cpu":
         use_library(cpu_device_library())
@@ -253,7 +253,7 @@ def group_collectives(group: Any, kind: str) -> Any:
 
 
 def in_process(group: Any, kind: str, dtype_name: str) -> str | list[bytes]:
-    """What all ranks must have the same bits of; or why they cannot run it."""
+    """Results of every collective, which must have the same bits on all ranks; or why the ranks cannot run."""
     device = group_collectives(group, kind)
     if isinstance(device, str):
         return device
@@ -268,7 +268,7 @@ def in_bytes(results: list[Tensor]) -> list[bytes]:
 
 
 def by_the_switch(group: Any, kind: str) -> str | list[bytes]:
-    """The switch adds in an order of its own: near the exact sum, and the same bits on all ranks."""
+    """The order of the switch's sums is unknown: they are near the exact sum, with the same bits on all ranks."""
     device = group_collectives(group, kind)
     if isinstance(device, str):
         return device

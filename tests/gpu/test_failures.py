@@ -1,4 +1,4 @@
-"""Ranks on GPUs that come late, are stopped or die: the cases of tests/faults.py, on the schedules that GPUs have."""
+"""Ranks on GPUs that are late, are stopped or die: the cases of tests/faults.py on the schedules for GPUs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.workers import Outcome, fresh_ranks
 
 pytestmark = pytest.mark.gpu
 
-NOTICE_SECONDS = 8.0  # NCCL takes some to abort
+NOTICE_SECONDS = 8.0  # includes the time that NCCL takes to abort
 
 
 def on_gpus(group: Any, kind: str, case: str, transport: str, *args: Any) -> Any:
-    """What a case returns; or why these ranks cannot run it."""
+    """Run a case; return its result, or why these ranks cannot run it."""
     device = device_of(dist.get_rank(group), kind)
     if device.type != "cpu" and (reason := why_not(group, transport, device)) is not None:
         return reason

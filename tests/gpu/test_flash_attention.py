@@ -1,4 +1,4 @@
-"""The attention kernels in the shipped configs on a GPU, against the fp64 references that interpreted ones have."""
+"""Attention kernels in the shipped configs on a GPU, against the fp64 references of the interpreted kernels' tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def there(c: Case, device: torch.device) -> Case:
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """What is made without a device is made there, too."""
+    """Make the GPU torch's default device for the test."""
     with torch.device("cuda") as device:
         yield device
 

@@ -1,8 +1,8 @@
 """Matmuls and rings fused with their communication, W ranks as threads on one GPU, each with its share of the SMs.
 
-Against fp64. Calls of a test follow each other without a reset or a barrier, their kernels are late at random, and all
-ranks must hold the same bits where they hold the same thing. Calls of a ring have masks for which ranks look at other
-ranks' keys, or at none of them.
+Results are compared with fp64. Calls follow each other without a reset or a barrier, kernels are late at random, and
+replicated results must have the same bits on all ranks. The masks of a ring's calls make ranks read other ranks' keys,
+or none of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MILLISECOND = 2_000_000  # clock cycles of `torch.cuda._sleep`, about
 
 @pytest.fixture(autouse=True)
 def deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSED_TP_TIMEOUT", "400")  # of a whole test: kernels are compiled in it, and have their own
+    monkeypatch.setenv("FUSED_TP_TIMEOUT", "400")  # for the whole test with compilation; workspaces set their own
 
 
 def check(call: Call, results: list[Tensor], name: str) -> None:
@@ -57,7 +57,7 @@ def check(call: Call, results: list[Tensor], name: str) -> None:
 
 
 def right_or_nan(call: Call, results: list[Tensor], name: str) -> None:
-    """What did not arrive is NaN, never a number; all else is right."""
+    """Assert that missing data is NaN, never a number, and everything else is right."""
     assert any(bool(result.isnan().any()) for result in results if result.numel()), f"{name}: nothing is missing"
     known = zip(results, call.reference(), strict=True)
     check(call, [torch.where(result.isnan(), wanted.to(result.dtype), result) for result, wanted in known], name)
@@ -84,7 +84,7 @@ def in_a_row(
     late: tuple[int, ...] = (),
     repeats: int = 1,
 ) -> None:
-    """Calls of these shapes, with ranks that are late at random; a repeated call must give the same bits."""
+    """Make calls of these shapes with ranks that are late at random; a repeated call must return the same bits."""
     draw = random.Random(rank.rank)
     calls = [make_call(rank, op, shape, dtype, seed) for seed, shape in enumerate(shapes)] * repeats
     workspace = prepared(rank, op, calls)
@@ -141,7 +141,7 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
     rank.barrier()
     assert took < 5000, f"{took:.0f} ms"
     right_or_nan(bad, results, op)
-    # The context goes on.
+    # The CUDA context remains usable.
     x = torch.arange(1000, device=rank.device, dtype=torch.float64)
     assert float((x * x).sum()) == 332833500.0
     return str(workspace.expired())
@@ -151,22 +151,22 @@ def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
 @pytest.mark.parametrize("op", [*SUMS, *DIRECT, *RINGS])
 def test_a_missing_rank_is_named_within_the_deadline(op: str, world_size: int, missing: int) -> None:
     texts = run_local(world_size, without_one, op, missing, device="cuda")
-    # Which wait expires first is chance, and a rank may hear of it from one that gave up; together they name it.
+    # Chance decides which wait expires first, and a rank may name a peer that gave up; one rank names the missing one.
     assert all(text != "None" for rank, text in enumerate(texts) if rank != missing), texts
     assert any(text is not None and f"rank {missing} had not begun the call" in text for text in texts), texts
 
 
 def captured(rank: LocalRank, op: str) -> None:
-    """A graph of one call, replayed between calls outside of it; its inputs change under it."""
+    """Capture one call in a graph and replay it with changed inputs, between eager calls."""
     shape = (300, 520, 200)
-    calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed in range(0, 50, 5)]  # a ring's have one mask
+    calls = [make_call(rank, op, shape, torch.bfloat16, seed) for seed in range(0, 50, 5)]  # a ring's share one mask
     workspace = prepared(rank, op, calls[:2])
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.current_stream()
     with rank.in_turn(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         static = calls[0].launch(workspace)
     kept = [[torch.empty_like(result) for result in static] for _ in calls]
-    # A capture begins by handing unused memory back; this is for the results of the calls outside of it.
+    # A capture begins by releasing torch's unused memory; allocate again for the results of eager calls.
     spare = [[torch.empty_like(result) for result in static] for _ in range(3)]
     rank.barrier()
     del spare
@@ -193,7 +193,7 @@ def test_a_graph_is_replayed_between_other_calls(op: str, world_size: int) -> No
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "tf32", "ieee"])
 def test_every_config_and_layout(kind: str) -> None:
-    """On one rank, which waits for nobody; normally a launch takes the config that fits its size."""
+    """Runs on one rank, which waits for no peer, with every config; normally a launch picks one by size."""
     rank = LocalGroup(1, "cuda").rank(0)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
     sums = Workspace(*rank.allocate(32 << 20), timeout_seconds=20)
@@ -201,7 +201,7 @@ def test_every_config_and_layout(kind: str) -> None:
     for config in fused_configs(arch_of(rank.device), kind):
         precision = kind if dtype == torch.float32 else "ieee"
         launch = Launch(config.pointers.programs_per_sm * rank.sms, config.pointers, precision, tma_config=config.tma)
-        for m, n, k in ((520, 776, 1040), (520, 776, 1037), (1, 8, 8), (129, 257, 131)):  # by TMA, and by pointers
+        for m, n, k in ((520, 776, 1040), (520, 776, 1037), (1, 8, 8), (129, 257, 131)):  # TMA and pointer loads
             for x_swapped, w_swapped in itertools.product((False, True), repeat=2):
                 x = normal(*((k, m) if x_swapped else (m, k)), dtype=dtype, device=rank.device, seed=1)
                 w = normal(*((k, n) if w_swapped else (n, k)), dtype=dtype, device=rank.device, seed=2)
@@ -210,8 +210,8 @@ def test_every_config_and_layout(kind: str) -> None:
                 (y,), _ = gathers.all_gather_gemm(x, [w], workspace=shards, launch=launch, rows=m, biases=[bias])
                 z = scatters.gemm_reduce_scatter([(x, w)], workspace=sums, launch=launch, bias=bias)
                 wanted = matmul64(x, w, bias)
-                # About three times what roundings give by norm: two of bf16 2^-9 each, operands of tf32 2^-11, sums of
-                # a thousand terms in fp32 2^-19.
+                # About three times the rounding error by norm: 2^-9 for each of two roundings to bf16, 2^-11 for
+                # operands in tf32, 2^-19 for fp32 sums of a thousand terms.
                 for result in (y, z):
                     error = float((result.double() - wanted).norm() / wanted.norm())
                     assert error < {"tf32": 2e-3, "ieee": 1e-5}.get(kind, 7e-3), f"{config} {m}x{n}x{k}: {error:.3g}"
@@ -220,7 +220,7 @@ def test_every_config_and_layout(kind: str) -> None:
 def test_more_than_2_to_the_31_elements() -> None:
     rank = LocalGroup(1, "cuda").rank(0)
     m, n, k = 70_000, 64, 32_768
-    if torch.cuda.mem_get_info(rank.device)[0] < 12 * m * k:  # x in fp32, twice, and in bf16, and some room
+    if torch.cuda.mem_get_info(rank.device)[0] < 12 * m * k:  # x twice in fp32, once in bf16, and some room
         pytest.skip("needs 28 GB of free GPU memory")
     x = normal(m, k, dtype=BF16, device=rank.device, seed=1)
     w = normal(n, k, dtype=BF16, device=rank.device, seed=2)
@@ -231,7 +231,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> None:
-    """With all flags set a rank runs alone, as the benchmarks time it; its peers' terms are zeros."""
+    """A rank with all flags set runs alone, as in the benchmarks; its peers' terms are zeros."""
     call = make_call(rank, op, shape, torch.bfloat16, 1)
     workspace = prepared(rank, op, [call])
     if rank.rank == 0:

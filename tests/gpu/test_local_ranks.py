@@ -1,4 +1,4 @@
-"""Ranks as threads of one process on one GPU: their streams."""
+"""Streams of ranks that are threads of one process on one GPU."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def test_every_rank_has_a_stream_of_its_own_behind_the_callers() -> None:
 
 
 def test_streams_run_at_the_same_time() -> None:
-    """Those of ranks and those beside them, as many as a gather of four ranks has, with several kernels in each.
+    """The ranks' streams and their side streams, as many as in a gather of four ranks, run several kernels each.
 
-    Of two streams that share a queue of the GPU, the second's first kernel comes behind the first's last but one.
+    If two streams shared a queue of the GPU, the second's first kernel would wait for the first's last but one.
     """
     kernels, beside = 6, 4
 

@@ -1,8 +1,7 @@
 """compute-sanitizer over every fused kernel: no access out of bounds, no race in shared memory.
 
-The tool may run one kernel at a time, so no rank can wait for another: each runs alone, its flags set beforehand, and
-copies come before the kernel that waits for them (CUDA_LAUNCH_BLOCKING=1). That touches all the memory that a real call
-touches.
+The tool may run one kernel at a time, so no rank can wait for another: each runs alone with its flags set beforehand,
+and copies precede the kernel that waits for them (CUDA_LAUNCH_BLOCKING=1). All memory of a real call is accessed.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from tests.workers import REPOSITORY
 
 pytestmark = pytest.mark.gpu
 
-CASES = "runs_alone or (every_config and bf16)"  # of test_fused_kernels
-FOUND = 9  # what the tool exits with where it has found something
+CASES = "runs_alone or (every_config and bf16)"  # tests of test_fused_kernels
+FOUND = 9  # the tool's exit code if it finds an error
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
@@ -29,7 +28,7 @@ def test_clean(tool: str) -> None:
         pytest.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
     environment = {**os.environ, "CUDA_LAUNCH_BLOCKING": "1"}
     if tool == "memcheck":
-        # One allocation of the driver for each tensor: within torch's large blocks nothing would be out of bounds.
+        # One driver allocation per tensor: accesses within torch's large blocks would never be out of bounds.
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = [program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20", sys.executable]
     command += ["-m", "pytest", "-q", "-m", "gpu", "-k", CASES, "tests/gpu/test_fused_kernels.py"]

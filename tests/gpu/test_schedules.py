@@ -1,7 +1,7 @@
-"""Every schedule for GPUs: ranks as processes, which share a GPU where there are not enough.
+"""Every schedule for GPUs: ranks are processes, which share GPUs if there are not enough.
 
-The checks are those made over doubles of NCCL and of the CUDA driver (tests/distributed), and the public ops' own.
-Several ranks of NCCL on one GPU take NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL calls experimental.
+The checks are those of the tests with doubles of NCCL and of the CUDA driver (tests/distributed) and of the public ops.
+Several NCCL ranks on one GPU require NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL calls experimental.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WITHOUT_SWITCH = ["one_shot", "two_shot", "fused_kernel", "nccl_pipeline", "copy
 
 
 def schedule_of(group: Any, name: str, device: torch.device) -> tuple[Any, Callable[[], None]]:
-    """A schedule with all that a first call sets up, and what raises its failures."""
+    """Make a schedule and run its first call, with the setup; return it and the function that raises its failures."""
     schedule: Any = SCHEDULES[name].make(resolve_group(group), device, None)
     if device.type == "cuda":
         with mock.patch.dict(os.environ, FUSED_TP_TIMEOUT=PATIENCE):
@@ -48,7 +48,7 @@ def schedule_of(group: Any, name: str, device: torch.device) -> tuple[Any, Calla
 
 
 def on_schedule(group: Any, kind: str, name: str, case: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What `case` of a schedule's proxy returns; or why these ranks cannot run it."""
+    """Run `case` on a schedule's proxy; return its result, or why these ranks cannot run it."""
     device = device_of(dist.get_rank(group), kind)
     with doubles(name if kind == "cpu" else ""), torch_ops(name if kind == "cpu" else ""):
         reason = why_not(group, name, device) if kind != "cpu" else None
@@ -82,7 +82,7 @@ def on_gpus(world_size: int, name: str, case: Callable[..., Any], *args: Any, ki
     ],
 )
 def test_every_method(name: str, world_size: int, dtype: torch.dtype, kind: str = "cuda") -> None:
-    # torch's ops round bfloat16 on the way, a switch adds in another order.
+    # torch's ops round intermediate sums to bfloat16; a switch adds in another order.
     case = partial(every_method, exact=False) if name == "symm_mem" else every_method
     on_gpus(world_size, name, case, dtype, kind=kind)
 
@@ -100,7 +100,7 @@ def test_graphs_and_calls_between_replays(name: str, world_size: int, kind: str 
 
 
 def test_torchs_ops_in_graphs(kind: str = "cuda") -> None:
-    """Of two ranks, whose sums are rounded once."""
+    """Runs on two ranks, whose sums are rounded only once."""
     on_gpus(2, "symm_mem", in_graph, kind=kind)
 
 
@@ -117,7 +117,7 @@ def test_a_rank_that_is_late_to_copy_engines_ends_the_call_on_all(kind: str = "c
 
 
 def public_ops(group: Any, kind: str, name: str, dtype_name: str) -> str:
-    """'' or why not; forward and all gradients of the public ops on one schedule, against fp64."""
+    """Check forward and gradients of the public ops on one schedule against fp64; return '' or why it cannot run."""
     device = device_of(dist.get_rank(group), kind)
     reason = why_not(group, name, device)
     if reason is not None:
@@ -136,7 +136,7 @@ def test_forward_and_gradients_of_the_public_ops(name: str, world_size: int) -> 
 
 
 def verified(group: Any, folder: str, dtype: torch.dtype) -> Any:
-    """What `fused-tp tune` finds wrong, by schedule and op; or why these ranks cannot say."""
+    """Problems that `fused-tp tune` finds, by op and schedule; or why these ranks cannot run it."""
     device = device_of(dist.get_rank(group), "cuda")
     if not torch.cuda.is_available():
         return "there is no GPU"

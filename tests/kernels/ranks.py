@@ -1,8 +1,8 @@
 """Kernels on several ranks: processes over CPU shared memory, each of which interprets its kernels.
 
-Triton decides at import whether a process interprets kernels or compiles them, its own library included. So these
-ranks are processes of their own, which start with TRITON_INTERPRET=1 and are kept for the session; other ranks and the
-test process never see the variable.
+Triton decides at import whether a process interprets or compiles kernels, including its own library. So these ranks
+are separate processes that start with TRITON_INTERPRET=1 and are kept for the session; other ranks and the test process
+never see the variable.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ interpreted_ranks = partial(workers.run_ranks, interpreted=True, timeout=60)
 
 
 def interpreted(*world_sizes: int | Callable[..., int], **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`tests.workers.on_ranks`, of ranks that interpret Triton kernels."""
+    """Like `tests.workers.on_ranks`, on ranks that interpret Triton kernels."""
     return workers.on_ranks(*world_sizes, run=interpreted_ranks, **options)
 
 
 def quicken() -> None:
-    """Makes this process, which interprets kernels and never compiles one, interpret them in a third of the time.
+    """Make this process, which only interprets kernels, interpret them in a third of the time.
 
-    Triton searches all of triton.language, at every call of a @jit function, those inside of kernels too, for what to
-    replace by its interpreter's own, and after a launch puts back what it replaced before: here it stays replaced.
-    And it computes every sum and product of integers a second time, in 64 bits, to see whether it overflows: sizes in
-    tests are far from that.
+    At every call of a @jit function, also within kernels, Triton searches all of triton.language for functions to
+    replace by its interpreter's, and restores the originals after a launch: here they stay replaced. It also repeats
+    every sum and product of integers in 64 bits to detect overflows, which do not occur at the sizes of tests.
     """
     from triton.runtime import interpreter
 
@@ -49,7 +48,7 @@ def quicken() -> None:
         if id(fn.__globals__) not in searched:
             searched.add(id(fn.__globals__))
             search(fn)
-        return interpreter._LangPatchScope()  # has nothing to put back
+        return interpreter._LangPatchScope()  # with nothing to restore
 
     interpreter._patch_lang = search_once
     builder = interpreter.interpreter_builder
@@ -62,7 +61,7 @@ def workspace_of(group: dist.ProcessGroup, nbytes: int = 1 << 20, timeout_second
 
 
 def same_everywhere(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether all ranks hold the same bits."""
+    """True if this rank holds the same bits as rank 0."""
     mine = tensor.contiguous().view(torch.uint8)
     first = mine.clone()
     dist.broadcast(first, dist.get_global_rank(group, 0), group=group)
@@ -71,7 +70,7 @@ def same_everywhere(group: dist.ProcessGroup, tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def delays(seed: int, *, on: bool = True) -> Iterator[None]:
-    """Makes this rank stop for a while at random stores and atomics of its kernels, so that orders of arrival vary."""
+    """Delay this rank at random stores and atomics of its kernels, so that the order of arrivals varies."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     draw = random.Random(seed)

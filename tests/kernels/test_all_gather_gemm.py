@@ -1,5 +1,5 @@
-"""all-gather + matmul, interpreted, W processes over CPU shared memory; what arrives by copy engines comes by those of
-the look-alike of the CUDA driver, whose streams are threads."""
+"""all-gather + matmul, interpreted, W processes over CPU shared memory; copy engines are those of the double of the
+CUDA driver, whose streams are threads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def check(group, workspace, launch, m, ns, k, dtype, *, seed=0, with_bias=False,
 
 
 class Arriving:
-    """all_gather_matmul of shards that copy engines bring, by the schedule."""
+    """all_gather_matmul by the schedule, of shards that arrive by copy engines."""
 
     def __init__(self, group):
         cpu = torch.device("cpu")
@@ -90,7 +90,7 @@ class Arriving:
 
 @contextlib.contextmanager
 def arriving(group):
-    """An `Arriving` whose copy engines end with the block."""
+    """Make an `Arriving` whose copy engines stop at the end of the block."""
     with doubles("copy_engine"):
         made = Arriving(group)
         yield made
@@ -101,7 +101,7 @@ def arriving(group):
 def both_ways(group, launch, m, ns, k, dtype, how):
     check(group, workspace_of(group, m, k, dtype), launch, m, ns, k, dtype, **how)
     with arriving(group) as made:
-        for seed in range(4):  # from the third call in a channel on what is not the kernel is two graphs
+        for seed in range(4):  # from a channel's third call on, everything but the kernel runs as two graphs
             check(group, made, launch, m, ns, k, dtype, seed=seed, **how)
 
 
@@ -125,7 +125,7 @@ def test_equals_the_matmul_of_all_rows(world_size, launch, m, ns, k, dtype, how)
 
 @interpreted(3)
 def test_ranks_may_want_different_things_of_one_gather(group):
-    """Rows per rank that are not ceil(M / W), ranks with different weights, and a rank with none."""
+    """Rows per rank differ from ceil(M / W), ranks have different weights, and one rank has none."""
     rank, world = group.rank(), group.size()
     workspace = workspace_of(group, 60, 24, torch.bfloat16)
     x = seeded(37, 24, dtype=torch.bfloat16, seed=3)
@@ -154,14 +154,14 @@ def test_operands_of_any_strides(group):
 
 @interpreted(1)
 def test_rows_apart_of_one_rank(group):
-    """Nothing is staged for peers, yet rows with gaps between them are not read where they lie."""
+    """Rows with gaps between them are copied first, although a single rank stages nothing for peers."""
     how = {"lay_out": lambda t: torch.cat([t, torch.full_like(t, torch.nan)], 1)[:, : t.shape[1]]}
     for launch in (TMA, POINTERS):
         both_ways(group, launch, 33, (24, 16), 24, torch.float16, how)
 
 
 def late(group, late_rank):
-    """Calls with nothing between them, of sizes and memory that change and come again; they are checked afterwards."""
+    """Make consecutive calls whose sizes and memory change and recur, with delays on `late_rank`; check each result."""
     draw = random.Random(group.rank())
     sizes = [(67, (41,), 24), (5, (16, 8), 32), (67, (41,), 24), (37, (50,), 40)] * 3
     with arriving(group) as made:
@@ -190,7 +190,7 @@ def test_calls_with_a_late_rank(world_size, late_rank):
 
 
 def stuck_reader(group):
-    """Rank 1 makes one call fewer: rank 0 must not overwrite what it may not have read, and says so in call 2."""
+    """Rank 1 makes no call: in call 2 rank 0 must not overwrite data that rank 1 may not have read, and reports it."""
     workspace = workspace_of(group, 8, 8, torch.float32, timeout_seconds=0.3)
     ones = torch.ones(4, 8)
     if group.rank() == 0:

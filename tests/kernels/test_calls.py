@@ -1,7 +1,7 @@
-"""Calls of all fused kernels in a row and with a rank that stays away, interpreted, W processes over CPU shared memory.
+"""Consecutive calls of all fused kernels, also with an absent rank, interpreted, W processes over CPU shared memory.
 
-The calls are those that GPUs are tested with (tests/gpu/test_fused_kernels.py), in small tiles and with K that differs
-between ranks.
+The calls are those of the GPU tests (tests/gpu/test_fused_kernels.py), with small tiles and a K that differs between
+ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def made(group: Any, asked: Asked, seed: int) -> Call:
 
 
 def workspaces(group: Any, asked: list[Asked], calls: list[Call], timeout_seconds: float = 30.0) -> list[Any]:
-    """That of each call, one of each kind."""
+    """Workspace of each call; calls of the same kind share one."""
     kinds = [workspace_kind(op) for op, *_ in asked]
     found = {}
     for kind in dict.fromkeys(kinds):
@@ -72,12 +72,12 @@ def workspaces(group: Any, asked: list[Asked], calls: list[Call], timeout_second
 
 
 def in_a_row(group: Any, asked: list[Asked], late_rank: int, first_call: int = 0) -> None:
-    """Calls with nothing between them, `late_rank` slow at random points; afterwards, as that keeps ranks in step, they
-    are checked."""
+    """Make consecutive calls, with `late_rank` slow at random points. Results are checked only after the last call,
+    because checks would synchronize the ranks."""
     with small_chunks():
         calls = [made(group, one, seed) for seed, one in enumerate(asked)]
         used = workspaces(group, asked, calls)
-        # Gathers look at the numbers of the calls before.
+        # Only sums start at `first_call`: gathers read the numbers of earlier calls.
         first = {workspace: first_call * (type(workspace) is Workspace) for workspace in used}
         for workspace, number in first.items():
             workspace.state[0] = number
@@ -95,11 +95,11 @@ def in_a_row(group: Any, asked: list[Asked], late_rank: int, first_call: int = 0
 
 SHAPES: list[tuple[tuple[int, int, int], torch.dtype, int]] = [
     ((67, 41, 19), BF16, 2),
-    ((1, 16, 7), FP16, 1),  # one rank has rows
+    ((1, 16, 7), FP16, 1),  # only one rank has rows
     ((37, 50, 24), FP32, 3),
     ((5, 33, 32), BF16, 3),  # fewer tiles than ranks
 ]
-# Ops that lay flags and slots out differently in turn, then some of each.
+# Alternating ops with different layouts of flags and slots, then several of each kind.
 TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate([*OPS * 2, *SUMS * 2, *DIRECT * 3])]
 
 
@@ -114,16 +114,16 @@ TURNS = [(op, (1 + number % 3 * 8, 12, 7), BF16, 2) for number, op in enumerate(
 def test_every_op_at_every_size(world_size: int, late_rank: int) -> None:
     asked = [(op, *one) for one in (SHAPES if world_size < 4 else SHAPES[1:3]) for op in OPS]
     interpreted_ranks(world_size, in_a_row, asked, -1, timeout=200)
-    # Numbers of calls pass 32 bits.
+    # Call numbers exceed 32 bits.
     interpreted_ranks(world_size, in_a_row, TURNS, late_rank, 2**32 - 5, timeout=200)
 
 
 def without(group: Any, missing: int) -> list[Any]:
-    """What each op's workspace says where a rank does not make the second call; what that has not brought is NaN."""
+    """Error of each op's workspace if rank `missing` does not make the second call; its missing data is NaN."""
     said = []
     for op in OPS:
         asked: list[Asked] = [(op, (40, 20, 17), BF16, 2)] * 2
-        calls = [made(group, one, 2) for one in asked]  # a ring's second mask looks at all ranks' keys
+        calls = [made(group, one, 2) for one in asked]  # with mask 2 a ring reads all ranks' keys
         workspace, _ = workspaces(group, asked, calls, timeout_seconds=0.5)
         check(calls[0], calls[0].launch(workspace), op)
         assert workspace.expired() is None
@@ -131,10 +131,10 @@ def without(group: Any, missing: int) -> list[Any]:
             begun = time.monotonic()
             right_or_nan(calls[1], calls[1].launch(workspace), op)
             took = time.monotonic() - begun
-            calls[1].launch(workspace)  # does not wait again, and touches nothing that peers may still read
-            assert 0.4 < took < 30 and time.monotonic() - begun < 30  # the deadline, and what an interpreter may need
+            calls[1].launch(workspace)  # does not wait again, and writes nothing that peers may still read
+            assert 0.4 < took < 30 and time.monotonic() - begun < 30  # the deadline, plus time for interpretation
             said.append(workspace.expired())
-        dist.barrier(group)  # what the others may still write to is there until they are done
+        dist.barrier(group)  # keep memory that peers may still write to until they are done
     return said
 
 
@@ -149,7 +149,7 @@ def test_a_missing_rank_is_named_within_the_deadline() -> None:
 
 
 def alone(_group: Any) -> list[str]:
-    """Problems of the selftest's cases of attention on one rank: a bound that right kernels pass, and zeros do not."""
+    """Problems of the selftest's attention cases on one rank; their bound must accept right results, but not zeros."""
     from fused_tp.selftest import kernels
     from fused_tp.selftest.kernel_calls import attention_call, error_of
 
@@ -167,5 +167,5 @@ def alone(_group: Any) -> list[str]:
 
 @pytest.mark.full
 def test_attention_in_bf16_is_as_exact_as_its_terms_are() -> None:
-    """Terms of dq that cancel leave their roundings: where rows have few keys, these are larger than dq itself."""
+    """Terms of dq that cancel leave rounding errors, which exceed dq itself in rows with few keys."""
     assert interpreted_ranks(1, alone) == [["", ""]]

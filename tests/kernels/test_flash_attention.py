@@ -1,6 +1,6 @@
-"""Flash attention in Triton, interpreted, against dense fp64 attention; steps of a ring are in test_ring_processes.
+"""Flash attention in Triton, interpreted, against dense fp64 attention; test_ring_processes tests the steps of a ring.
 
-Tiles are 16 x 16 where nothing else is said, so that short sequences have several, full ones, and ends that do not fit.
+Tiles are 16 x 16 by default, so that short sequences have several tiles, full ones and partial ones at the end.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SCORES = {
 
 @dataclass
 class Case:
-    """Inputs of one call, what is to come out of it, and its gradients."""
+    """Inputs of one call, with the expected outputs and gradients."""
 
     step: Step
     scores: Scores
@@ -69,7 +69,7 @@ class Case:
 
 
 def whole_step(mask: AttentionMask) -> Step:
-    """All queries and all keys, those that see nothing and that nobody sees too."""
+    """A step of all queries and all keys, including queries that see no key and keys that no query sees."""
     queries, keys = np.arange(mask.seq_len), np.arange(mask.seq_len_kv)
     places, starts, stops = mask.seen(queries)
     return Step(
@@ -113,7 +113,7 @@ def case(
 
 
 def alone(fn: Callable[..., None], *args: Any) -> None:
-    """On one rank that interprets; the time is that of a machine with much else to do."""
+    """Run `fn` on one rank that interprets kernels; the time limit allows for a busy machine."""
     interpreted_ranks(1, fn, *args, timeout=300)
 
 
@@ -136,7 +136,7 @@ def kernels() -> Any:
 
 
 def run(c: Case, config: Any, lse: Tensor | None = None) -> dict[str, Tensor]:
-    """out, lse and all gradients; the backward has the lse that is given, if any."""
+    """Return out, lse and all gradients; the backward uses the given lse, if any."""
     flash, own = kernels(), terms(c.scores)
     out, found = flash.flash_attention(c.q, c.k, c.v, c.step, own, sinks=c.sinks, config=config)
     lse = found if lse is None else lse
@@ -155,9 +155,9 @@ def run(c: Case, config: Any, lse: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False) -> dict[str, Tensor]:
-    """What comes out of a case, against its reference."""
+    """Run a case, compare all results with its reference, and return them."""
     results, dtype = run(c, None if shipped else config or tile()), c.q.dtype
-    # p is rounded to the dtype of v as the output is, and half of a step of it is what an average over keys keeps.
+    # Two roundings: of p to the dtype of v, of which the average over keys keeps up to half a step, and of the output.
     reduced = c.step.keys + c.q.shape[3]
     assert_within_dtype_error(results["out"], c.out, dtype, reduced_over=reduced, roundings=2, name=f"{name} out")
     torch.testing.assert_close(results["lse"].double(), c.lse, rtol=4e-6, atol=4e-6)
@@ -166,7 +166,7 @@ def check(c: Case, config: Any = None, name: str = "", *, shipped: bool = False)
     assert c.sinks is not None or bool((results["lse"][..., blind] == -torch.inf).all())
     reduced = (c.step.keys + c.step.rows) * c.q.shape[2]
     for leaf, gradient in c.gradients.items():
-        rms = gradient.pow(2).mean().sqrt().clamp_min(0.1)  # of one whose terms cancel
+        rms = gradient.pow(2).mean().sqrt().clamp_min(0.1)  # the terms of a gradient may cancel
         error = ((results[leaf].double() - gradient).abs() / (gradient.abs() + rms)).max()
         # Gradients of slopes and sinks are long sums of terms that nearly cancel.
         bound = torch.finfo(dtype).eps * (4 if dtype != torch.float32 else 8 * reduced**0.5)
@@ -204,7 +204,7 @@ MORE["padded, by TMA"] = (AttentionMask(50, 50), SCORES["plain"], _how, {"tma": 
 
 
 def check_cases(group: dist.ProcessGroup, names: Sequence[str]) -> None:
-    """The ranks share the cases out."""
+    """Check this rank's share of the cases."""
     for name in names[group.rank() :: group.size()]:
         mask, scores, shape, config = (CASES | MORE)[name]
         check(case(mask, scores, **shape), tile(**config), name)
@@ -216,7 +216,7 @@ def test_is_dense_attention(cases: dict[str, Given]) -> None:
 
 
 def vectors_of_heads(_group: dist.ProcessGroup) -> None:
-    """Slopes and sinks of another dtype, strided, expanded, and leaves of autograd, are read as they are meant."""
+    """Slopes and sinks may have another dtype, be strided or expanded, or be leaves of autograd."""
     c = case(AttentionMask(20, 20), SCORES["alibi"], sinks=True)
     assert c.sinks is not None
     sinks = c.sinks.bfloat16()
@@ -235,7 +235,7 @@ def vectors_of_heads(_group: dist.ProcessGroup) -> None:
 
 
 def dropout_bits(_group: dist.ProcessGroup) -> None:
-    """With equal probabilities and v one-hot, out says which keys were kept."""
+    """Equal probabilities and one-hot v make out show which keys were kept."""
     indices = np.concatenate((np.arange(5, 30), np.arange(41, 62)))
     tokens = Tokens((range(5, 30), range(41, 62)))
     step = make_step(AttentionMask(62, 62), tokens, tokens)
@@ -248,7 +248,7 @@ def dropout_bits(_group: dist.ProcessGroup) -> None:
 
 
 def states(_group: dist.ProcessGroup) -> None:
-    """A fresh state is not read; one of other makers holds any number; what goes out and in again is the same bits."""
+    """A fresh state is not read; states from elsewhere may hold any maximum; storing and reloading keeps all bits."""
     c = case(AttentionMask(37, 37), heads=(2, 2))
     flash, own = kernels(), terms(c.scores)
 
@@ -265,7 +265,7 @@ def states(_group: dist.ProcessGroup) -> None:
     whole = fold(SoftmaxState.empty(c.q, 16), slice(0, 37))
     for fresh in (fold(filled(torch.nan), slice(0, 37), True),):
         assert all(torch.equal(getattr(whole, n), getattr(fresh, n)) for n in ("weighted", "highest", "total"))
-    # Blocks of 16 keys, in one launch or in three: rescaling rounds nothing, so the bits are the same.
+    # Blocks of 16 keys in one launch or in three: rescaling does not round, so the bits are the same.
     parts = SoftmaxState.empty(c.q, 16)
     for keys in (slice(0, 16), slice(16, 32), slice(32, 37)):
         fold(parts, keys)
@@ -278,7 +278,7 @@ def states(_group: dist.ProcessGroup) -> None:
 
 
 def leaks(_group: dist.ProcessGroup) -> None:
-    """A token outside of a query's view changes no bit of its output and gradient, and the other way round."""
+    """A masked key changes no bit of a query's output and gradient, and a query no bit of a masked key's gradients."""
     mask = MASKS["documents"]
     c = case(mask, SCORES["softcap"], heads=(2, 1))
     before = check(c)
@@ -298,7 +298,7 @@ def leaks(_group: dist.ProcessGroup) -> None:
         unseen = torch.from_numpy((first > token) | (last <= token))
         for name in "kv":
             assert torch.equal(before[name][:, unseen], after[name][:, unseen]), (name, token)
-    # Not even what is not a number comes from another long document, nor from keys that nobody sees.
+    # Not even NaN and inf leak from another long document, or from keys that no query sees.
     k, v = c.k.clone(), c.v.clone()
     k[:, 61:], v[:, 61:] = torch.nan, torch.inf
     after = run(replace(c, k=k, v=v), tile(), before["lse"])
@@ -315,7 +315,7 @@ def leaks(_group: dist.ProcessGroup) -> None:
 
 
 def strides(_group: dist.ProcessGroup) -> None:
-    """Views are read and written as they lie, what lies between is not touched, and every run gives the same bits."""
+    """Strided views are read and written in place, memory between is not touched, and every run has the same bits."""
     slopes = replace(SCORES["alibi"], alibi_slopes=SLOPES[:2])
     c = case(AttentionMask(39, 39, causal=True), slopes, batch=2, heads=(2, 2))
     packed = torch.stack((c.q, c.k, c.v), 2)
@@ -325,7 +325,7 @@ def strides(_group: dist.ProcessGroup) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     heads_first = replace(c, q=c.q.transpose(1, 2).contiguous().transpose(1, 2), k=k, v=v)
     assert all(torch.equal(first[name], x) for name, x in run(heads_first, tile()).items())
-    # What lies between the rows of a state and of gradients is not touched.
+    # Memory between the rows of a state and of gradients is not touched.
     wide = [torch.full((2, 41, 2, 17), 7.0) for _ in range(4)]
     log = [torch.full((2, 2, 41), 7.0) for _ in range(2)]
     weighted, dq, dk, dv = (x[:, 1:-1, :, :16] for x in wide)
@@ -371,7 +371,7 @@ def test_contracts(of: Callable[..., None]) -> None:
 
 
 def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not on the current GPU, if that is another one."""
+    """The tensors' GPU is used even if the current GPU is another one."""
     from fused_tp.triton_kernels.device import on_device
 
     entered: list[torch.device] = []
@@ -389,7 +389,7 @@ def test_kernels_are_launched_where_tensors_are(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs with 99 KB take smaller tiles where those of sm_80 do not fit; with less there is a sentence."""
+    """GPUs with 99 KB use smaller tiles where those of sm_80 do not fit; with less, the obstacle is described."""
     from fused_tp.triton_kernels.attention import launch as attention_launch
     from fused_tp.triton_kernels.attention.configs import attention_config
 
@@ -405,7 +405,7 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_tiles_cover_what_is_seen(seed: int) -> None:
-    """Of random intervals: tiles part the rows, hold all that these see, full blocks are seen by all of their rows."""
+    """Tiles of random intervals partition the rows and hold all keys these see; all rows see their full blocks."""
     from fused_tp.triton_kernels.attention.tiles import tiles_of
 
     draw = np.random.default_rng(seed)

@@ -1,6 +1,6 @@
 """Split-KV decoding in Triton, interpreted: `context_parallel_decode` through the kernel, and the kernel by itself.
 
-Caches hold NaN wherever no token lies, and are cut into parts of a few keys.
+Caches hold NaN in unused slots and are split into parts of a few keys.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def kernels() -> Any:
 
 
 def by_the_kernel(group: dist.ProcessGroup, cases: list[Case]) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
-    """In how many parts a text was cut in each call of the kernel, and what came out."""
+    """Number of splits in each call of the kernel, and the results."""
     flash = kernels()
     parts: list[int] = []
     whole, shipped = flash.flash_decode, flash.decode_config
@@ -73,7 +73,7 @@ def test_is_attention_over_the_whole_cache(world_size: int, names: list[str]) ->
 
 @interpreted(1)
 def test_the_kernel_by_itself(group: dist.ProcessGroup) -> None:
-    """Parts change bits of out by rounding alone, shipped ones are as many as the machine wants, and views are read."""
+    """Any number of splits, also the default for the machine, changes out only by rounding; k and v may be views."""
     from fused_tp.triton_kernels.attention.launch import Terms
 
     flash, keys = kernels(), 700
@@ -101,7 +101,7 @@ def test_the_kernel_by_itself(group: dist.ProcessGroup) -> None:
 @pytest.mark.full
 @pytest.mark.gpu
 def test_on_a_gpu() -> None:
-    """Against the same by plain torch, over a cache that is long enough to be cut."""
+    """Compare with plain torch over a cache that is long enough to be split."""
     from fused_tp import context_parallel_decode
 
     q, cache = seeded(3, 2, 8, 128, dtype=torch.bfloat16), seeded(3, 5000, 2, 128, dtype=torch.bfloat16, seed=1)

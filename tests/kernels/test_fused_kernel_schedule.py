@@ -1,4 +1,4 @@
-"""Schedule `fused_kernel` behind the public ops: forward and all gradients, its errors, and what `explain` says of it.
+"""Schedule `fused_kernel` under the public ops: forward and all gradients, its errors, and `explain`.
 
 The cases are those of every other schedule; the ranks interpret the kernels.
 """
@@ -46,13 +46,13 @@ def test_forward_and_gradients(world_size: int, dtype: str) -> None:
 
 
 def by_copy_engines(group: Any, of: Callable[..., Any], *args: Any) -> Any:
-    """Shards arrive by the copy engines of the look-alike of the driver, however small they are."""
+    """Run `of` with copy engines of the driver's double, which also carry the smallest shards."""
     with doubles("copy_engine"), mock.patch.object(fused_kernel, "DIRECT_BYTES", -1):
         return of(group, *args)
 
 
 def all_cases_by_copy_engines(group: Any, dtype: str) -> list[str]:
-    """Which ops made calls of the copy engines, besides that all are right."""
+    """Check all cases; return the ops that called the copy engines."""
     from fused_tp.transport.copy_engine import CopyEngine
 
     asked: list[str] = []
@@ -76,7 +76,7 @@ def test_shards_that_arrive_by_copy_engines(world_size: int, dtype: str) -> None
 
 
 def used(group: Any) -> None:
-    """Every op takes the workspaces of its kernels, in forward and backward."""
+    """Every op uses the workspaces of its kernels in forward and backward."""
     with mock.patch.dict(os.environ, FORCED):
         assert kernels_of_ops(group) == {
             "all_gather_matmul": ["all_gather_matmul", "matmul_reduce_scatter"],
@@ -90,7 +90,7 @@ def used(group: Any) -> None:
 
 
 def checked_and_strided(group: Any) -> None:
-    """Ranks with weights of different widths, which is no mismatch, and a bias that is not dense on one of them."""
+    """Weights of different widths are not a mismatch, and a bias may be non-contiguous on one rank."""
     x = seeded(6, 8, dtype=torch.float32)
     x_shard = cases.own_part(x, 0, group)
     w = seeded(4 if group.rank() else 200, 8, dtype=torch.float32)
@@ -105,7 +105,7 @@ def checked_and_strided(group: Any) -> None:
 
 
 def newer_precision(group: Any) -> None:
-    """Torch's newer way of setting it is read as the older one is."""
+    """Torch's newer setting of the fp32 precision is respected like the older one."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
@@ -121,7 +121,7 @@ def test_same_bits_on_every_rank_and_run() -> None:
 
 
 def many_weights(group: Any) -> None:
-    """More weights than a launch takes: outputs of each, and dx, the sum over all of them."""
+    """More weights than fit into one launch: an output for each, and dx summed over all."""
     widths, x = (3, 4, 5, 6, 7), seeded(5, 6, dtype=torch.float32, seed=1)
     ws = [seeded(n, 6, dtype=torch.float32, seed=2 + n) for n in widths]
     x_shard = cases.leaf(cases.own_part(x, 0, group))
@@ -197,7 +197,7 @@ def from_table(group: Any) -> tuple[str, str]:
 
 
 def where_one_lacks_it(group: Any) -> tuple[tuple[str, str], str]:
-    """What a table says where all have Triton, and on a group with a rank that has none."""
+    """Explanations from a table on a group where all ranks have Triton, and on one where rank 1 lacks it."""
     from fused_tp.schedules import registry
 
     os.environ.pop("FUSED_TP_SCHEDULE", None)

@@ -1,4 +1,4 @@
-"""The kernels' tests again, interpreted by the oldest Triton that is supported; `make test-all` installs it aside."""
+"""The kernels' tests, interpreted by the oldest supported Triton; `make test-all` installs it in a separate folder."""
 
 from __future__ import annotations
 

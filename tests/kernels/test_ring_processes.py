@@ -1,7 +1,7 @@
-"""The Triton attention kernels in a ring of processes over CPU shared memory, interpreted: every mask and score.
+"""Triton attention kernels in a ring of processes over CPU shared memory, interpreted: every mask and score.
 
-Two ways: a kernel launch for each step, over peers' memory read in place; and all steps of a forward as one launch, for
-which keys are pulled chunk by chunk, with the backward step by step over messages.
+Two ways: one kernel launch per step, which reads peers' memory in place; or one launch for all steps of a forward, with
+keys pulled chunk by chunk, and a backward step by step over messages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CASES: dict[str, Case] = {
 
 @contextlib.contextmanager
 def small_chunks() -> Iterator[None]:
-    """Heads go in as many groups, and keys in as many chunks, as if they were large."""
+    """Split heads into as many groups, and keys into as many chunks, as if they were large."""
     from fused_tp.attention import ring_fused
     from fused_tp.triton_kernels.attention import ring_keys
 
@@ -83,7 +83,7 @@ def test_features(way: str, world_size: int, names: list[str], small: bool) -> N
 
 
 def ring_calls(group: Any, timeout_seconds: float) -> tuple[list[Any], Any]:
-    """One call of each mask of the GPU's tests, and a workspace for them."""
+    """One call for each mask of the GPU tests, and a workspace for them."""
     from fused_tp.selftest.kernel_calls import ring_call
     from fused_tp.transport.symm_mem import allocate_cpu
     from fused_tp.triton_kernels.attention import ring_keys
@@ -95,7 +95,7 @@ def ring_calls(group: Any, timeout_seconds: float) -> tuple[list[Any], Any]:
 
 
 def launches(group: Any) -> list[str]:
-    """The kernels that a forward runs, with another op of the group between two of it."""
+    """Kernels that a repeated forward runs, after another op of the group."""
     from fused_tp.triton_kernels.comm import gather
 
     ran: list[str] = []
@@ -122,7 +122,7 @@ def test_all_steps_are_one_launch() -> None:
 
 
 def untold(group: Any) -> tuple[str, bool]:
-    """What becomes of a launch whose second chunk is never told of."""
+    """Error of a launch whose second chunk is never announced, and whether its results are all NaN."""
     from fused_tp.triton_kernels.attention import ring_keys
 
     calls, workspace = ring_calls(group, 1.0)
@@ -160,7 +160,7 @@ def explained(group: Any) -> list[str]:
         said = [str(fused_tp.explain("ring_attention", *these, group=group)) for these in (shapes, wide)]
         said.append(str(fused_tp.explain("ring_attention", *shapes, dtype=torch.float64, group=group)))
         q = torch.ones(1, 2, 1, 300)
-        out = fused_tp.ring_attention(q, q, q, group=group)  # by messages, as `explain` says
+        out = fused_tp.ring_attention(q, q, q, group=group)  # over messages, as `explain` says
         torch.testing.assert_close(out, q)
     with mock.patch.dict(os.environ, FUSED | {"FUSED_TP_ATTENTION": "torch-blocks"}):
         said.append(str(fused_tp.explain("ring_attention", *shapes, group=group)))
@@ -179,13 +179,13 @@ def test_explain_says_what_is_one_launch_and_what_goes_by_messages() -> None:
 
 
 def own_group() -> Any:
-    """Of all of the pool's ranks, to be given up."""
+    """Make a group of all of the pool's ranks, which the test may make unusable."""
     return dist.new_group(list(range(dist.get_world_size())))
 
 
 def half_way(_: Any, place: str) -> list[str]:
-    """Rank 0 raises while it makes the launch, or between the first and the last of its launches: what it ran in that
-    call, and what its next call says."""
+    """Rank 0 raises while it prepares the launch, or between its first and last launches. Returns the kernels that it
+    ran in that call, and the message of its next call."""
     from fused_tp.triton_kernels.attention import ring_forward
     from fused_tp.triton_kernels.comm import gather
 
@@ -216,7 +216,7 @@ def half_way(_: Any, place: str) -> list[str]:
                 fused_tp.ring_attention(q, q, q, group=group)
             ran.append(str(raised.value))
         else:
-            if place == "kernel":  # what rank 0 has sent is all that this call waits for
+            if place == "kernel":  # this call only waits for data that rank 0 has already sent
                 fused_tp.ring_attention(q, q, q, group=group)
             begun = time.perf_counter()
             with pytest.raises(PeerLostError, match=r"waited for .* gave up, .*Rank 0 has given.*MemoryError"):
@@ -238,7 +238,7 @@ def test_a_rank_that_raises_half_way_gives_the_group_up() -> None:
 
 
 def of_two_minds(group: Any) -> tuple[str, str]:
-    """What is explained where one rank asks for another provider, and what FUSED_TP_CHECK=1 says of two rings."""
+    """Explanation if one rank asks for another provider, and error of FUSED_TP_CHECK=1 if ranks use different rings."""
     from fused_tp.attention.ring_messages import MessageRing
 
     q, other = torch.ones(1, 4, 1, 8), own_group()
@@ -248,7 +248,7 @@ def of_two_minds(group: Any) -> tuple[str, str]:
         said = str(fused_tp.explain("ring_attention", *[q.shape] * 3, dtype=torch.float32, group=other))
     dist.destroy_process_group(other)
 
-    module = import_module("fused_tp.ops.ring_attention")  # the op has its name
+    module = import_module("fused_tp.ops.ring_attention")  # the module; the op has the same name
     real = module._ring
 
     def by_messages(*args: Any) -> Any:

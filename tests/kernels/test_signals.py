@@ -1,6 +1,6 @@
-"""Signals between ranks, interpreted, W processes over CPU shared memory: who gives up, and what memory must be like.
+"""Signals between ranks, interpreted, W processes over CPU shared memory: ranks that give up, and memory requirements.
 
-That flags bring their data, call after call, is in test_calls.
+test_calls tests that data arrives before its flag, call after call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TILE = 16  # elements along each side
 
 @triton.jit
 def ring_kernel(x_ptr, out_ptr, ws, rank, offset, WORLD: tl.constexpr):
-    """Each program hands one tile of x to the next rank, and keeps the one it gets."""
+    """Each program sends one tile of x to the next rank and stores the tile it receives in out."""
     call = begin(ws, rank, WORLD)
     tile = tl.program_id(0)
     places = tile * 256 + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -44,7 +44,7 @@ def ring_kernel(x_ptr, out_ptr, ws, rank, offset, WORLD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def barrier_kernel(ws, rank, WORLD: tl.constexpr):
-    """A call that moves nothing: ends once all ranks have begun it."""
+    """A call without data: ends once all ranks have begun it."""
     end(begin(ws, rank, WORLD), WORLD, 0)
 
 
@@ -79,13 +79,13 @@ def give_up(group, quitter):
 def test_who_gave_up_is_not_waited_for():
     answers = interpreted_ranks(3, give_up, 1)
     assert answers[:2] == [None, None]
-    expired = replace(answers[2], absent=())  # whether rank 0 had begun by then, chance decides
+    expired = replace(answers[2], absent=())  # rank 0 may or may not have begun by then
     assert expired == Expired("matmul_all_reduce", 1, 2, 5, source=1, absent=(), gave_up=True)
     assert "rank 1 gave up" in str(expired)
 
 
 def goes_on_after_giving_up(group):
-    """Rank 0 gives up on call 2 and makes three more before rank 1, which is late and patient, begins call 2."""
+    """Rank 0 gives up in call 2 and makes three more before rank 1, late and with a long deadline, begins call 2."""
     rank = group.rank()
     workspace = workspace_of(group, timeout_seconds=(0.2, 20)[rank])
     barrier(workspace)
@@ -95,7 +95,7 @@ def goes_on_after_giving_up(group):
     outs = [ring(workspace, torch.full((2, TILE, TILE), 10.0 * call + rank)) for call in range(2, 6)]
     if rank == 0:
         dist.barrier(group)
-    dist.barrier(group)  # what the other may still write to is there until it is done
+    dist.barrier(group)  # keep memory that the peer may still write to until it is done
     assert time.monotonic() - begun < 15
     return [out.unique().tolist() for out in outs], workspace.expired()
 
@@ -103,9 +103,9 @@ def goes_on_after_giving_up(group):
 def test_who_has_given_up_touches_nothing_of_its_peers_in_later_calls():
     (_, expired0), (outs, expired1) = interpreted_ranks(2, goes_on_after_giving_up)
     assert expired0 == Expired("matmul_all_reduce", 2, 0, 0, source=1, absent=(1,), gave_up=False)
-    # Rank 0 delivered its part of call 2 before it gave up; calls 4 and on use the same half.
+    # Rank 0 delivered its part of call 2 before it gave up; later calls, from call 4 on, use the same half.
     assert outs[0] == [20.0]
-    # Rank 1 is told at once, when it ends call 2, that rank 0 is lost, and does not wait 20 s for it.
+    # At the end of call 2 rank 1 learns at once that rank 0 is lost, and does not wait 20 s for it.
     assert expired1 == Expired("matmul_all_reduce", 2, 1, None, source=0, absent=(), gave_up=True)
     assert str(expired1).endswith(
         "waited for its beginning of rank 0; "
@@ -133,7 +133,7 @@ def test_one_program_is_the_last_and_the_counter_is_left_at_zero(group):
 @interpreted(2)
 def test_a_workspace_that_is_too_small_says_what_is_needed(group):
     workspace = workspace_of(group, nbytes=2 * 8192)
-    # Flags and begun words first, room for 16 of them; then each run of slots on a cache line of its own.
+    # Flags and begun words come first, with room for 16; then each run of slots, aligned to a cache line.
     assert workspace.layout([(2, 64), (1, 32)]) == [128, 256]
     assert workspace.layout([(14, 512)]) == [128]
     with pytest.raises(ValueError, match=r"has 16384 bytes; this call needs 32768\. Make it larger"):
@@ -180,21 +180,21 @@ KINDS = {"ws": WorkspaceArguments("*i64", "*i64", "*i64", "i64", "i64"), "rank":
 
 
 def test_a_barrier_compiles_to_releases_and_acquires():
-    """Every wait is compiled where it stands: 63 times a loop over 63 ranks would take minutes."""
+    """Waits are inlined: a loop over 63 ranks unrolled 63 times would take minutes to compile."""
     source = ASTSource(fn=barrier_kernel, signature=KINDS, constexprs={"WORLD": 63})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-    ptx = re.sub(r"\n\s*\.loc[^\n]*", "", ptx)  # Triton 3.9 notes the line of every instruction
+    ptx = re.sub(r"\n\s*\.loc[^\n]*", "", ptx)  # Triton 3.9 records the line of every instruction
     assert len(ptx) < 200_000
-    # What the protocol rests on: the flag is put by a release, seen by an acquire, and both are for the system.
+    # The protocol requires that a release sets the flag and an acquire reads it, both with system scope.
     assert ptx.count("st.release.sys.global.b64") == 1
     assert re.search(r"(ld\.global\.sys\.acquire|atom\.global\.sys\.acquire\.add)\.[bu]64", ptx)
-    # All ranks' flags are seen at once, and behind the barrier by all threads.
+    # All ranks' flags are polled at once; after the barrier all threads have seen them.
     assert re.search(r"ld\.acquire\.sys\.global\.b64[^\n]*\n(?!.*ld\.)[^\n]*\n\s*bar\.red\.and\.pred", ptx)
     assert not re.search(r"atom\S*\.sys\.release", ptx), "links need not carry atomic operations"
-    # The record: fields, fence for the system, and then the word that says that it is there.
+    # The error record: fields, then a system-scope fence, then the word that publishes it.
     fence = ptx.rindex("atom.global.sys.acq_rel.exch.b64")
     assert ptx[fence:].count("st.global.b64") == 1
-    # The call in which a rank gives up: it puts its number everywhere and waits for nobody.
+    # The call in which a rank gives up: it writes its number to all peers and waits for none.
     source = ASTSource(fn=begin_kernel, signature=KINDS, constexprs={"WORLD": 8})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert "st.release.sys.global.b64" in ptx and "acquire" not in ptx

@@ -1,5 +1,5 @@
-"""matmul + all-reduce (+ residual, RMS norm) and + reduce-scatter in one launch, interpreted, W processes over CPU
-shared memory."""
+"""matmul + all-reduce (+ residual, RMS norm) and matmul + reduce-scatter in one launch, interpreted, W processes over
+CPU shared memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPS = ("reduce_scatter", "one_shot", "two_shot")
 
 
 def launched(op, products, workspace, launch=LAUNCH, *, bias=None, **tail):
-    """(out, normed or None)."""
+    """Launch `op`; return (out, normed or None)."""
     if op == "reduce_scatter":
         return scatters.gemm_reduce_scatter(products, workspace=workspace, launch=launch, bias=bias), None
     return reduces.gemm_all_reduce(
@@ -36,7 +36,7 @@ def launched(op, products, workspace, launch=LAUNCH, *, bias=None, **tail):
 @pytest.mark.full
 @interpreted(1)
 def test_matmul_of_one_rank(group):
-    """Tiles of 32: dtypes, transposed operands, sizes that do not fit a tile; inf and NaN stay in their rows."""
+    """Tiles of 32 with all dtypes, transposed operands and sizes that do not fit; inf and NaN stay in their rows."""
 
     def multiply(x, w, bias=None):
         launch = launch_for(x.dtype, len(x), len(w), 1, arch=0, sms=3)
@@ -58,11 +58,12 @@ def test_matmul_of_one_rank(group):
     assert bool(torch.isnan(y[7]).all()) and bool(torch.isinf(y[3]).all())
     assert bool(torch.isfinite(y[[row for row in range(40) if row not in (3, 7)]]).all())
     halfway, ones = torch.tensor([[1.0, 2.0**-8]]).bfloat16(), torch.tensor([[1.0, 1.0], [1.0, 3.0]]).bfloat16()
-    assert multiply(halfway, ones).tolist() == [[1.0, 1.015625]]  # to the nearest even
+    assert multiply(halfway, ones).tolist() == [[1.0, 1.015625]]  # rounds half to even
 
 
 def several_products(group, op, dtype, ks):
-    """q, k and v's dX: pairs with a K each, which may differ between ranks, as views and not; in the least memory."""
+    """Several products, like dX of q, k and v: each pair has its own K, which may differ between ranks; operands may be
+    views; the workspace has the least size."""
     rank, world, m, n = group.rank(), group.size(), 37, 24
     launch = LAUNCH if op == "reduce_scatter" else launch_for(dtype, m, n, world, arch=0, sms=2)
 
@@ -105,7 +106,7 @@ def test_launches_depend_on_what_all_ranks_know():
             assert launch_for(torch.bfloat16, m, n, 8, arch=arch, sms=132, sm_margin=4) == launch
     large = launch_for(torch.bfloat16, 8192, 8192, 8, arch=90, sms=132)
     assert (large.block_m, large.block_n, large.programs) == (128, 256, 132)
-    # How its own operands are loaded is each rank's affair.
+    # Each rank decides on its own how to load its operands.
     for kx, kw, tma in ((16, 40, True), (17, 40, False)):
         products = [(torch.empty(2, 70, k).bfloat16()[0], torch.empty(2, 48, k).bfloat16()[0]) for k in (kx, kw)]
         assert plan_loads(products, large).tma == tma

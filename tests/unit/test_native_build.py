@@ -1,4 +1,4 @@
-"""What setup.py builds with: which GPUs it builds for, where it finds nvcc, and that only what has changed is built."""
+"""Native build of setup.py: choice of GPU architectures, search for nvcc, and incremental rebuilds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_architectures_from_the_environment() -> None:
 
 
 def test_switches_and_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Switches take the words that all settings take."""
+    """Switches accept the same words as all other settings."""
     for text, on in (("true", True), (" ON ", True), ("no", False), ("0", False), ("", None)):
         monkeypatch.setenv("FUSED_TP_CUDA", text)
         assert native.switch("FUSED_TP_CUDA") is on
@@ -52,7 +52,7 @@ def test_switches_and_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def fake_nvcc(folder: Path, *known: str, release: str = "12.4") -> Path:
-    """One that knows these architectures and compiles nothing."""
+    """Write a fake nvcc that accepts these architectures and compiles nothing; return its path."""
     path = folder / "cuda" / "bin" / "nvcc"
     path.parent.mkdir(parents=True)
     tests = " ".join(f"*=sm_{arch}|*=compute_{arch}) ;;" for arch in known)
@@ -175,7 +175,7 @@ def project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def built(csrc: Path, *flags: str) -> dict[str, int]:
-    """Builds; returns when each file was last written."""
+    """Build; return the time of last modification of each file."""
     folder = csrc.parent / "build"
     steps = [
         native.compile_step(f"{name}.o", f"../csrc/{name}.cpp", ["c++", *flags], f"{name}.o.log")
@@ -192,7 +192,7 @@ def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
 
 
 def later(file: Path, text: str) -> None:
-    """Writes it, and not in the same tick of the clock as what was built of it."""
+    """Write the file with a later time of modification than anything built from it, whatever the clock's resolution."""
     file.write_text(text)
     moment = time.time() + 2
     os.utime(file, (moment, moment))

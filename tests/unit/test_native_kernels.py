@@ -1,6 +1,6 @@
-"""The library of device kernels: loading it, arguments as its C interface has them, places and sizes in workspaces.
+"""Library of device kernels: loading it, passing arguments to its C interface, and the layout of workspaces.
 
-The library here is a double that writes down what it was given; what real kernels do is tested elsewhere.
+The library here is a double that records its arguments; real kernels are tested elsewhere.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_it_is_loaded_once_by_whichever_thread_comes_first() -> None:
 def test_every_argument_arrives_at_its_place(kernels: Any) -> None:
     recorded = (ctypes.c_int64 * 32).in_dll(ctypes.CDLL(str(double())), "recorded")
     space = _core.DeviceWorkspace(*WORKSPACE)
-    # A call's arguments, and how they are listed where that is not in the same order.
+    # Arguments of each call; nested ones are recorded flattened, as `known` lists them.
     layout, norm, bias = tuple(range(21, 30)), (12, 13, 14, 15, 16, 17, 1e-5), (18, 19)
     for op, *given in (
         ("barrier", space, 31),
@@ -117,7 +117,7 @@ def test_why_a_library_cannot_be_loaded(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library, built for Hopper and Blackwell by CUDA 13.0, beside a torch that sees a GPU."""
+    """A library built for Hopper and Blackwell by CUDA 13.0, with a torch that sees a GPU."""
     library = double(BUILT_FOR)
     monkeypatch.setattr(native_kernels, "LIBRARY", library)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -185,7 +185,7 @@ def test_places_do_not_overlap_and_all_fits() -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 63])
 @pytest.mark.parametrize("blocks", [1, 7, 132])
 def test_workspaces_are_as_large_as_their_layout_needs(world: int, blocks: int) -> None:
-    """The host lays workspaces out once, for Triton and for these kernels: they must agree on what fits."""
+    """One host-side layout sizes the workspaces of Triton's and of these kernels, so both must need the same bytes."""
 
     def check(op: str, count: int, chunk: int, dtype: int, nbytes: int) -> None:
         made, needed = _core.device_plan(op, 0, count, chunk, dtype, world, blocks)
@@ -223,7 +223,8 @@ def test_the_words_of_the_protocol_are_the_same_in_both_languages() -> None:
 
 
 def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
-    """One rank's weight may be frozen. Blocks wait for those of the same number, so there must be equally many."""
+    """Blocks wait for the peers' blocks of the same number, so all ranks need equally many, also if the weight of one
+    is frozen, which leaves it no overlapped work."""
     asked: list[tuple[str, bool]] = []
 
     class Device:
@@ -239,7 +240,7 @@ def test_blocks_do_not_depend_on_what_a_rank_has_to_do_meanwhile() -> None:
             asked.append(("reduce_scatter", overlapped))
             return x[: counts[0]]
 
-    schedule = DeviceSchedule("two_shot", Device(), None)  # only what is asked of it here
+    schedule = DeviceSchedule("two_shot", Device(), None)  # a fake device with only the methods used here
     products = [(torch.ones(4, 3), torch.ones(2, 3))]
     for meanwhile in (None, lambda: None):
         schedule.matmul_all_reduce(products, None, meanwhile=meanwhile)

@@ -1,6 +1,7 @@
-"""The libraries that are bound at run time, the real NCCL and the doubles; whether a group can have a communicator.
+"""Libraries bound at run time (the real NCCL and the doubles), and the decision whether a group gets a communicator.
 
-Why not is the same answer on all ranks, from what they tell. Deadlines and communicators in C++, too.
+All ranks derive the same reason for a refusal from the facts that they exchange. Also C++ tests of deadlines and
+communicators.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def real_nccl() -> Path:
 
 
 def test_library_loaded_by_the_process_comes_first() -> None:
-    """In a process of its own, without torch, of which a CUDA build has loaded one already."""
+    """Runs in a new process without torch, because a CUDA build of torch loads an NCCL itself."""
     program = (
         "import ctypes, importlib.util as importing, sys; core, real = sys.argv[1:]\n"
         "spec = importing.spec_from_file_location('fused_tp._core', core)\n"
@@ -108,7 +109,7 @@ def facts(gpu: str = "", version: int = 22907, problem: str = "") -> Facts:
     [
         ([facts("a"), facts("b")], ""),
         ([facts(version=22907), facts(version=22903)], ""),
-        ([facts(), facts()], ""),  # those that may share a GPU do not say which they have
+        ([facts(), facts()], ""),  # ranks that may share a GPU do not name theirs
         ([facts("a"), facts(problem="no driver")], "rank 1: no driver"),
         ([facts("a"), facts("a")], "several of its ranks share a GPU"),
         ([facts("a", 22907), facts("b", 22703)], "different versions of NCCL: 2.27.3, 2.29.7"),
@@ -120,8 +121,8 @@ def test_whether_ranks_can(told: list[Facts], said: str) -> None:
 
 
 def test_what_a_rank_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a library that is not there, and of an environment that makes NCCL block."""
-    rank: Any = SimpleNamespace(rank=0)  # all of a group that it looks at
+    """A missing library and an environment that makes NCCL block are reported as problems."""
+    rank: Any = SimpleNamespace(rank=0)  # the only attribute of a group that own_facts reads
     cpu = torch.device("cpu")
     try:
         use_nccl(tmp_path / "libnccl.so", tmp_path / "libcuda.so")

@@ -1,4 +1,4 @@
-"""What the package consists of, and that it installs where there is no compiler, or one of C++ or of CUDA only."""
+"""Contents of the package, and its installation without compilers, or with only a C++ or only a CUDA compiler."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOLDERS = ("csrc", "fused_tp", "triton_kernels", "examples", "benchmarks", "test
 
 @pytest.fixture
 def build_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> setuptools.Command:
-    """The build of an editable installation, in a tree of nothing, where nothing can be built."""
+    """Build command of an editable installation, in an empty tree without usable compilers."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
@@ -50,7 +50,7 @@ def build_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> setuptool
     return command
 
 
-@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")  # setuptools asks it where things go
+@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")  # setuptools runs it to find install paths
 @pytest.mark.parametrize("cuda", ["", "off"])
 def test_what_an_earlier_build_left_is_not_loaded(
     build_in_place: setuptools.Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str
@@ -87,7 +87,7 @@ def test_what_is_asked_for_and_cannot_be_is_an_error(
 
 
 def build(kind: str, tree: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs the build backend in `tree`, as pip does, with this environment's setuptools."""
+    """Run the build backend in `tree`, as pip does, with this environment's setuptools."""
     return subprocess.run(
         [sys.executable, "-c", BUILD, kind, str(tree.parent)],
         cwd=tree,
@@ -102,7 +102,7 @@ def build(kind: str, tree: Path, **env: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def unpacked_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution made from a copy of this tree, unpacked: what a user without git builds from."""
+    """The source distribution of a copy of this tree, unpacked: a user without git builds from it."""
     folder = tmp_path_factory.mktemp("sdist")
     shutil.copytree(REPOSITORY, folder / "tree", ignore=LEFT_OUT)
     for hidden in (".clang-format", ".ci"):
@@ -119,7 +119,7 @@ def unpacked_sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel_without_core(unpacked_sdist: Path) -> tuple[Path, str]:
-    """(a wheel built where there is no compiler, what the build printed)"""
+    """(a wheel built without a compiler, output of the build)"""
     done = build(
         "build_wheel", unpacked_sdist, CXX="/bin/false", PATH=os.defpath, FUSED_TP_CUDA="", CUDA_HOME="/nowhere"
     )
@@ -145,7 +145,7 @@ def contents(wheel: Path) -> set[str]:
 
 
 def libraries(wheel: Path) -> list[str]:
-    """The native parts in it, by the first part of their names."""
+    """Names of the native libraries in the wheel, up to the first dot."""
     return sorted(name.split(".")[0] for name in contents(wheel) if name.endswith(".so"))
 
 
@@ -169,7 +169,7 @@ def test_without_a_compiler_it_installs_and_says_what_is_missing(wheel_without_c
     assert not libraries(wheel)
     site = wheel.parent / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    # -S: no .pth file is read, so that an editable install in this environment does not lend its core.
+    # -S: .pth files are not read, so that the core of an editable install in this environment is not found.
     paths = os.pathsep.join([str(site), str(Path(torch.__file__).parents[1])])
     done = subprocess.run(
         [sys.executable, "-S", "-m", "fused_tp", "doctor", "--json"],
@@ -190,7 +190,7 @@ def test_what_fails_is_named(unpacked_sdist: Path, tmp_path: Path) -> None:
     assert done.returncode and "NotBuiltError: no working C++17 compiler was found" in done.stdout
     tree = tmp_path / "tree"
     shutil.copytree(unpacked_sdist, tree)
-    for source in tree.glob("csrc/**/*.cpp"):  # the others need not compile to see this one fail
+    for source in tree.glob("csrc/**/*.cpp"):  # empty the other sources, which need not compile here
         source.write_text("int x;\n")
     (tree / "csrc" / "shm" / "heap.cpp").write_text("this is not C++\n")
     done = build("build_wheel", tree)
@@ -233,7 +233,7 @@ assert find_spec("fused_tp.triton_kernels") is None and find_spec("triton_kernel
 
 
 def run_uninstalled(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Python in `folder`, with the libraries of this environment but none of its .pth files."""
+    """Run Python in `folder`, with the libraries of this environment but none of its .pth files."""
     return subprocess.run(
         [sys.executable, "-S", *map(str, arguments)],
         cwd=folder,
@@ -246,7 +246,7 @@ def run_uninstalled(folder: Path, *arguments: str | Path) -> subprocess.Complete
 
 
 def test_a_checkout_runs_without_an_installation(tmp_path: Path) -> None:
-    """As the documentation of `benchmarks.gpu` says: `python setup.py build_ext --inplace && python -m ...`."""
+    """Follows the documentation of `benchmarks.gpu`: `python setup.py build_ext --inplace && python -m ...`."""
     tree, other, site = (tmp_path / name for name in ("tree", "other", "site"))
     for folder in ("csrc", "fused_tp", "triton_kernels", "examples", "benchmarks"):
         shutil.copytree(REPOSITORY / folder, tree / folder, ignore=LEFT_OUT)
@@ -259,7 +259,7 @@ def test_a_checkout_runs_without_an_installation(tmp_path: Path) -> None:
     for module in ("fused_tp.benchmarks.gpu", "benchmarks.gpu"):
         done = run_uninstalled(tree, "-m", module, "--help")
         assert done.returncode == 0 and "--quick" in done.stdout, done.stderr
-    # Installed, what lies beside the package is of others, also where they have the names of our folders.
+    # Beside an installed package, folders with the names of ours belong to other packages.
     shutil.copytree(tree / "fused_tp", site / "fused_tp")
     done = run_uninstalled(site, "-c", BESIDE_OTHERS)
     assert done.returncode == 0, done.stderr
@@ -278,8 +278,8 @@ prebuild(compile_device_kernels)
 def native_tree(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(sources that have been built, their wheel with the core and the device kernels, which no later build replaces).
 
-    They come with what this tree has compiled, which takes seconds and not minutes where it is up to date. The device
-    kernels are compiled in this tree, where tests/compile finds them.
+    Objects of this tree are copied to the sources: the build takes seconds, not minutes, if they are up to date. The
+    device kernels are compiled in this tree, where tests/compile reuses them.
     """
     builder = native_build()
     try:
@@ -301,7 +301,7 @@ def native_tree(unpacked_sdist: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_wheel_has_the_core_and_the_device_kernels(native_tree: tuple[Path, Path], tmp_path: Path) -> None:
     _, wheel = native_tree
     assert libraries(wheel) == ["fused_tp/_core", "fused_tp/_cuda"]
-    # Its name has no Python version, and it says itself what it is for.
+    # The library's name holds no Python version; the library itself states the GPUs it was built for.
     with zipfile.ZipFile(wheel) as archive:
         (tmp_path / "_cuda.so").write_bytes(archive.read("fused_tp/_cuda.so"))
     built = built_for(tmp_path / "_cuda.so")
@@ -356,7 +356,8 @@ if rank == 0:
     print("ran on torch", torch.__version__, "from", fused_tp.__file__)
 dist.destroy_process_group()
 """
-# A wheel links no torch, so that one serves all. Interpreters of this version with other ones, separated by colons:
+# A wheel does not link torch, so one wheel serves all versions of torch. The variable lists interpreters of this Python
+# version with other versions of torch, separated by colons.
 OTHER_PYTHONS = [path for path in os.environ.get("WHEEL_TEST_PYTHONS", "").split(os.pathsep) if path]
 
 
@@ -378,7 +379,7 @@ def test_repaired_wheel_runs_without_compilers(native_tree: tuple[Path, Path], t
     clean = tmp_path / "clean"
     run(python, "-m", "venv", "--without-pip", clean)
     run(sys.executable, "-m", "pip", "--python", clean / "bin" / "python", "install", "-q", "--no-deps", repaired)
-    # torch of that interpreter. Its own .pth files are not read, so that no editable installation lends its core.
+    # Use that interpreter's torch. Its own .pth files are not read, so that no editable install's core is found.
     site = next(clean.glob("lib/python*/site-packages"))
     torch_at = run(python, "-c", "import torch; print(torch.__path__[0])").strip()
     (site / "torch.pth").write_text(f"{Path(torch_at).parent}\n")
@@ -393,7 +394,7 @@ def test_repaired_wheel_runs_without_compilers(native_tree: tuple[Path, Path], t
 def test_core_compiles_without_x86_kernels(compiler: str) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler} (Debian, Ubuntu: apt-get install g++ or g++-aarch64-linux-gnu)")
-    # Without the bindings: they need Python's headers, which are those of this machine.
+    # Without the bindings, which need Python headers: those present are for this machine's architecture.
     sources = [source for source in sorted(CSRC.glob("shm/*.cpp")) if "_avx" not in source.stem]
     assert any("FUSED_TP_X86" in source.read_text() for source in sources)
     command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}", "-DFUSED_TP_X86=0", "-fsyntax-only"]

@@ -1,4 +1,4 @@
-"""ParallelConfig: what fits together, the words of other libraries, and what a model's sizes allow."""
+"""ParallelConfig: consistency of its fields, names used by other libraries, and limits set by a model's sizes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_from_files(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"tp": 2, "tp": 4}')
     for name in ("b.yaml", "b.json"):
         assert "the key 'tp' comes twice" in str(error_of(ParallelConfig.from_file, tmp_path / name))
-    (tmp_path / "b.yaml").write_text("tp: 2\n<<: {cp: 2, tp: 4}\n")  # what a merge brings, a key may change
+    (tmp_path / "b.yaml").write_text("tp: 2\n<<: {cp: 2, tp: 4}\n")  # an explicit key overrides a merged one
     assert ParallelConfig.from_file(tmp_path / "b.yaml") == ParallelConfig(cp=2, tp=2)
 
 
@@ -144,7 +144,7 @@ def test_what_a_dialect_has_no_word_for() -> None:
 def test_what_a_model_allows() -> None:
     ParallelConfig(tp=4, cp=2).check(SHAPE)
     one = decoder("one", layers=2, hidden=64, heads=8, kv_heads=1, intermediate=128, vocab=100)
-    ParallelConfig(tp=8).check(one)  # all ranks compute the one
+    ParallelConfig(tp=8).check(one)  # a single key/value head is replicated
     for config, how, says in (
         (ParallelConfig(tp=8), {}, "tp=8 does not divide its 4 key/value heads; 1, 2 and 4 do"),
         (ParallelConfig(ep=4), {}, "ep=4 does not divide its 6 experts; 1, 2, 3 and 6 do"),

@@ -1,4 +1,4 @@
-"""The planner: predictions against published numbers, legal and sorted plans, machines, the command."""
+"""Planner: predictions against published numbers, legal and sorted plans, machines, the command."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_flops_are_counted_as_published() -> None:
 def test_order_of_published_configurations() -> None:
     nemo = {row.name: row for row in published.nemo_rows()}
     few, many = nemo["GPT3-175B, 128 GPUs"], nemo["GPT3-175B, 512 GPUs"]
-    assert few.predicted < many.predicted  # twice the rows of a microbatch
+    assert few.predicted < many.predicted  # 512 GPUs have twice the microbatch
     assert min(nemo.values(), key=lambda row: row.predicted) == nemo["Nemotron-22B, 64 GPUs"]
     steps = published.fitted_rows()
     assert all(selective.predicted > full.predicted for selective, full in zip(steps[:4], steps[4:], strict=True))
@@ -105,7 +105,7 @@ def test_shapes_of_configs(tmp_path: Path) -> None:
     assert "holds no config" in str(error_of(find_shape, tmp_path))
 
 
-# Types of which formulas over their config miss the most: shared layers, states, convolutions, experts beside others.
+# Model types that differ most from formulas over a config: shared layers, states, convolutions, shared experts.
 UNLIKE_LLAMA = (
     *("bamba", "bitnet", "falcon", "falcon_h1", "gemma3n_text", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
     *("llama4", "mpt", "starcoder2", "zamba2"),
@@ -113,7 +113,7 @@ UNLIKE_LLAMA = (
 
 
 def check_count(kind: str) -> ModelShape:
-    """The shape of a model type with its default config, every parameter of which is counted once."""
+    """Check that every parameter of a model type with its default config is counted once; return its shape."""
     from transformers import CONFIG_MAPPING
 
     from fused_tp.planning.model_count import count_model, make_on_meta
@@ -145,7 +145,7 @@ def test_every_type_is_counted_or_refused() -> None:
         try:
             with torch.device("meta"):
                 transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[kind]())
-        except Exception:  # the default config is of no model
+        except Exception:  # the default config does not make a model
             assert isinstance(error_of(find_shape, kind), ValueError), kind
             refused.append(kind)
             continue
@@ -182,7 +182,7 @@ def test_layers_of_several_kinds() -> None:
         config = ParallelConfig(**sizes)
         return CostModel(shape=moe, config=config, machine=MACHINES["h100"], seq=512, global_batch=8)
 
-    # The second stage has no dense layer. Its plan leaves attention whole, which each tensor parallel rank holds.
+    # The second stage has no dense layer. The model's tp_plan does not shard attention: every tp rank holds all of it.
     halves = of_rank(pp=2, microbatches=8).memory.weights / 2
     assert halves == 30 * sparse.parameters + moe.embedding.count
     cut = of_rank(tp=2).memory.weights / 2
@@ -210,7 +210,7 @@ def test_tied_embeddings_are_counted_once() -> None:
 
 
 def test_what_parallelize_refuses_is_not_planned() -> None:
-    """Whole models are checked, by the functions of `parallelize`."""
+    """The planner checks whole models with the functions of `parallelize`."""
     pytest.importorskip("transformers")
     shape_of = cache(find_shape)
     for kind, sizes, says in (
@@ -234,7 +234,7 @@ def test_what_parallelize_refuses_is_not_planned() -> None:
 
 
 def test_heads_that_differ_by_layer() -> None:
-    """transformers names no single number of heads for such a config."""
+    """The config of such a model has no single number of heads."""
     pytest.importorskip("transformers")
     assert [one.heads for one in find_shape("dots3_note").attention] == [128, 64]
 

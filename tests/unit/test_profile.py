@@ -40,11 +40,11 @@ def test_a_trace_of_two_ranks(tmp_path: Path) -> None:
         names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
         assert names.count("step 0") == names.count("step 1") == 1
         assert names.count("all_gather_matmul [4, 32]x[64, 32]x[64, 32] bf16 pipelined") == 2
-        assert names.count("chunk of rank 0 [4, 32]") == 4  # twice forward, twice in the backward of the sum
+        assert names.count("chunk of rank 0 [4, 32]") == 4  # twice forward, twice in the backward of the reduce-scatter
     together = [event for event in traces["mlp.json"] if event.get("name") == "step 0"]
     assert len({event["pid"] for event in together}) == 2
     first, second = sorted(together, key=lambda event: float(event["ts"]))
-    assert second["ts"] < first["ts"] + first["dur"]  # ranks take a step together, so that is where their times are
+    assert second["ts"] < first["ts"] + first["dur"]  # ranks run a step at the same time, so their ranges overlap
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How commands start ranks on this machine, and how all end when one of them does."""
+"""Commands that start ranks on this machine, and the end of all ranks when one ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ launch(Job(time.sleep, 1000, ranks=2), "forkserver")
 
 
 def test_start_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork server has a socket, whose name a long folder for temporary files makes too long."""
+    """A long path of the temporary folder would make the name of a fork server's socket too long."""
     for folder, device, method in [(9, "cpu", "forkserver"), (80, "cpu", "spawn"), (9, "cuda", "spawn")]:
         monkeypatch.setattr(tempfile, "gettempdir", lambda folder=folder: "/" + "x" * folder)
         assert start_method(device) == method

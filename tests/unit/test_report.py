@@ -1,4 +1,4 @@
-"""`fused-tp report` on traces that are written by hand: in microseconds, so that sums can be checked by eye."""
+"""`fused-tp report` on handwritten traces: times are in microseconds, so that sums can be checked by eye."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def annotation(name: str, start: float, stop: float, tid: int = MAIN) -> dict[st
 
 
 def write(folder: Path, *ranks: list[dict[str, Any]], groups: Any = (TP,), world_size: int | None = None) -> Path:
-    """A file for each rank, as Kineto writes them, the first ones compressed."""
+    """Write one trace file per rank in Kineto's format, the first ones compressed."""
     folder.mkdir(exist_ok=True)
     for rank, events in enumerate(ranks):
         info = {"backend": "gloo", "rank": rank, "world_size": world_size or len(ranks), "pg_config": list(groups)}
@@ -69,12 +69,12 @@ def test_gloo_beside_compute(tmp_path: Path) -> None:
         annotation("waited 0.000000 s, group 1", 591, 591),
         event("c10d::allreduce_", 290, 300),
         event("aten::mm", 600, 800),
-        event("autograd::engine::evaluate_function: AddBackward0", 810, 950),  # Python, so far as is known
-        event("aten::mm", 1200, 1300),  # behind the step
+        event("autograd::engine::evaluate_function: AddBackward0", 810, 950),  # no op inside: not counted as compute
+        event("aten::mm", 1200, 1300),  # after the step
     ]
     report = report_of(write(tmp_path, events))
     (rank,), (op,) = report.ranks, report.ops
-    # Until 400, from 590 to 595, the end of the op, and from 600 to 800.
+    # Compute: until 400, from 590 to 595 (the end of the op), and from 600 to 800.
     assert microseconds(rank, "step", "compute", "hidden", "exposed", "bubble", "idle") == [1000, 605, 205, 195, 0, 200]
     assert (op.op, op.group, op.calls, *microseconds(op, "exposed", "hidden")) == (
         "all_reduce (plain)",
@@ -86,7 +86,7 @@ def test_gloo_beside_compute(tmp_path: Path) -> None:
 
 
 def test_ranges_that_only_stand_around_waits(tmp_path: Path) -> None:
-    """FSDP2's, and those of a program that has put colons into their names, compute nothing by themselves."""
+    """Ranges of FSDP2, and a program's own ranges with colons in their names, are not counted as compute."""
 
     def rank(loading: float) -> list[dict[str, Any]]:
         return [
@@ -99,14 +99,14 @@ def test_ranges_that_only_stand_around_waits(tmp_path: Path) -> None:
         ]
 
     folder = write(tmp_path / "traces", rank(100), rank(700))
-    (folder / "report.json").write_text("{}")  # of an earlier report into the same folder
+    (folder / "report.json").write_text("{}")  # left by an earlier report in the same folder
     report = report_of(folder)
     assert [microseconds(one, "compute", "hidden", "exposed") for one in report.ranks] == [[190, 0, 703], [190, 0, 103]]
     assert report.ranks[1].cause == "my::loading"
 
 
 def test_waits_of_ops_in_shared_memory(tmp_path: Path) -> None:
-    """An op is compute but for its waits: those of native code, which a mark tells, and those that are ranges."""
+    """An op counts as compute except for its waits: those of native code, given by a mark, and those with a range."""
 
     def events(waited: float, begun: float) -> list[dict[str, Any]]:
         return [
@@ -132,7 +132,7 @@ def test_waits_of_ops_in_shared_memory(tmp_path: Path) -> None:
 
 
 def late(mlp: float, *, module: bool = True) -> list[dict[str, Any]]:
-    """A step in which an MLP takes so long, forward and a third of it backward; all end at 1000."""
+    """A step in which an MLP takes `mlp` us forward and a third of that backward; all ranks end at 1000."""
     number: dict[str, Any] = {"Sequence number": 5}
     inside = [annotation("layers.0.mlp", 100, 100 + mlp)] if module else []
     return [
@@ -147,16 +147,16 @@ def late(mlp: float, *, module: bool = True) -> list[dict[str, Any]]:
 
 
 def test_late_rank_and_its_module(tmp_path: Path) -> None:
-    """Also if the module computes nothing meanwhile: a rank that sleeps is late, too."""
+    """The module need not compute all the time: a rank that sleeps is late, too."""
     report = report_of(write(tmp_path, late(150), late(450), late(180), groups=[{**TP, "ranks": [0, 1, 2]}]))
     assert [rank.rank for rank in report.ranks if rank.cause] == [1]
     assert report.ranks[1].cause == "layers.0.mlp"
-    # The collective is 400 us shorter than that of rank 0, and 360 than that of rank 2.
+    # The collective is 400 us shorter than on rank 0 and 360 us shorter than on rank 2.
     assert microseconds(report.ranks[1], "waited_for", "more") == [380, 285]
 
 
 def test_late_by_what_others_do_not_do(tmp_path: Path) -> None:
-    """Two buckets of gradients, which move beside each other: they wait at the same time."""
+    """Two buckets of gradients are reduced concurrently: waits that overlap count once."""
     step, first, second = annotation("step 1", 0, 1000), annotation("gloo:all_reduce", 300, 800, WORKER), WORKER + 1
     early = [step, event("aten::mm", 0, 300), first, annotation("gloo:all_reduce", 310, 900, second)]
     slow = [
@@ -178,7 +178,7 @@ def test_module_of_backward(tmp_path: Path) -> None:
 
 
 def test_groups_that_are_not_known(tmp_path: Path) -> None:
-    """On a mesh of two dims gloo's n-th collective may be of either group."""
+    """Gloo's n-th collective on a 2-D mesh may belong to either group."""
     groups = [TP, {"pg_name": "2", "pg_desc": "undefined", "ranks": [0, 2]}]
     report = report_of(write(tmp_path, late(150), late(450), groups=groups))
     assert (
@@ -207,7 +207,7 @@ def kernel(name: str, start: float, stop: float, correlation: int, stream: int, 
 
 
 def cuda(all_reduce: float, up: float = 300.0) -> list[dict[str, Any]]:
-    """Two matmuls of 300 us, or `up`, with an all-reduce beside the second, and the send of a pipeline at the end."""
+    """A matmul of `up` us, then an all-reduce concurrent with an add, and a pipeline send at the end."""
     nccl = {
         "Collective name": "allreduce",
         "In msg nelems": 8,
@@ -235,12 +235,12 @@ def cuda(all_reduce: float, up: float = 300.0) -> list[dict[str, Any]]:
 
 
 def test_cuda(tmp_path: Path) -> None:
-    """NCCL's kernels on their stream against kernels of others; each belongs to the module that launched it."""
+    """NCCL kernels overlap kernels of other streams; each kernel belongs to the module that launched it."""
     report = report_of(write(tmp_path, cuda(250), cuda(150, up=400)))
     first, second = report.ranks
-    # From 100 to 850: matmul 300, add 250, copy 50; the all-reduce from 400 to 650, 50 of it alone; 100 of the send.
+    # From 100 to 850: matmul 300, add 250, copy 50; all-reduce from 400 to 650, exposed for 50; send exposed for 100.
     assert microseconds(first, "step", "compute", "hidden", "exposed", "bubble", "idle") == [750, 600, 210, 50, 100, 0]
-    # The all-reduce from 500 to 650, beside the add; it waits for nobody, and the other for this rank.
+    # The all-reduce from 500 to 650 is hidden by the add: this rank waits for no peer, and its peer waits for it.
     assert microseconds(second, "compute", "hidden", "exposed", "bubble", "idle") == [650, 160, 0, 100, 0]
     assert (second.cause, *microseconds(second, "waited_for", "more")) == ("layers.0.mlp.up_proj", 50, 100)
     assert [(one.op, one.group) for one in report.ops] == [("ncclDevKernel_SendRecv", ""), ("allreduce", "tp")]
@@ -255,7 +255,7 @@ def test_kernels_that_communicate(tmp_path: Path) -> None:
         "void fused_tp::all_gather_kernel<4>(Plan)",
         "all_reduce_one_shot",
         "relay_kernel",
-        "gemm_all_reduce_kernel",  # computes, too
+        "gemm_all_reduce_kernel",  # also computes
         "ring_kernel",
     ]
     events = [kernel(name, 10 * place, 10 * place + 10, place, STREAM) for place, name in enumerate(names)]

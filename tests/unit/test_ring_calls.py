@@ -1,4 +1,4 @@
-"""What calls of attention keep: variants of kernels, plans of graphs, tensors that other streams read."""
+"""State kept by attention calls: kernel variants, plans of graphs, tensors that other streams read."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fused_tp.attention.spec import AttentionArguments, AttentionMask, Scores
 from fused_tp.ops.attention_arguments import checked_arguments
 from fused_tp.schedules.local import Local
 
-ring_attention = import_module("fused_tp.ops.ring_attention")  # the op has its name
+ring_attention = import_module("fused_tp.ops.ring_attention")  # the module; the op has the same name
 decode_op = import_module("fused_tp.ops.context_parallel_decode")
 
 
 def variants(seq: int, head_dim: int = 16, seconds: float = 1.0, softcap: float = 0.0, **how: Any) -> tuple[Any, ...]:
-    """Of all that rank 0 of 2 launches, over a sequence under that mask."""
+    """Variants of all kernels that rank 0 of 2 launches for a sequence with that mask."""
     from fused_tp.triton_kernels.attention import ring_forward, ring_keys
     from fused_tp.triton_kernels.attention.configs import AttentionConfig
     from fused_tp.triton_kernels.attention.launch import Terms
@@ -78,7 +78,7 @@ def test_kernels_are_loaded_by_variant_and_not_by_mask() -> None:
 
 
 class OnGpu(Tensor):
-    """A tensor on the CPU that says otherwise."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda = True
 
@@ -95,7 +95,7 @@ def test_a_plan_of_a_graph_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture keeps them, each once, and makes none: that takes a copy from the host."""
+    """A capture keeps each table once and creates none, which would need a copy from the host."""
     monkeypatch.setattr(decode, "_captured_tables", set())
     monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: None)
     monkeypatch.setattr(decode, "terms_of", lambda _: None)

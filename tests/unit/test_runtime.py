@@ -1,4 +1,4 @@
-"""Partitions, settings, the dispatch table and what explains it, and the group of one."""
+"""Partitions, settings, the dispatch table, `fused-tp explain`, and the group of one rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_settings_are_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_setting_is_what_was_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked up twice, a variable that changes in between would give one value for the other's text, and keep it."""
+    """A setting is read once per lookup: if the variable changed between two reads, the cache would keep the value of
+    one text under the other."""
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "plain")
     with monkeypatch.context() as patched:
         patched.setattr(settings, "RAW", {settings.forced_schedule.key: os.environ.encodevalue("pipelined")})
@@ -70,7 +71,7 @@ def test_group_of_one_process() -> None:
 
 def test_sum_is_in_rank_order_and_rounded_once() -> None:
     terms = torch.tensor([[1.0], [2.0**-9], [2.0**-9]], dtype=torch.bfloat16)
-    # Each small term alone would be rounded away in bf16; together they are half a unit and with the bias a whole one.
+    # In bf16 each small term alone would be rounded away; both make half a unit, and with the bias a whole unit.
     assert sum_in_rank_order(terms, torch.tensor([2.0**-8], dtype=torch.bfloat16)).item() == 1.0 + 2.0**-7
     big = torch.tensor([[1e8], [-1e8], [1.0]])
     assert sum_in_rank_order(big).item() == 1.0
@@ -159,11 +160,11 @@ def test_tables_without_an_answer(
 
 
 def test_a_table_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ranks that read a rewritten file again would do so at different calls, and choose apart."""
+    """Ranks would reread a rewritten file at different calls and choose different schedules."""
     monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / "table.json", [{"schedule": "plain"}]))
     assert choose("matmul_all_reduce", 1, None, 1) == "plain"
     write(tmp_path / "table.json", [{"schedule": "pipelined"}])
-    for i in range(8):  # other tables in between do not make it forgotten
+    for i in range(8):  # reading other tables does not evict it from the cache
         monkeypatch.setenv("FUSED_TP_TABLE", write(tmp_path / f"{i}.json", [{"schedule": "pipelined"}]))
         assert choose("matmul_all_reduce", 2, None, 1) == "pipelined"
     monkeypatch.setenv("FUSED_TP_TABLE", str(tmp_path / "table.json"))
@@ -189,7 +190,7 @@ def test_explain_where_a_table_prefers_messages_to_shared_memory(
     )
 
 
-FORCED = [  # FUSED_TP_SCHEDULE, options, and what is said of an all_reduce: an error, but for the last three
+FORCED = [  # FUSED_TP_SCHEDULE, options, output for an all_reduce: an error except in the last three
     ("nonsense", "", "FUSED_TP_SCHEDULE names schedule 'nonsense'; there are plain, "),
     ("two_shot", "", "Schedule 'two_shot' cannot serve this group: it is for cuda, not cpu."),
     ("two_shot", "--arch sm_90 --ranks 64", "this group: it serves up to 63 ranks, and the group has 64."),
@@ -255,7 +256,7 @@ def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> Non
     ):
         try:
             status = main(["explain", "all_reduce", shape, *given])
-        except SystemExit as refused:  # as argparse does it
+        except SystemExit as refused:  # raised by argparse
             status = int(refused.code or 0)
         assert status == 2 and message in capsys.readouterr().err
 
@@ -265,8 +266,8 @@ def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> Non
     [
         ([[0, 1], [2, 3]], True, True),
         ([[3, 2], [1, 0]], True, True),
-        ([[0, 2], [1, 3]], True, False),  # 1 and 2 come in another order in the group of all four
-        ([[0, 1], [3, 2]], False, False),  # 0 and 3 have different numbers in their rows' groups
+        ([[0, 2], [1, 3]], True, False),  # 1 and 2 have another order in the group of all four
+        ([[0, 1], [3, 2]], False, False),  # 0 and 3 have different ranks in their rows' groups
         ([[3, 1], [0, 2]], False, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""`fused-tp selftest`: steps that hang, crash or do not fit cost themselves and no more."""
+"""`fused-tp selftest`: a step that hangs, crashes or does not fit into the time affects no other step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def step(name: str, code: str, *, least: float = 0.1, limit: float = 20.0, rank:
     return Step(name, [sys.executable, "-c", code, RESULT], least, limit, rank, needs_gpu=gpu)
 
 
-# It starts a process of its own, which must not outlive it.
+# The step starts a child process, which must not outlive it.
 HANGS = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -105,11 +105,11 @@ def test_an_interruption_keeps_what_was_found(
     monkeypatch.setattr(selftest, "_gpus", lambda: selftest.Gpus("", 90, 1, "H100"))
     chosen = [step("first", FINDS), step("hangs", WRITES_AND_HANGS), step("never", "")]
     monkeypatch.setattr(selftest, "steps", lambda *_: chosen)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in background jobs
 
     def interrupt() -> None:
         wait_for(lambda: (tmp_path / "hangs.json").exists() and (tmp_path / "hangs.json").read_text().endswith("}"))
-        report = json.loads((tmp_path / "selftest.json").read_text())  # a SIGKILL now would leave this
+        report = json.loads((tmp_path / "selftest.json").read_text())  # the report if a SIGKILL arrived now
         assert [one["name"] for one in report["steps"]] == ["first"] and report["versions"]["torch"]
         os.kill(os.getpid(), number)
 
@@ -147,7 +147,7 @@ list(steps.run_steps([hangs], Path(sys.argv[2]), 60, print))
 
 
 def test_a_gpu_is_asked_for_no_longer_than_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where what asks has left a process that holds its output."""
+    """The deadline holds even if the probe leaves a child process that keeps its output open."""
     monkeypatch.setattr(step_module, "ALIVE_SECONDS", 0.5)
     begun = time.monotonic()
     outcomes, _ = run([step("hangs", HANGS, limit=0.5)], tmp_path, alive=("sh", "-c", "sleep 50 & sleep 50"))
@@ -173,7 +173,7 @@ def test_notes_of_steps(tmp_path: Path) -> None:
 
 
 def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a GPU that torch sees and cannot use is an obstacle, not a traceback."""
+    """A GPU that torch sees but cannot use is reported, too, as an obstacle without a traceback."""
     import torch
 
     def broken(*_: object) -> None:
@@ -196,12 +196,12 @@ def test_no_step_runs_before_one_that_is_worth_more() -> None:
         steps = selftest.steps(90, None, gpus, Path("out"))
         ranks = [one.rank for one in steps]
         assert ranks == sorted(ranks)
-        # All that must not be left out fits into the minutes that there are by default.
+        # All mandatory steps fit into the default time.
         assert sum(one.least for one in steps if one.rank < 8) < 60 * selftest.MINUTES - 60 * (gpus > 1)
 
 
 def body(monkeypatch: pytest.MonkeyPatch, result: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """(exit code, what was found) of the body of a step, in this process."""
+    """Run the body of a step in this process; return its exit code and result."""
     from fused_tp.selftest import __main__ as bodies
 
     monkeypatch.setattr(sys, "argv", ["selftest", str(result), *arguments])
@@ -307,7 +307,7 @@ def test_the_most_valuable_steps_fit_first(tmp_path: Path) -> None:
     assert affordable(steps, 30) == {"a", "c"}
     outcomes, _ = run(steps, tmp_path, 30)
     assert {one.name: one.state for one in outcomes} == {"a": RIGHT, "b": LEFT_OUT, "c": RIGHT}
-    # What takes its whole time leaves none for the next.
+    # A step that takes all the time leaves none for the next.
     steps = [step("long", "import time; time.sleep(30)", limit=100), step("next", "", least=0.5, rank=1)]
     begun = time.monotonic()
     outcomes, _ = run(steps, tmp_path, 2.0)
@@ -361,7 +361,7 @@ def test_environment_without_a_gpu(tmp_path: Path) -> None:
 def test_tune_checks_with_threads_where_there_is_one_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Which cases, and what is said of them: the checks themselves need the GPU."""
+    """Tests the choice of cases and the report of results; the checks themselves need a GPU."""
     import torch
 
     from fused_tp.selftest import kernels
@@ -382,7 +382,7 @@ def test_tune_checks_with_threads_where_there_is_one_gpu(
 
 @pytest.mark.parametrize("wrong", [pytest.param(False, marks=pytest.mark.full), True])
 def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases of the device kernels, which run in their CPU build here; one that is off is found."""
+    """Cases of the device kernels, which run in their CPU build here; wrong sums are detected."""
     import torch
 
     from fused_tp.selftest import kernel_calls, kernels
@@ -405,7 +405,8 @@ def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_result_of_an_earlier_call_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that does not wait finds what an earlier call of its shape has left, so repeated calls differ."""
+    """A kernel that does not wait reads the data of an earlier call of the same shape, so repeated calls use other
+    inputs, which exposes it."""
     import torch
 
     from fused_tp.selftest import kernel_calls, kernels
@@ -429,7 +430,7 @@ def test_a_result_of_an_earlier_call_is_no_result(monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_that_are_timed_or_wait_for_copies_are_compiled_ahead() -> None:
-    """Else the minutes of the first measurement would go to the compiler."""
+    """Otherwise compilation would take up the time of the first measurement."""
     import torch
 
     from fused_tp.selftest import kernel_cache, kernels
@@ -449,7 +450,7 @@ def test_kernels_that_are_timed_or_wait_for_copies_are_compiled_ahead() -> None:
 
 @pytest.mark.full
 def test_kernels_are_found_on_another_machine(tmp_path: Path) -> None:
-    """Compiled here and packed; there, with another home and in another process, nothing compiles."""
+    """Kernels are compiled and packed in one process; in another, with another home, nothing compiles."""
     script = """
 import sys
 from pathlib import Path

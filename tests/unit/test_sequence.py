@@ -1,4 +1,4 @@
-"""Sharding of a sequence: on one rank, on several, and what is refused."""
+"""Sharding of a sequence on one rank and on several, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_se
 from tests.reference import seeded
 from tests.workers import on_ranks, run_ranks
 
-# Among them some that gloo does not move (bool, int16, uint16, float8) or shared memory does not (complex, float8).
+# Includes dtypes not supported by gloo (bool, int16, uint16, float8) or by shared memory (complex, float8).
 DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -30,16 +30,16 @@ DTYPES = (
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """With one more dim: few ops are there for the rarer dtypes."""
+    """View as bytes with one more dim, because rarer dtypes support few ops."""
     return t.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
-# Of each length that is packed, documents: empty ones and single tokens among them.
+# Document bounds of packed sequences, with empty documents and single tokens among them.
 PACKED = ((0, 0), (0, 1), (0, 0, 2, 3), (0, 5, 6, 6, 8), (0, 1, 9, 9, 10, 13), (0, 90, 100, 101, 140))
 
 
 def there_and_back(group: dist.ProcessGroup, layout: str) -> list[tuple[list[int], list[int]]]:
-    """This rank's positions, in the sequence and within documents, of sequences of PACKED."""
+    """Shard and unshard sequences of PACKED; return this rank's positions in each sequence and within documents."""
     held = []
     for number, bounds in enumerate(PACKED):
         cu_seqlens, seq_len = torch.tensor(bounds, dtype=(torch.int32, torch.int64)[number % 2]), bounds[-1]
@@ -59,7 +59,7 @@ def there_and_back(group: dist.ProcessGroup, layout: str) -> list[tuple[list[int
             assert back.dtype == dtype and back.shape == x.shape and torch.equal(as_bytes(back), as_bytes(x))
         x, grad = seeded(2, seq_len).requires_grad_(), seeded(2, seq_len, seed=1)
         (shard_sequence(x, 1, **where) * shard_sequence(grad, 1, **where)).sum().backward()
-        assert x.grad is not None and torch.equal(x.grad, grad)  # complete on every rank
+        assert x.grad is not None and torch.equal(x.grad, grad)  # the whole gradient, on every rank
         mine = shard_sequence(seeded(2, seq_len), 1, **where).requires_grad_()
         (unshard_sequence(mine, 1, seq_len=seq_len, **where) * grad).sum().backward()
         assert mine.grad is not None and torch.equal(mine.grad, shard_sequence(grad, 1, **where))
@@ -103,7 +103,7 @@ def test_packed_sequences_compile_in_one_graph(group: dist.ProcessGroup) -> None
 @pytest.mark.parametrize("shm", ["0", "1"])
 @on_ranks(2, env=lambda shm: {"FUSED_TP_SHM": shm})
 def test_ranks_that_put_together_otherwise_are_told(group: dist.ProcessGroup, shm: str) -> None:
-    """Shards of one size that ranks would put in different orders; of rows shorter than a checksum too."""
+    """Ranks disagree about the order of equally large shards; also for rows shorter than a checksum."""
     rank, bounds = dist.get_rank(group), torch.tensor([0, 1, 8])
     for dtype, shape in ((torch.float32, (4, 3)), (torch.bool, (4,)), (torch.uint8, (4, 1))):
         x = torch.ones(shape, dtype=dtype)

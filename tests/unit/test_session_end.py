@@ -1,4 +1,4 @@
-"""A test session that is killed leaves no process behind."""
+"""A killed test session leaves no process running."""
 
 from __future__ import annotations
 

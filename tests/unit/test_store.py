@@ -1,4 +1,4 @@
-"""The group's store and its status board, where the store's host is stopped, hesitates or has died."""
+"""The group's store and its status board when the store's host is stopped, slow or dead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALLS = ("add", "set", "get", "check", "wait")
 
 
 class FaultyStore(dist.Store):
-    """`store`, whose host does not answer unless `answers` is set, and has died before the calls in `dead`."""
+    """Wraps `store` as if its host did not answer until `answers` is set, and were dead for the calls in `dead`."""
 
     def __init__(self, store: dist.Store | None = None, dead: tuple[str, ...] = ()) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ def until_it_answers(board: StatusBoard) -> dict[int, RankStatus]:
 @pytest.mark.parametrize(
     "store",
     [
-        FaultyStore(),  # stopped: it takes connections and never answers
-        FaultyStore(dead=("add",)),  # which may have been counted: a number of its own could be another group's
+        FaultyStore(),  # stopped: accepts connections and never answers
+        FaultyStore(dead=("add",)),  # the store may have counted the add, so a guessed number could be another group's
     ],
 )
 def test_board_without_a_number_stays_blank_and_asks_once(store: FaultyStore) -> None:
@@ -117,7 +117,7 @@ def test_statuses_of_an_earlier_group_of_the_name_are_not_read() -> None:
 def test_late_ranks_in_a_sentence() -> None:
     waiting = RankStatus(5, ["all_gather", "all_reduce"], 9.0, failed=True)
     behind = RankStatus(4, ["all_gather"], 3.0)
-    only_now = RankStatus(5, ["all_reduce"], 0.3, failed=True)  # on a busy machine
+    only_now = RankStatus(5, ["all_reduce"], 0.3, failed=True)  # has just arrived, on a busy machine
 
     def said(statuses: dict[int, RankStatus], ranks: list[int], op: str) -> str:
         late, rest = late_ranks(statuses, ranks, 5, op)
@@ -135,7 +135,7 @@ def test_late_ranks_in_a_sentence() -> None:
 
 # ---- exchanges -------------------------------------------------------------------------------------------------------
 
-# The calls that find the host dead, or None where it is stopped; what exchanges raise then, and say.
+# Calls that find the host dead, or None if it is stopped; the error that exchanges raise then, and its message.
 HOSTS: dict[str, tuple[tuple[str, ...] | None, type[FusedTPError], str]] = {
     "stopped": (None, CollectiveTimeoutError, "answered within 0.3 s (FUSED_TP_TIMEOUT)"),
     "died after this rank's part": (("wait", "get", "check"), CollectiveTimeoutError, "is gone"),

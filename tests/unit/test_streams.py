@@ -1,4 +1,4 @@
-"""Streams that nobody else has, as far as there is something to test without a GPU."""
+"""Exclusively owned streams, as far as they can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.full
 
 
 class Owner:
-    """One that only the garbage collector frees."""
+    """An owner in a reference cycle, which only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -47,11 +47,11 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
     found: list[list[int]] = []
 
     def take() -> None:
-        found.append(streams.own_streams(Owner(), device, 2))  # given back in the middle of the next call
+        found.append(streams.own_streams(Owner(), device, 2))  # returned by a collection within the next call
         found.append(streams.own_streams(streams, device, 1))
         found.append(streams.own_streams(streams, device, 2))
 
-    gc.disable()  # not before it
+    gc.disable()  # no collection before that call
     try:
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
@@ -60,7 +60,7 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
     finally:
         gc.enable()
     assert found[0] == [0, 1] and found[1] == [2] and sorted(found[2]) == [0, 1]
-    assert streams.own_streams(streams, device, 1, urgent=True) == [3]  # not those of another priority
+    assert streams.own_streams(streams, device, 1, urgent=True) == [3]  # streams of another priority are not reused
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_streams_come_back_while_others_are_handed_out(monkeypatch: pytest.Monke
 def test_copies_come_first_where_streams_share_queues(
     monkeypatch: pytest.MonkeyPatch, queues: str | None, few: bool
 ) -> None:
-    """Of CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron wants it, a ring of three groups of heads would not end."""
+    """A ring of three groups of heads would deadlock with CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron requires."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -81,7 +81,7 @@ def test_copies_come_first_where_streams_share_queues(
 
 
 class Driver:
-    """As much of libcuda as makes a stream; notes its priority."""
+    """The part of libcuda that creates streams; records their priorities."""
 
     def __init__(self) -> None:
         self.priorities: list[int] = []
@@ -113,15 +113,15 @@ def test_what_a_kernel_waits_for_has_the_greatest_priority(monkeypatch: pytest.M
         ring_keys.RingWorkspace(cast("Any", buffer), cast("Any", handle), timeout_seconds=1)
 
 
-# ---- how many a GPU has at once ------------------------------------------------------------------------------------
+# ---- streams per GPU -------------------------------------------------------------------------------------------------
 
-QUEUES = 32  # of a GPU, at most (CUDA_DEVICE_MAX_CONNECTIONS); streams that share one wait for each other
-RANKS = 4  # of one GPU, as in tests/gpu and benchmarks.gpu
+QUEUES = 32  # the most of a GPU (CUDA_DEVICE_MAX_CONNECTIONS); streams that share a queue wait for each other
+RANKS = 4  # that share one GPU, as in tests/gpu and benchmarks.gpu
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """Streams are those of the driver's double; how many it has been asked for since."""
+    """Create streams with the driver's double; yield a function that returns how many were created."""
     use_driver(gpu_double())
     library, count = ctypes.CDLL(str(gpu_double())), double_knobs().cuda_double_streams_made
     before = count()
@@ -139,12 +139,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     monkeypatch.setattr(LocalRank, "own_streams", own_streams)
     monkeypatch.setattr(LocalRank, "rescue", rescue)
     yield lambda: count() - before
-    gc.collect()  # what gives streams back does so to the pool of this test
+    gc.collect()  # finalizers return streams to this test's pool, before it is undone
     use_driver(None)
 
 
 def gather(engine: CopyEngine, rank: LocalRank, length: int, number: int, offered: bool) -> None:
-    """One gather by copy engines, waited for by a kernel or by the caller's stream."""
+    """One gather by copy engines; a kernel (if `offered`) or the caller's stream waits for it."""
     shard, gathered = torch.full((length,), 10.0 * number + rank.rank), torch.zeros(RANKS, length)
     with engine.call("all_gather_matmul", gather_bytes=shard.nbytes) as call:
         if offered:
@@ -166,7 +166,7 @@ def gather(engine: CopyEngine, rank: LocalRank, length: int, number: int, offere
 def test_each_stream_of_four_ranks_has_a_queue_of_its_own(
     driver: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait that shares a queue with what it waits for never ends. All kinds of workspaces are there at once."""
+    """A wait that shares a queue with the operation it waits for never ends. All kinds of workspaces exist at once."""
     pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setattr(ring_keys.GatherWorkspace, "__init__", lambda self, *_, **__: None)  # the ring's own are made
 
@@ -190,7 +190,7 @@ def test_each_stream_of_four_ranks_has_a_queue_of_its_own(
         kernels._kinds = {kind: make_ring if kind == "ring" else make for kind in kinds}
         for kind in sorted(kinds):
             kernels.reserve(kind, 1 << 20, "op")
-        for length in (100, 1 << 16):  # then it has grown
+        for length in (100, 1 << 16):  # the second length makes the workspace grow
             for number in range(6):
                 gather(engine, rank, length, number, offered=number != 3)
         rank.barrier()
@@ -198,14 +198,14 @@ def test_each_stream_of_four_ranks_has_a_queue_of_its_own(
         return main, engine, kernels
 
     kept = run_local(RANKS, ranks, timeout=120)
-    assert driver() == RANKS * 7  # main, rescue, two of rings; one that sends and two that fetch
-    assert driver() <= QUEUES - 4  # the default stream, and what torch and a benchmark make for themselves
+    assert driver() == RANKS * 7  # main, rescue, two for rings, one that sends and two that fetch
+    assert driver() <= QUEUES - 4  # leaves room for the default stream and those of torch and of a benchmark
     del kept
 
 
 @pytest.mark.skipif(find_spec("fused_tp._core") is None, reason="needs the native core: pip install -e .")
 def test_streams_of_an_outgrown_workspace_go_on_with_the_next(driver: Callable[[], int]) -> None:
-    """And come back once the last has ended; one that a graph may still use keeps its own."""
+    """Streams return to the pool once the last workspace ends; a workspace that a graph may use keeps its own."""
 
     def ranks(rank: LocalRank) -> list[int]:
         engine, counts = CopyEngine(rank), []

@@ -1,4 +1,4 @@
-"""Each tensor that fused_tp makes names its dtype and device: a program's defaults are for its own tensors."""
+"""Every tensor creation in fused_tp names dtype and device: a program's defaults must not affect it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.utils._device import _device_constructors
 from tests.workers import REPOSITORY
 
 MAKERS = {function.__name__ for function in _device_constructors()}
-OF_INTEGERS = {"arange", "as_tensor", "asarray", "randint", "randperm"}  # where dtypes follow the arguments
+OF_INTEGERS = {"arange", "as_tensor", "asarray", "randint", "randperm"}  # default dtype does not apply
 LAYERS = {"Linear", "Embedding", "LayerNorm", "RMSNorm", "Conv1d"}
 
 
 def unnamed(call: ast.Call) -> set[str]:
-    """Which of dtype and device a call of torch or torch.nn that makes a tensor leaves open."""
+    """The subset of {"dtype", "device"} that a tensor-creating call of torch or torch.nn does not name."""
     made, given = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
     module, _, name = made.rpartition(".")
     if None in given or not ((module == "torch" and name in MAKERS) or (module == "nn" and name in LAYERS)):

@@ -1,4 +1,4 @@
-"""Text as packed rows: positions and targets of documents, and the forms that text comes in."""
+"""Text as packed rows: positions and targets of documents, and the supported forms of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges for profilers: what they are called, who gets them, that nobody pays where nobody looks."""
+"""Ranges for profilers: their names, the profilers that receive them, and no cost without a profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.workers import run_ranks
 
 
 class Told:
-    """In the place of torch.cuda.nvtx: what was pushed, with its depth."""
+    """Fake of torch.cuda.nvtx that records pushed names and the depth."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -56,7 +56,7 @@ def test_a_span_that_nobody_sees_costs_next_to_nothing() -> None:
         with span("op", parts, "plain"):
             pass
 
-    # 0.1 us on an idle core; the bound is for one that others share.
+    # 0.1 us on an idle core; the bound allows for a shared one.
     assert min(timeit.repeat(one, number=10_000, repeat=20)) / 10_000 < 1e-6
 
 
@@ -108,7 +108,7 @@ def test_without_nvtx_it_says_so_once(
 
 
 class Native:
-    """In the place of a native group, which counts its own waits."""
+    """Fake of a native group, which counts its own waits."""
 
     seconds = 0.25
 
@@ -128,7 +128,7 @@ def test_a_profiler_sees_waits() -> None:
 
 
 def test_ops_in_nvtx(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank, forward and backward, through both doors of an op; the loss has no tensor of two dims but one."""
+    """Forward and backward on one rank, through both entry points of an op: the Python function and its overload."""
     monkeypatch.setenv("FUSED_TP_NVTX", "1")
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     op = matmul_all_reduce.MATMUL_ALL_REDUCE
@@ -140,7 +140,7 @@ def test_ops_in_nvtx(nvtx: Told, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def only_one_records(group: dist.ProcessGroup) -> list[float]:
-    """Rank 0 alone looks, also the first time, when ranks set up together what they share."""
+    """Profile rank 0 only, also in the first calls, in which all ranks set up shared state together."""
     x, w = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8)
     results = []
     with (
@@ -152,7 +152,7 @@ def only_one_records(group: dist.ProcessGroup) -> list[float]:
             result = op(x, w.clone().requires_grad_(), group=group)
             result.sum().backward()
             results.append(result.sum().item())
-        # No gradient for x, so nothing moves, and rank 0 must not ask for a schedule that others do not ask for.
+        # x needs no gradient, so nothing is communicated, and rank 0 must not request a schedule when its peers do not.
         weight = w.clone().requires_grad_()
         column_parallel_matmul.column_parallel_matmul(x.detach(), weight, group=group).sum().backward()
     return results

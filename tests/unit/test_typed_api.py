@@ -1,4 +1,4 @@
-"""What users' type checkers see of ops that return several kinds of things: mypy reads this file (`make lint`)."""
+"""Types that users' type checkers infer for ops with several return types: mypy checks this file (`make lint`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fused_tp.ops.attention_arguments import AttentionKeywords, ScoreKeywords
 
 
 def types(x: Tensor, w: Tensor, lengths: Tensor, cache: ContextKVCache, mesh: DeviceMesh) -> None:
-    """Never called."""
+    """Checked by mypy; never called."""
     gather = fused_tp.all_gather_matmul
     assert_type(gather(x, w, w, group=None), Tensor)
     assert_type(gather(x, [w, w], [w, None], group=None, gather_dim=0), list[Tensor])
@@ -54,7 +54,7 @@ def types(x: Tensor, w: Tensor, lengths: Tensor, cache: ContextKVCache, mesh: De
     ],
 )
 def test_shared_keywords_are_those_of_the_signature(op: Callable[..., object], keywords: type) -> None:
-    """Overloads name them by a TypedDict: none of them may be missing there, or be of another type."""
+    """Overloads take these keywords from a TypedDict: none may be missing there or have another type."""
     own = {"group", "mesh", "ulysses_dim", "ring_dim", "return_lse", "cache_seqlens", "page_table", "block"}
     parameters = inspect.signature(op).parameters.values()
     stated = {p.name: p.annotation for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in own}

@@ -1,4 +1,4 @@
-"""The harness itself: results, errors, deaths and hangs of ranks all come back, and the pool survives them."""
+"""The test harness: results, errors, deaths and hangs of ranks are reported, and the pool survives them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def sleep_on(group: dist.ProcessGroup, victim: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_results_come_back_in_rank_order(world_size: int) -> None:
-    """And the environment is restored after the call."""
+    """The environment is restored after the call, too."""
     total = [world_size * (world_size + 1.0)] * 3
     for variable in ("1", None):
         found = run_ranks(world_size, add_up, 2.0, env={"FUSED_TP_EXAMPLE": "1"} if variable else None)
@@ -100,7 +100,7 @@ def test_an_error_is_raised_with_the_tracebacks_of_all_ranks() -> None:
 
 
 def sum_over_mesh(group: dist.ProcessGroup, fail: bool) -> float:
-    """By DTensor, which remembers from one mesh to the next how it has moved such shards over such ranks."""
+    """Sum over a mesh with DTensor, whose caches outlive a mesh: they hold how shards were redistributed over ranks."""
     from torch.distributed.tensor import DTensor, Replicate, Shard  # slow to import in every new worker
 
     x = DTensor.from_local(torch.ones(2, 3), device_mesh(group), [Shard(0)])
@@ -120,7 +120,7 @@ def test_a_failure_leaves_nothing_to_the_next_call() -> None:
 
 
 def make_groups(group: dist.ProcessGroup, fail: bool) -> None:
-    """A mesh that DTensor has moved shards over, and a group that fused_tp has shared memory for."""
+    """Make a mesh and redistribute shards over it, and a group for which fused_tp allocates shared memory."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -149,7 +149,7 @@ def test_an_unpicklable_error_still_tells() -> None:
 
 
 def test_a_stuck_rank_shows_its_stack_and_the_pool_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(2, pid)  # workers that have imported this file already
+    run_ranks(2, pid)  # so that the workers have imported this file
     with pytest.raises(RanksTimedOut, match=r"(?s)ranks \[1\].*in sleep_on"):
         run_ranks(2, sleep_on, 1, timeout=1)
     assert run_ranks(2, add_up, 1.0)[1][1][0] == 3

@@ -1,5 +1,5 @@
 // Attention of odd shapes and masks, and products of few rows, with several threads, from several callers: for
-// sanitizers. Exact sizes of what is given lie on the heap, and what they find is told by the exit status.
+// sanitizers. Arguments are heap allocations of exact size; the exit status reports the sanitizers' findings.
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -23,7 +23,7 @@ struct Case {
   DType dtype;
   double softcap;
   bool slopes, dropout;
-  int window;  // a query sees this many keys before its place; < 0: all up to it
+  int window;  // keys that a query sees before its own place; < 0: all of them
 };
 
 std::vector<char> elements(int64_t count, DType dtype, unsigned seed) {
@@ -40,7 +40,7 @@ std::vector<char> elements(int64_t count, DType dtype, unsigned seed) {
   return made;
 }
 
-// All results, one after the other.
+// Concatenates all results.
 template <typename Real>
 std::vector<Real> run(const Case& at, int threads, const char* isa) {
   const Shape& s = at.shape;
@@ -106,7 +106,7 @@ bool works(const Case& at, int threads, const char* isa) {
   return good;
 }
 
-// Products of few rows: whole and broken tiles and steps, ends of rows at the ends of what is allocated.
+// Products of few rows: whole and partial tiles and steps; rows end where the allocation ends.
 bool multiplies(const char* isa) {
   bool good = true;
   for (const DType dtype : {DType::kF32, DType::kBF16})

@@ -1,4 +1,4 @@
-// Words and places of csrc/copy_engine/layout.h, and what steps say of their progress: for every number of ranks.
+// Words and places of csrc/copy_engine/layout.h, and the progress values of steps, for every number of ranks.
 #include <set>
 #include <vector>
 

@@ -1,5 +1,5 @@
-// Driver::memory_ops with more operations than one call of the driver takes, on the double of the driver, which refuses
-// as many as cuda.h does.
+// Driver::memory_ops with more operations than fit into one driver call, on the double of the driver, which has the
+// same limit as cuda.h.
 #include <cstdint>
 #include <vector>
 
@@ -15,7 +15,7 @@ int cuStreamBatchMemOp_v2(Stream, unsigned, BatchMemOp*, unsigned);
 }
 
 int main() {
-  const auto driver = Driver::open("");  // the program itself, which has the double
+  const auto driver = Driver::open("");  // this program, which contains the double
   const Driver::Device guard(*driver, 0);
   const OwnStream stream(driver, 0, Priority::kLeast);
   for (size_t count : {0, 1, 254, 255, 256, 257, 510, 511, 1021}) {

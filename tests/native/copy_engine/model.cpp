@@ -1,13 +1,13 @@
-// Runs the steps of the protocol (csrc/copy_engine/steps.h) through the orders in which they can happen, ranks that
-// give up at any moment included, and looks for: a call that passes its gates with bytes that are not its own, a stream
-// that nothing lets go on, and words that are not what they were before. Copies and sums take time: what they read may
-// change under them.
+// Model checker of the protocol (csrc/copy_engine/steps.h): runs its steps in the orders in which they can happen, with
+// ranks that give up at any moment, and looks for calls that pass their gates with wrong bytes, streams that block
+// forever, and words that do not return to their initial values. Copies and sums take time: their sources may change
+// meanwhile.
 //
 //     model <ranks> <calls> <ranks that may give up> <fault> <random walks, 0: all orders>
 //
-// Calls are letters: g a gather, s a scatter; G and S are only begun, and ended behind all others. o is a gather that a
-// kernel waits for, which is the next in the caller's stream; it takes the shards as they come, here in rank order.
-// A fault spoils the protocol on purpose. Prints the number of states (or steps), or what is wrong; exit status 0 or 1.
+// Calls are letters: g is a gather, s a scatter; G and S begin in order but end after all other calls. o is a gather
+// whose shards a kernel, next in the caller's stream, takes as they arrive, here in rank order. A fault breaks the
+// protocol on purpose. Prints the number of states (or steps), and the problem if there is one; exit status 0 or 1.
 #include <algorithm>
 #include <cctype>
 #include <cmath>
@@ -44,19 +44,19 @@ std::string script;
 bool is_scatter(int call) { return std::tolower(script[call]) == 's'; }
 bool is_offer(int call) { return script[call] == 'o'; }
 
-// Cells: of every rank its stages, its slots, where shards go, and what it made of the slots.
+// Cells of each rank: its stages, its slots, the destinations of shards, and the sums of slots.
 int cells_of_rank() { return kChannels + kChannels * world + calls * world + calls; }
 int stage_cell(int rank, int index) { return rank * cells_of_rank() + index; }
 int slot_cell(int rank, int index, int sender) { return stage_cell(rank, kChannels) + index * world + sender; }
-// Kernels that wait are given the same memory again in each call.
+// Kernels that wait for shards use the same memory in every call.
 int shard_cell(int rank, int call, int peer) {
   return slot_cell(rank, kChannels, 0) + (is_offer(call) ? script.find('o') : call) * world + peer;
 }
 int sum_cell(int rank, int call) { return slot_cell(rank, kChannels, 0) + calls * world + call; }
-int source_cell(int call) { return world * cells_of_rank() + call; }  // what a call sends, for ever
+int source_cell(int call) { return world * cells_of_rank() + call; }  // data that a call sends; never changes
 
-// Streams of a rank: the caller's, out, and in for each distance; of graphs, which are launched in the first of `in`,
-// one more for each other distance.
+// Streams of a rank: the caller's, `out`, and one `in` per distance. Graphs, launched in the first `in`, have one more
+// for each other distance.
 int streams_of_rank() { return 2 + world - 1 + std::max(0, world - 2); }
 int in_stream(int distance, bool of_graph) { return 1 + distance + (of_graph && distance > 1 ? world - 2 : 0); }
 std::vector<std::vector<Action>> programs;  // by rank * streams_of_rank() + stream
@@ -87,7 +87,7 @@ void add(int rank, int stream, const Steps& steps, const Layout& layout) {
       added.push_back({Action::kCopied, rank, 0, 0, from, to});
     }
   }
-  // Faults by which a write is left out: whether it is the sender's, and of which value.
+  // Faults that omit a write: whether it is the sender's, and its value.
   static const std::map<std::string, std::pair<bool, int>> left_out = {
       {"token not taken", {true, 0}}, {"ready not cleared", {false, 0}}, {"not given back", {false, 1}}};
   const auto writes = [](int value) {
@@ -132,7 +132,7 @@ void build() {
         protocol.offer(steps, index, call, {kPrivate, source_cell(call)}, {}, 1, false);
         if (fault == "arrived not cleared") steps.erase(steps.begin(), steps.begin() + 2 * world);
         add(rank, 0, steps, layout);
-        // In the first stream of our own, and in others behind it, as in Workspace::fetch.
+        // In the rank's first `in` stream, and in others ordered after it, as in Workspace::fetch.
         auto fetched = [&](auto&& give) {
           steps.clear();
           give();
@@ -231,19 +231,19 @@ void build() {
   }
 }
 
-// What a rank that has given up does next.
+// Next action of a rank that has given up.
 enum Rescue : uint8_t { kHealthy, kClosing, kRescuing = 100, kShut, kFilled };
 
 constexpr int kMostRanks = 4, kMostCalls = 8, kMostStreams = kMostRanks * 2 * kMostRanks, kMostEvents = 64;
 constexpr int kMostWords = Layout(kMostRanks, 0, 0).words();
 constexpr int kMostCells = kMostRanks * (kChannels * (1 + kMostRanks) + kMostCalls * (kMostRanks + 1)) + kMostCalls;
 
-// Bytes alone, which are compared as such.
+// Consists of bytes only, so that states are hashed bytewise.
 struct State {
   uint8_t words[kMostRanks][kMostWords];
   uint8_t cells[kMostCells];
   uint8_t positions[kMostStreams];
-  uint8_t begun[kMostStreams][kMostRanks];  // what copies and sums have begun with
+  uint8_t begun[kMostStreams][kMostRanks];  // values that running copies and sums have read at their begin
   uint8_t happened[kMostRanks][kMostEvents];
   uint8_t progress[kMostRanks], rescue[kMostRanks], aim[kMostRanks];
   uint8_t filled[kMostRanks][kMostCalls];
@@ -260,10 +260,10 @@ State first() {
   return state;
 }
 
-// Empty, or what is wrong.
+// Empty, or a description of the problem.
 std::string wrong;
 
-// Does the next action of a stream, if it can be done.
+// Executes the next action of a stream; false if it has none or the action must wait.
 bool advance(State& s, int stream) {
   const auto& program = programs[stream];
   uint8_t& position = s.positions[stream];
@@ -329,7 +329,7 @@ bool advance(State& s, int stream) {
   return true;
 }
 
-// All that a rank's rescue may do next: one state each.
+// Appends a state for each possible next action of a rank's rescue.
 void rescues(const State& state, int rank, std::vector<State>& next) {
   const Layout layout(world, 256, 256);
   const Protocol protocol(layout, rank);
@@ -363,7 +363,7 @@ void rescues(const State& state, int rank, std::vector<State>& next) {
     }
     return next.push_back(s);
   }
-  // One flag that a stream waits for.
+  // Set one flag that a stream waits for.
   for (int stream = rank * streams_of_rank(); stream < (rank + 1) * streams_of_rank(); ++stream) {
     const uint8_t position = s.positions[stream];
     if (position == programs[stream].size()) continue;
@@ -373,7 +373,7 @@ void rescues(const State& state, int rank, std::vector<State>& next) {
     forced.words[rank][a.word] = 1;
     next.push_back(forced);
   }
-  // A call at a gate that is not open.
+  // Handle a call that waits at a closed gate.
   const uint8_t progress = s.progress[rank];
   const int which = progress % 8 == 1 ? 0 : 1;
   if (progress % 2 == 1 && (s.words[rank][which] != 1 || (which == 0 && s.words[rank][1] == 1))) {
@@ -407,7 +407,7 @@ std::vector<State> successors(const State& state) {
     State s = state;
     if (!advance(s, stream)) continue;
     if (!wrong.empty()) return {};
-    // What nobody else can see needs no order: it happens at once, alone.
+    // Actions invisible to others commute with all: take them alone, to reduce the states.
     const Action::Kind kind = program[position].kind;
     if (kind == Action::kRecord || kind == Action::kWaitEvent || kind == Action::kDeliver) return {s};
     next.push_back(s);
@@ -436,7 +436,7 @@ long random_walks(int walks) {
   long steps = 0;
   for (int walk = 0; walk < walks && wrong.empty(); ++walk) {
     State state = first();
-    // Who is quick in this walk, ranks, or streams of ranks too: even chances would keep all close together.
+    // Random speeds of ranks, in every other walk of streams, too: equal chances would keep all close together.
     const auto draw = [&] { return std::pow(10.0, -2.0 * std::generate_canonical<double, 20>(chance)); };
     std::vector<double> pace(world * streams_of_rank());
     for (int rank = 0; rank < world; ++rank) {

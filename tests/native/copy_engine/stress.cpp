@@ -1,11 +1,11 @@
-// Ranks as threads, each with a workspace of its own on the double of the driver, which run far ahead of their streams:
-// many calls are enqueued before the first has ended, some of them as a graph that is replayed. Ranks pause, stop
-// coming or give up, at random. Every result must be right, or NaN where some rank has given up; and all streams must
-// go on.
+// Ranks as threads, each with its own workspace on the double of the driver, run far ahead of their streams: many calls
+// are enqueued before the first has ended, some of them as a graph that is replayed. Ranks pause, stop making calls or
+// give up, at random. Every result must be right, or NaN if some rank has given up; and no stream may block.
 //
 //     stress <ranks> <rounds> <seed> <1: with such trouble>
 //
-// Without trouble also under ThreadSanitizer. A rank that gives up races on purpose: what is read then is not used.
+// Without such trouble it also runs under ThreadSanitizer. A rank that gives up races on purpose: data read then is not
+// used.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -32,24 +32,24 @@ namespace {
 
 constexpr size_t kWords = 600;  // of a message
 constexpr int kCalls = 24;
-constexpr double kTimeout = 0.4;       // of ranks that may not come
-constexpr double kLongTimeout = 60.0;  // of ranks that do come, on a busy machine too: one that gives up is a race
+constexpr double kTimeout = 0.4;       // in rounds in which ranks may be absent
+constexpr double kLongTimeout = 60.0;  // in other rounds, enough for a busy machine: a rank that gives up is a bug
 
 uint64_t value(int call, int rank) { return static_cast<uint64_t>(call) * 64 + rank + 1; }
 
 DeviceAddress at(const void* memory) { return reinterpret_cast<DeviceAddress>(memory); }
 
-// A step in a stream: what a kernel would do.
+// Enqueues a step that simulates a kernel.
 template <typename Work>
 void launch(Stream stream, Work work) {
-  auto* kept = new Work(std::move(work));  // a graph may do it again
+  auto* kept = new Work(std::move(work));  // never freed: a graph may run it again
   cuda_double_enqueue(stream, [](void* argument) { (*static_cast<Work*>(argument))(); }, kept);
 }
 
-// How a rank behaves in a round.
+// Behaviour of a rank in a round.
 struct Mood {
-  int stops_before = kCalls;  // this call it does not make, nor any after
-  bool aborts = false;        // then it says so
+  int stops_before = kCalls;  // first call that the rank does not make
+  bool aborts = false;        // aborts after its last call
   bool pauses = false;
 };
 
@@ -75,10 +75,10 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
   std::vector<DeviceAddress> addresses;
   for (auto& memory : shared.memory) addresses.push_back(at(memory.data()));
   const OwnStream caller(driver, 0, fused_tp::driver::Priority::kLeast);
-  // What a call sends, what it gives, and what that was behind its gates.
+  // Input of a call, its result, and a copy of the result taken after its gates.
   using Words = std::vector<uint64_t>;
   std::vector<Words> sent(kCalls, Words(kWords)), given(kCalls, Words(kWords * world)), taken(2 * kCalls, given[0]);
-  Words offered(kWords), come(kWords * world);  // of gathers that a kernel waits for: the same in all calls
+  Words offered(kWords), come(kWords * world);  // for gathers that a kernel waits for: the same memory in all calls
   std::vector<std::unique_ptr<Workspace::Call>> calls;
   std::mt19937 script(seed), pace(seed + 1 + rank);
   const Mood mood = shared.moods[rank];
@@ -100,7 +100,7 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
       const int index = workspace.offer(*calls[call], stream, Op::kOther, {at(offered.data()), 8 * kWords}, places);
       Words& result = given[call];
       const DeviceAddress words = addresses[rank];
-      launch(stream, [&, words, index] {  // a kernel that takes the shards as they come
+      launch(stream, [&, words, index] {  // a kernel that takes the shards as they arrive
         for (int peer = 0; peer < world; ++peer) {
           const auto* arrived =
               reinterpret_cast<const std::atomic<uint64_t>*>(words) + workspace.layout().arrived(index, peer);
@@ -111,7 +111,7 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
       workspace.finish(*calls[call], stream, {{at(result.data()), 8 * result.size()}});
       driver->copy(at(taken[call].data()), at(result.data()), 8 * result.size(), stream);
     };
-    // One call; the numbers that it sends are made in the stream.
+    // Makes one call, whose input is written in the stream.
     auto make = [&](int call, bool gather, bool leave_open) {
       calls.push_back(std::make_unique<Workspace::Call>(workspace.begin(Op::kOther, stream, shared.timeout)));
       Words& own = sent[call];
@@ -142,7 +142,7 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
       driver->copy(at(taken[call].data()), at(result.data()), 8 * result.size(), stream);
     };
 
-    // The second half of the calls is a graph, which a rank that comes so far replays twice.
+    // The second half of the calls is captured in a graph, which a rank that makes all calls replays twice.
     const bool graph = script() % 2 == 0;
     void* captured = nullptr;
     int enqueued = 0;
@@ -167,7 +167,7 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
     if (graph && enqueued > kCalls / 2) {
       captured = cuda_double_end_capture(stream);
       cuda_double_replay(captured, stream);
-      if (enqueued == kCalls) {  // else this rank has come to its end
+      if (enqueued == kCalls) {  // otherwise this rank has stopped
         for (int call = kCalls / 2; call < enqueued; ++call)
           driver->copy(at(taken[kCalls + call].data()), at(taken[call].data()), 8 * taken[call].size(), stream);
         cuda_double_replay(captured, stream);
@@ -184,11 +184,11 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
         if (words == nullptr) continue;
         const bool nan = std::all_of(words->begin(), words->end(), [](uint64_t word) { return word == ~uint64_t{0}; });
         EXPECT(!nan || given_up);
-        for (size_t i = 0; i < words->size() && !nan; ++i)  // no wrong bytes are taken for right
+        for (size_t i = 0; i < words->size() && !nan; ++i)  // results are never wrong without being NaN
           EXPECT((*words)[i] == value(call, static_cast<int>(i / kWords)));
       }
     }
-    wait_for_all(ended, world);  // nobody frees what others may still write to
+    wait_for_all(ended, world);  // keep memory that peers may still write to
   }
   wait_for_all(made, world);
 }
@@ -197,7 +197,7 @@ void play(const std::shared_ptr<const Driver>& driver, Shared& shared, int rank,
 
 int main(int count, char** arguments) {
   if (count != 5) return 2;
-  const auto driver = Driver::open("");  // the program itself, which has the double
+  const auto driver = Driver::open("");  // this program, which contains the double
   const int world = std::atoi(arguments[1]), rounds = std::atoi(arguments[2]);
   std::mt19937 chance(static_cast<unsigned>(std::atoi(arguments[3])));
   const bool trouble = std::atoi(arguments[4]) != 0;

@@ -1,7 +1,7 @@
-// A double of libcuda.so.1 on the CPU: device memory is host memory and streams are threads, so that what is concurrent
-// on a GPU is so here. The default stream runs everything at once, on the thread that calls; so do tensors of the CPU.
+// A double of libcuda.so.1 on the CPU: device memory is host memory and streams are threads, so concurrency is that of
+// a GPU. The default stream, which CPU tensors use, runs everything immediately on the calling thread.
 //
-// Of graphs there is as much as a test needs: a capture that puts down what would have run, and a replay in that order.
+// Graphs are supported as far as tests need them: a capture records the steps, and a replay runs them in that order.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -41,13 +41,13 @@ constexpr int kDevices = 8;
 
 struct Graph {
   std::vector<std::function<void()>> steps;
-  std::vector<CUstream_st*> drawn;  // streams that came into the capture by an event
+  std::vector<CUstream_st*> drawn;  // streams that joined the capture by an event
 };
 
-// What one record of an event stands for.
+// State of one record of an event.
 struct Recorded {
   std::atomic<bool> done{false};
-  std::shared_ptr<Graph> graph;  // recorded in a capture of it
+  std::shared_ptr<Graph> graph;  // set if recorded in a capture of this graph
 };
 
 std::mutex stall_mutex;
@@ -75,7 +75,7 @@ struct CUevent_st {
 
 struct CUstream_st {
   CUstream_st() : shared(std::make_shared<Shared>()) {
-    // Detached, as a stream that is destroyed with work in it lives on until that has ended.
+    // Detached, as a stream that is destroyed with pending work continues until the work has ended.
     std::thread([shared = shared] { run(*shared); }).detach();
   }
   ~CUstream_st() {
@@ -95,7 +95,7 @@ struct CUstream_st {
     return shared->steps.empty();
   }
 
-  std::shared_ptr<Graph> capture;  // used by the capturing thread alone
+  std::shared_ptr<Graph> capture;  // used only by the capturing thread
 
  private:
   struct Shared {
@@ -115,7 +115,7 @@ struct CUstream_st {
       pass_stall();
       step();
       lock.lock();
-      shared.steps.pop_front();  // only now: it is what `idle` looks at
+      shared.steps.pop_front();  // after the step, because `idle` checks for an empty queue
     }
   }
 
@@ -129,7 +129,7 @@ using Stream = CUstream_st*;
 using Event = CUevent_st*;
 using DeviceAddress = unsigned long long;
 
-bool is_default(Stream stream) { return reinterpret_cast<uintptr_t>(stream) <= 2; }  // legacy and per-thread ones too
+bool is_default(Stream stream) { return reinterpret_cast<uintptr_t>(stream) <= 2; }  // also legacy and per-thread ones
 
 void enqueue(Stream stream, std::function<void()> step) {
   if (is_default(stream)) {
@@ -154,7 +154,7 @@ Context primary_context(int device) {
 }
 
 std::mutex fault_mutex;
-auto& faults = *new std::map<std::string, int>();  // what calls return, once
+auto& faults = *new std::map<std::string, int>();  // error code that a call returns once, by name
 std::atomic<bool> any_fault{false};
 
 int fault_of(const char* call) {
@@ -166,7 +166,7 @@ int fault_of(const char* call) {
 
 }  // namespace
 
-// Of calls that put something into a stream, graphs as a whole and what is put into captures.
+// Number of calls that enqueue into a stream; a graph launch counts as one, and captured calls count, too.
 std::atomic<long> stream_calls{0};
 
 std::atomic<long> streams_made{0};
@@ -178,30 +178,30 @@ std::atomic<long> streams_made{0};
 
 // ---- knobs of the double ---------------------------------------------------------------------------------------
 
-// No stream begins another step until it is called with 0.
+// Makes all streams begin no further step until it is called with 0.
 EXPORT void cuda_double_stall(int on) {
   std::lock_guard<std::mutex> lock(stall_mutex);
   stalled.store(on != 0);
   stall_changed.notify_all();
 }
 
-// The call of that name returns `code`, once. Of cuStreamQuery, cuEventRecord and cuEventQuery.
+// Makes the call of that name return `code`, once. For cuStreamQuery, cuEventRecord and cuEventQuery.
 EXPORT void cuda_double_fail(const char* call, int code) {
   std::lock_guard<std::mutex> lock(fault_mutex);
   faults[call] = code;
   any_fault.store(true);
 }
 
-// How many calls have put something into a stream.
+// Number of calls that have enqueued into a stream.
 EXPORT long cuda_double_stream_calls() { return stream_calls.load(); }
 
-// How many streams the driver has been asked for.
+// Number of streams created by the driver.
 EXPORT long cuda_double_streams_made() { return streams_made.load(); }
 
-// A stream for a test, which lives until the process ends.
+// Creates a stream for a test; it exists until the process ends.
 EXPORT Stream cuda_double_stream() { return new CUstream_st(); }
 
-// A step of a test's, or of the double of NCCL, in a stream.
+// Enqueues a step of a test, or of the double of NCCL, into a stream.
 EXPORT void cuda_double_enqueue(Stream stream, void (*step)(void*), void* argument) {
   enqueue(stream, [step, argument] { step(argument); });
 }
@@ -214,7 +214,7 @@ EXPORT int cuda_double_begin_capture(Stream stream) {
   return kSuccess;
 }
 
-// Streams that were drawn into the capture must have been joined, and leave it too.
+// Streams that joined the capture by an event must have been joined back, and leave it, too.
 EXPORT void* cuda_double_end_capture(Stream stream) {
   auto* graph = new std::shared_ptr<Graph>(stream->capture);
   stream->capture = nullptr;
@@ -335,7 +335,7 @@ EXPORT int cuStreamWaitEvent(Stream stream, Event event, unsigned) {
     recorded = event->latest;
   }
   if (!recorded) return kSuccess;
-  if (recorded->graph) {  // the stream is drawn into the capture, whose steps run one after the other
+  if (recorded->graph) {  // the stream joins the capture, whose steps run one after the other
     if (is_default(stream)) return kInvalidValue;
     stream->capture = recorded->graph;
     recorded->graph->drawn.push_back(stream);
@@ -358,7 +358,7 @@ EXPORT int cuStreamWaitValue64_v2(Stream stream, DeviceAddress address, uint64_t
   return kSuccess;
 }
 
-struct MemoryOp {  // CUstreamBatchMemOpParams, of waits and writes
+struct MemoryOp {  // CUstreamBatchMemOpParams for waits and writes
   unsigned operation;
   DeviceAddress address;
   uint64_t value;
@@ -370,7 +370,7 @@ struct MemoryOp {  // CUstreamBatchMemOpParams, of waits and writes
 EXPORT int cuStreamBatchMemOp_v2(Stream stream, unsigned count, MemoryOp* ops, unsigned) {
   ++stream_calls;
   constexpr unsigned kWaitValue64 = 4, kWriteValue64 = 5;
-  if (count >= 256) return kInvalidValue;  // as cuda.h says: "Must be less than 256"
+  if (count >= 256) return kInvalidValue;  // limit of cuda.h: "Must be less than 256"
   for (unsigned i = 0; i < count; ++i) {
     const MemoryOp op = ops[i];
     if (op.operation == kWaitValue64) {
@@ -384,7 +384,7 @@ EXPORT int cuStreamBatchMemOp_v2(Stream stream, unsigned count, MemoryOp* ops, u
   return kSuccess;
 }
 
-// A graph as it is captured is one as it is launched.
+// Captured and executable graphs have the same type.
 using GraphHandle = std::shared_ptr<Graph>*;
 
 EXPORT int cuStreamBeginCapture_v2(Stream stream, int) { return cuda_double_begin_capture(stream); }
@@ -453,9 +453,9 @@ EXPORT int cuMemcpyAsync(DeviceAddress to, DeviceAddress from, size_t bytes, Str
   return kSuccess;
 }
 
-// The only fill there is overlaps, on purpose, with what a failed op still receives (`poison` in
-// csrc/nccl/communicator.cpp): on a GPU one of the two writes wins. So ThreadSanitizer is not shown this one; volatile
-// keeps the loop from becoming a memset, which it intercepts.
+// The only use of a fill races on purpose with data that a failed op still receives (`poison` in
+// csrc/nccl/communicator.cpp): on a GPU one of the two writes wins. So this write is hidden from ThreadSanitizer;
+// volatile keeps the loop from becoming a memset, which it intercepts.
 __attribute__((no_sanitize("thread"))) static void fill(volatile unsigned char* to, unsigned char byte, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) to[i] = byte;
 }
@@ -477,7 +477,7 @@ EXPORT int cuMemHostGetDevicePointer_v2(DeviceAddress* address, void* host, unsi
   return kSuccess;
 }
 
-// The driver waits for the device before it frees pinned memory.
+// Like the driver, waits for the device before it frees pinned memory.
 EXPORT int cuMemFreeHost(void* host) {
   pass_stall();
   std::free(host);

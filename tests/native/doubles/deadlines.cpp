@@ -1,4 +1,4 @@
-// csrc/driver/deadlines.h, with times and answers that are made up.
+// Tests of csrc/driver/deadlines.h with simulated times and answers.
 #include "driver/deadlines.h"
 
 #include <cstdio>
@@ -54,8 +54,8 @@ void never_is_never() {
   EXPECT(!s.poll(0) && !s.poll(kNever - 1));
 }
 
-// Against a model: an op that is not to expire never does, one that is does at the first look after its time. That
-// counts from when it has begun, which is late where the device computes before it, and the op before it has ended.
+// Comparison with a model: an op within its time never expires, another expires at the first poll after its time. Time
+// counts from when the op has begun, possibly after earlier computation of the device, and the op before it has ended.
 void at_random() {
   std::mt19937 chance(7);
   for (int trial = 0; trial < 2000; ++trial) {
@@ -71,7 +71,7 @@ void at_random() {
       ends.push_back(start + 1 + static_cast<int64_t>(chance() % 100));
       timeouts.push_back(1 + static_cast<int64_t>(chance() % 120));
       s.deadlines.add(op, timeouts.back());
-      // Looked at in every unit of time, so it is seen as soon as it has begun.
+      // Polled in every unit of time, so the begin is seen at once.
       if (stuck < 0 && start + timeouts[op] < ends[op]) stuck = op, expires = start + timeouts[op];
       time = ends.back();
     }
@@ -101,7 +101,7 @@ void graphs_tell_by_a_word() {
   const auto expired = graph.poll(110, word, 10);
   EXPECT(expired && expired->op == 3 && expired->waited_ns == 10);
 
-  // The same op of the next replay is progress, though the word has the same value.
+  // The same op in the next replay is progress, although the word has the same value.
   word = 7;
   EXPECT(!graph.poll(111, word, 10));
   word = 7;

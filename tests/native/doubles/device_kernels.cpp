@@ -1,5 +1,5 @@
-// A library of device kernels that launches nothing: each function lists its arguments, those in structs too, in
-// `recorded`. Compiled with -DABI=... and, for what it says of itself, -DBUILT_FOR=...
+// A library of device kernels that launches nothing: each function writes its arguments, also those in structs, to
+// `recorded`. Compiled with -DABI=... and, for the GPUs that it claims to support, -DBUILT_FOR=...
 #include "cuda/launchers.h"
 using namespace fused_tp::cuda;
 

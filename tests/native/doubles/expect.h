@@ -1,4 +1,4 @@
-// A check that ends the program with its place and text.
+// A check that on failure prints its location and text and ends the program.
 #pragma once
 
 #include <cstdio>

@@ -1,10 +1,10 @@
-"""The doubles of libcuda and libnccl, one library, and the knobs by which tests make things go wrong in them.
+"""The doubles of libcuda and libnccl, built as one library, and the knobs with which tests inject faults.
 
     driver, library = load_doubles()                       # _core.Driver and _core.NcclLibrary over the doubles
     communicator = _core.Communicator(library, driver, 0, unique_id, rank, size, timeout_seconds=10)
 
-Device memory is host memory, so addresses of CPU tensors are as good as any; stream 0 runs at once on the thread that
-calls, all other streams are threads. Ranks are processes, or threads of one process.
+Device memory is host memory, so addresses of CPU tensors are valid; stream 0 runs immediately on the calling thread,
+all other streams are threads. Ranks are processes, or threads of one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fused_tp import _core
 
 FOLDER = Path("tests", "native", "doubles")
-NCCL_NAMES = "fused_tp_nccl_double_"  # of objects in /dev/shm, while ranks find each other
+NCCL_NAMES = "fused_tp_nccl_double_"  # prefix of objects in /dev/shm, which exist until all ranks have joined
 
 
 @functools.cache
@@ -44,14 +44,14 @@ def gpu_double(*flags: str) -> Path:
 
 
 def load_doubles() -> tuple[_core.Driver, _core.NcclLibrary]:
-    """Driver and library of this process."""
+    """Open the doubles as driver and library of this process."""
     from fused_tp import _core
 
     return _core.Driver(str(gpu_double())), _core.NcclLibrary(str(gpu_double()))
 
 
 def double_knobs() -> ctypes.CDLL:
-    """cuda_double_stall(on), nccl_double_inject(error), ...: see the doubles."""
+    """Knobs of the doubles: cuda_double_stall(on), nccl_double_inject(error), ...; documented in the doubles."""
     knobs = ctypes.CDLL(str(gpu_double()))
     knobs.cuda_double_stream.restype = knobs.cuda_double_end_capture.restype = ctypes.c_void_p
     knobs.cuda_double_stream_calls.restype = knobs.cuda_double_streams_made.restype = ctypes.c_long
@@ -70,7 +70,7 @@ class Stream:
         self.handle: int = self._cuda.cuda_double_stream()
 
     def wait_for(self, word: torch.Tensor) -> None:
-        """What follows runs once the word is 1 or more."""
+        """Block later work of the stream until the word is 1 or more."""
         one, at_least = ctypes.c_uint64(1), ctypes.c_uint(0)
         self._cuda.cuStreamWaitValue64_v2(ctypes.c_void_p(self.handle), ctypes.c_uint64(word.data_ptr()), one, at_least)
 
@@ -80,22 +80,22 @@ class Stream:
 
 
 def nccl_of_version(version: int, folder: Path) -> Path:
-    """Another copy of the double of libnccl; it asks for NCCL_DOUBLE_VERSION, which is set from now on."""
+    """Copy the double of libnccl and set NCCL_DOUBLE_VERSION, which it reports, for this process."""
     os.environ["NCCL_DOUBLE_VERSION"] = str(version)
     return Path(shutil.copy(gpu_double(), folder / f"libnccl_{version}.so"))
 
 
 def run_races() -> str:
-    """What races.cpp prints under ThreadSanitizer."""
+    """Run races.cpp under ThreadSanitizer; return its output."""
     require_sanitizer("thread")
-    # initial-exec: thread-local memory of a library that was loaded late is given to the next thread unseen by it.
+    # initial-exec: ThreadSanitizer does not see that thread-local memory of a late-loaded library is reused by threads.
     flags = ("-fsanitize=thread", "-ftls-model=initial-exec")
     own = [source for folder in ("driver", "nccl") for source in sorted(Path("csrc", folder).glob("*.cpp"))]
     program = build_program("nccl_races", [FOLDER / "races.cpp", *own], ["-Icsrc", "-O1", flags[0]])
     return output_of(program, gpu_double(*flags))
 
 
-# What stands for the libraries of GPUs, by transport, and how the CPU's tensors come to go through it.
+# By transport: the function that makes CPU tensors use the doubles, and the functions that build them.
 DOUBLES: dict[str, tuple[Callable[..., None], tuple[Callable[[], Path], ...]]] = {
     "two_shot": (use_library, (cpu_device_library,)),
     "copy_engine": (use_driver, (gpu_double,)),
@@ -104,14 +104,14 @@ DOUBLES: dict[str, tuple[Callable[..., None], tuple[Callable[[], Path], ...]]] =
 
 
 def build_doubles(transport: str) -> None:
-    """In the test process, before ranks need them."""
+    """Build the doubles of a transport in the test process, before ranks need them."""
     for library in DOUBLES[transport][1] if transport in DOUBLES else ():
         library()
 
 
 @contextmanager
 def doubles(transport: str) -> Iterator[None]:
-    """The CPU's tensors go through the doubles of that transport, if it needs any."""
+    """Let CPU tensors use the doubles of that transport, if it needs any."""
     if transport not in DOUBLES:
         yield
         return
@@ -119,5 +119,5 @@ def doubles(transport: str) -> Iterator[None]:
     use(*(library() for library in libraries))
     try:
         yield
-    finally:  # the process goes on to other tests
+    finally:  # the process runs other tests later
         use(None)

@@ -1,9 +1,9 @@
 // A double of libnccl.so.2 on the CPU, between processes: a unique id names an object of POSIX shared memory, in which
-// every pair of ranks has a small mailbox. Ops run as steps of streams of cuda_double.cpp, which is in the same
-// library, move their bytes through the mailboxes and wait for each other as NCCL's kernels do; an abort ends them.
+// every pair of ranks has a small mailbox. Ops run as steps in streams of cuda_double.cpp, which is in this library,
+// move their bytes through the mailboxes and wait for each other as NCCL's kernels do; an abort ends them.
 //
-// Like NCCL it is not ready at once: communicators are always non-blocking, and whatever a call starts has only begun
-// once ncclCommGetAsyncError has been asked and says ncclSuccess.
+// As in NCCL, communicators are non-blocking, here always: the work of a call has begun only once ncclCommGetAsyncError
+// returns ncclSuccess.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -55,7 +55,7 @@ struct Shared {
   Mailbox mailboxes[kMaxRanks][kMaxRanks];  // from, to
 };
 
-// Ranks come in any order, and whoever comes last takes the name away; what is mapped stays.
+// Ranks join in any order, and the last one unlinks the name; the mappings remain.
 class Region {
  public:
   explicit Region(const std::string& name) : name_(name) {
@@ -77,14 +77,14 @@ class Region {
 
 // ---- ops -------------------------------------------------------------------------------------------------------
 
-// A message: how long it is, then that many bytes.
+// A message: its length, then that many bytes.
 struct Piece {
   bool out;
   int peer;
   char* data;
   uint64_t bytes;
-  uint64_t length = bytes;  // what the sender says
-  uint64_t done = 0;        // the 8 bytes of the length included
+  uint64_t length = bytes;  // the sender's length
+  uint64_t done = 0;        // bytes moved, including the 8 bytes of the length
 };
 using Pieces = std::vector<Piece>;
 
@@ -98,11 +98,11 @@ struct ncclComm {
   std::atomic<int> error{kSuccess};
   std::atomic<int> running{0};  // steps in streams
 
-  // Of the thread that calls.
+  // Used only by the calling thread.
   bool joined = false;
   bool captured = false;  // graphs hold its steps, so it is never deleted
   bool finalized = false;
-  std::vector<std::function<void()>> to_launch;  // at the next question whether all is well
+  std::vector<std::function<void()>> to_launch;  // launched by a later call of ncclCommGetAsyncError
   int questions = 0;
 };
 
@@ -110,7 +110,7 @@ namespace {
 
 using CommPointer = ncclComm*;
 
-// Moves what there is room for, or what has come; true once all of it has moved.
+// Sends as much as there is room for, or receives the data that has arrived; true once the whole message has moved.
 bool move(ncclComm& comm, Piece& piece) {
   auto& boxes = comm.region->shared->mailboxes;
   Mailbox& box = piece.out ? boxes[comm.rank][piece.peer] : boxes[piece.peer][comm.rank];
@@ -134,7 +134,7 @@ bool move(ncclComm& comm, Piece& piece) {
   return true;
 }
 
-// All at once: nothing waits for another of the list. Between two ranks messages keep their order.
+// Moves all messages concurrently: none waits for another, except that messages between two ranks keep their order.
 void exchange(ncclComm& comm, Pieces pieces) {
   for (int round = 0; !comm.aborted.load(); ++round) {
     bool all = true;
@@ -156,7 +156,7 @@ void exchange(ncclComm& comm, Pieces pieces) {
 struct Step {
   ncclComm* comm;
   Pieces pieces;
-  bool captured;  // it may run any number of times
+  bool captured;  // a captured step may run any number of times
 };
 
 void launch(ncclComm* comm, Stream stream, Pieces pieces) {
@@ -230,12 +230,12 @@ ncclComm* new_comm(const std::string& name, int rank, int size) {
 
 void release(ncclComm* comm) {
   while (comm->running.load() > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  comm->region->forget_name();  // in case some rank never came
+  comm->region->forget_name();  // in case some rank has never joined
   --live_communicators;
   if (!comm->captured) delete comm;
 }
 
-struct Config {  // what all versions share
+struct Config {  // the fields common to all versions
   size_t size;
   unsigned magic;
   unsigned version;
@@ -250,10 +250,10 @@ bool wrong(const Config* config) {
 
 // ---- knobs of the double ---------------------------------------------------------------------------------------
 
-// From now on every communicator of this process reports that error.
+// Makes every communicator of this process report that error from now on.
 EXPORT void nccl_double_inject(int error) { injected.store(error); }
 
-// From now on nothing that is started gets further than ncclInProgress, as when a connection is not made.
+// Makes all new work remain at ncclInProgress from now on, as when a connection cannot be made.
 EXPORT void nccl_double_stall_launches(int on) { launches_stalled.store(on != 0); }
 
 EXPORT int nccl_double_live_communicators() { return live_communicators.load(); }
@@ -303,7 +303,7 @@ EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* error) {
       comm->to_launch.clear();
       for (const auto& one : launches) one();
     }
-  } else if (comm->finalized && (comm->running.load() > 0 || comm->captured)) {  // graphs are never known to end here
+  } else if (comm->finalized && (comm->running.load() > 0 || comm->captured)) {  // the end of graphs is unknown here
     *error = kInProgress;
   }
   return kSuccess;

@@ -1,5 +1,5 @@
-// Communicators over the doubles, ranks as threads: ops from several threads, deadlines, an error that
-// NCCL reports, a peer that is lost, and ends in all of these states. For ThreadSanitizer.
+// Communicators over the doubles, with ranks as threads, for ThreadSanitizer: ops from several threads, deadlines, an
+// error that NCCL reports, a lost peer, and the end of communicators in all of these states.
 //
 //     races <double of libcuda and libnccl>
 #include <dlfcn.h>
@@ -44,7 +44,7 @@ Ticket all_gather(Communicator& communicator, const std::vector<float>& in, std:
   return communicator.all_gather(in.data(), out.data(), in.size() * sizeof(float), Stream{nullptr});
 }
 
-// The host waits, as it does in no op of ours.
+// Waits on the host, which ops of fused_tp never do.
 void wait(Communicator& communicator, const Ticket& ticket) {
   const driver::Driver::Device guard(*the_driver, communicator.device());
   while (!the_driver->done(ticket.ended->get())) {
@@ -67,7 +67,7 @@ void ops_and_ends() {
   on_all_ranks([&](int rank) {
     const auto one = join(first, rank, 30);
     const auto other = join(second, rank, 30);
-    // Two communicators are used by two threads.
+    // Two threads use two communicators.
     std::thread thread([&] {
       for (int i = 0; i < 20; ++i) all_gather(*other);
     });
@@ -92,7 +92,7 @@ void expect_failure(Communicator& communicator, const Ticket& ticket) {
   EXPECT(communicator.failed() && !communicator.failure().empty());
 }
 
-// Rank 0 does not come; `end` is how the others find out.
+// Rank 0 is absent; `end` makes the others notice.
 template <typename Error, typename End>
 void one_is_missing(double timeout, End&& end) {
   const UniqueId id = the_library->make_id();
@@ -109,13 +109,13 @@ void one_is_missing(double timeout, End&& end) {
     std::thread other([&] { end(*communicator); });
     expect_failure<Error>(*communicator, ticket);
     other.join();
-    // The stream goes on, and what did not come is NaN. What other ranks have sent may arrive behind the fill.
+    // The stream continues, and missing data is NaN. Data sent by other ranks may arrive after the fill.
     EXPECT(the_driver->synchronize(communicator->stream(), 20));
     for (size_t i = 0; i < kCount; ++i) EXPECT(out[i] != out[i]);
   });
 }
 
-// Sizes by chance, the same on all ranks: what arrives is what was sent, while another thread asks whether it has.
+// Random sizes, the same on all ranks: data arrives as sent, while another thread polls for its arrival.
 void exchanges() {
   const UniqueId id = the_library->make_id();
   on_all_ranks([&](int rank) {

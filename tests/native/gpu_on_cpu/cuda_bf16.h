@@ -1,4 +1,4 @@
-// bfloat16 as the kernels use it.
+// The part of CUDA's bfloat16 that the kernels use.
 #pragma once
 
 #include "half.h"

@@ -1,4 +1,4 @@
-// float16 as the kernels use it.
+// The part of CUDA's float16 that the kernels use.
 #pragma once
 
 #include "half.h"

@@ -1,7 +1,7 @@
-// As much of CUDA's runtime as the kernels in csrc/cuda use, for a C++ compiler: blocks run one after the other on the
-// thread that launches, their threads as fibers (fibers.h). Found in place of CUDA's header by the include path.
+// The part of CUDA's runtime that the kernels in csrc/cuda use, for a C++ compiler: blocks run one after the other on
+// the launching thread, their threads as fibers (fibers.h). The include path finds it instead of CUDA's header.
 //
-// A launch has run when it returns, whatever its stream.
+// Launches are synchronous, whatever their stream.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
-// Fibers of a block share their OS thread, and ranks do not.
+// Fibers of a block share an OS thread, ranks do not: thread_local memory is shared by exactly one block's threads.
 #define __shared__ static thread_local
 #define __launch_bounds__(...)
 
@@ -37,7 +37,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaErrorInvalidValue ? "invalid argument" : "operation not supported";
 }
 
-// Kernels are there from the start, and can do all that the latest GPU can.
+// Kernels are always loaded and support all features of the latest GPU.
 struct cudaFuncAttributes {
   int ptxVersion;
 };
@@ -62,5 +62,5 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
-// Warps of one thread: nobody to exchange with, and no loop over others comes here.
+// Warps have one thread, so there is no other lane to exchange with; loops over lanes never call this.
 inline float __shfl_xor_sync(unsigned, float value, int) { return value; }

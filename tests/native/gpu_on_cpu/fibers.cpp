@@ -19,7 +19,7 @@ thread_local dim3 blockIdx, gridDim;
 
 namespace {
 
-// What switches between fibers is not itself looked at: to ThreadSanitizer it would be all of them.
+// Excludes the code that switches fibers from ThreadSanitizer, to which it would belong to all of them at once.
 #define UNSEEN __attribute__((no_sanitize_thread))
 
 constexpr size_t kStackBytes = 256 << 10;
@@ -31,7 +31,7 @@ enum class State { kReady, kPaused, kAtBarrier, kDone };
   std::abort();
 }
 
-// What one OS thread can switch to, as ThreadSanitizer must be told.
+// A context that an OS thread can switch to; ThreadSanitizer is notified of switches.
 struct Context {
   ucontext_t registers;
 #if defined(__SANITIZE_THREAD__)
@@ -58,7 +58,7 @@ struct Fiber : Context {
   Fiber(const Fiber&) = delete;
 };
 
-// All of an OS thread's fibers; it runs one block at a time.
+// All fibers of an OS thread, which runs one block at a time.
 class Block {
  public:
   UNSEEN void run(unsigned threads, const std::function<void()>& kernel) {

@@ -1,7 +1,8 @@
-// The threads of a block as fibers of one OS thread: they meet at barriers and yield where they wait for other ranks.
+// Runs the threads of a block as fibers of one OS thread: they synchronize at barriers and yield while they wait for
+// other ranks.
 //
-// To ThreadSanitizer fibers are threads of their own, ordered only by barriers, launches and atomics, so it finds races
-// inside of a block as well as between ranks.
+// ThreadSanitizer treats fibers as separate threads, ordered only by barriers, launches and atomics, so it finds races
+// within a block as well as between ranks.
 #pragma once
 
 #include <functional>
@@ -16,16 +17,16 @@ struct dim3 {
 
 extern thread_local dim3 blockIdx, gridDim;
 
-// A function, since the fibers of an OS thread share its variables.
+// A function, since the fibers of an OS thread share its thread_local variables.
 dim3 thread_index();
 
-// Runs a kernel to its end: for all blocks in order, by all threads of each at once.
+// Runs a kernel to its end: blocks in order, the threads of each block concurrently.
 void run_grid(dim3 grid, dim3 block, const std::function<void()>& kernel);
 
-// Barrier of the block's threads; whether all of them said yes.
+// Barrier of the block's threads; returns true if `yes` was true in all of them.
 bool synchronize(bool yes);
 
-// Lets the other threads run, and the other ranks when all threads of this block do nothing but wait.
+// Yields to the other threads, and to the other ranks when all threads of this block are waiting.
 void pause();
 
 }  // namespace gpu_on_cpu

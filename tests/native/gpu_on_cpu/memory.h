@@ -1,4 +1,4 @@
-// csrc/cuda/memory.cuh on std::atomic: the CPU's implementation of what is PTX on a GPU.
+// csrc/cuda/memory.cuh on std::atomic: CPU implementation of the functions that are PTX on a GPU.
 #pragma once
 
 #include <time.h>
@@ -49,7 +49,7 @@ inline Packet load_packet(const void* from) {
 }
 inline void store_packet(void* to, Packet packet) { std::memcpy(__builtin_assume_aligned(to, 16), &packet, 16); }
 
-// No switch here: the reader adds up in the order of ranks, and a store goes to one rank after the other.
+// Emulates the switch: the reader sums in rank order, and a store writes to one rank after the other.
 template <class T>
 Packet multimem_sum(const Multicast& ranks, int64_t offset) {
   float total[kPacketElements<T>];

@@ -1,5 +1,4 @@
-// Plans of csrc/cuda/plan.h for many sizes: each slot has room for what it is for, nothing overlaps, and all of it
-// fits.
+// Plans of csrc/cuda/plan.h for many sizes: slots are large enough, do not overlap, and fit into the workspace.
 #include <random>
 #include <set>
 #include <vector>
@@ -11,7 +10,7 @@ using namespace fused_tp::cuda;
 
 namespace {
 
-// `wanted`: the least bytes of so many slots for terms, and of so many for results.
+// Number of slots for terms and for results, and the least bytes of each kind.
 struct Slots {
   int32_t terms, results;
   int64_t term, result;
@@ -30,7 +29,7 @@ void check(const Plan& plan, const Slots& wanted) {
   for (int i = 0; i < plan.terms; ++i) slot(plan.term(i), plan.term_bytes, wanted.term);
   for (int i = 0; i < plan.results; ++i) slot(plan.result(i), plan.result_bytes, wanted.result);
   EXPECT(end == plan.data() && begin + end <= half);
-  // One flag for each (phase, block, source), behind the begun words, and none where data may be.
+  // One flag for each (phase, block, source), after the begun words and before the data.
   std::set<int64_t> flags;
   for (int phase = 0; phase < plan.phases; ++phase)
     for (int block = 0; block < plan.blocks; ++block)

@@ -1,5 +1,5 @@
 // Ranks as threads of one process, for the sanitizers: many calls of changing ops, sizes and blocks in one workspace,
-// with ranks that come late; then calls that a rank misses. Inputs are small whole numbers, so sums are exact.
+// with ranks that are late; then calls that a rank misses. Inputs are small whole numbers, so sums are exact.
 #include <pthread.h>
 #include <time.h>
 
@@ -58,7 +58,7 @@ float summed(int world, int64_t i, int call) {
   return sum;
 }
 
-// One call, the same on all ranks but for what `late` says.
+// Makes one call, the same on all ranks except that the rank `late` is delayed.
 void run_call(Group& group, int rank, int call, std::mt19937& alike) {
   const int world = static_cast<int>(group.ranks.size());
   auto draw = [&](int64_t most) { return static_cast<int64_t>(alike() % (most + 1)); };
@@ -125,12 +125,12 @@ void many_calls(int world, int calls, unsigned seed) {
   on_all(world, [&](int rank) {
     std::mt19937 alike(seed);
     for (int call = 1; call <= calls; ++call) run_call(group, rank, call, alike);
-    // A rank alone adds up without a call of the protocol.
+    // A single rank sums without using the protocol.
     EXPECT((world == 1 || group.ranks[rank].state[kEpoch] == calls) && !group.ranks[rank].error[kErrorSet]);
   });
 }
 
-// The last rank makes one call and goes; the others make three more, which must end, with NaN.
+// The last rank makes only one call; the others make three more, which must end with NaN.
 void missed_calls(int world) {
   Group group(world);
   on_all(world, [&](int rank) {
