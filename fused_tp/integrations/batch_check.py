@@ -26,12 +26,13 @@ _suspended = threading.local()
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Context manager: checks ignore the forward passes of this thread."""
+    """Context manager: no check acts in this thread, neither at forward passes nor at the cut."""
+    before = getattr(_suspended, "now", False)
     _suspended.now = True
     try:
         yield
     finally:
-        _suspended.now = False
+        _suspended.now = before
 
 
 def is_suspended() -> bool:

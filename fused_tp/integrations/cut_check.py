@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
-from fused_tp.integrations.batch_check import of_all_ranks
+from fused_tp.integrations.batch_check import is_suspended, of_all_ranks
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.model_check import warn_once
 from fused_tp.integrations.module_outputs import OutputComparison, RankPart, Recording, first_difference, recorded
@@ -102,7 +102,7 @@ def compared(
         ValueError: on all ranks: the models differ, or they cannot be compared and `verify` is not "auto".
     """
     outcome = Compared(model, [model], lambda arguments: model(**arguments))
-    if verify is False or not meshes:
+    if verify is False or not meshes or is_suspended():
         yield outcome
         return
     with ExitStack() as stack:

@@ -470,7 +470,7 @@ class CostModel:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the model's FLOP/s as a share of the precision's peak."""
+        """Model FLOPs utilization (MFU), the share of the precision's peak FLOP/s that the model reaches."""
         return self.flops / self.time.total / self.machine.peak(self.precision)
 
     @property

@@ -33,8 +33,7 @@ class Plan:
 
     Attributes:
         config: config to pass to `fused_tp.build`.
-        time: step time by component.
-        memory: memory of the rank that needs most, by use.
+        time, memory: step time by component, and memory by use of the rank that needs most.
         microbatch_rows: rows of one microbatch.
         mfu: share of peak FLOP/s.
         tokens_per_second: tokens per second of all ranks together.

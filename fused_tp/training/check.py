@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fused_tp.integrations.batch_check import suspended
 from fused_tp.integrations.hf import is_transformers_model
 from fused_tp.integrations.mesh import make_mesh
 from fused_tp.integrations.module_outputs import (
@@ -98,7 +99,7 @@ def check_model(
     place, _ = data_parallel_place(mesh)
     mine = range(place * config.microbatches, (place + 1) * config.microbatches)
     # Without this, ranks would raise at the first difference that they detect; here all are reported.
-    with environment({"FUSED_TP_CHECK_BATCH": "0"}):
+    with suspended(), environment({"FUSED_TP_CHECK_BATCH": "0"}):
         parallel = build(copy.deepcopy(whole), config, mesh)
         optimizers = [torch.optim.SGD(list(one.parameters()), lr, foreach=False) for one in (whole, parallel)]
         losses = []
