@@ -51,7 +51,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunSetting:
     """Sizes that all figures of a run share."""
 
     heads: int = HEADS
@@ -62,14 +62,14 @@ class Setting:
         return 2 * tokens * self.heads * self.head_dim * DTYPE.itemsize / 2**20
 
 
-def measure(context: RankContext, way: str, tokens: int, setting: Setting) -> float:
+def measure(context: RankContext, way: str, tokens: int, setting: RunSetting) -> float:
     """MiB of this rank, in a process that has measured nothing yet, for `tokens` tokens in total."""
     if way in WAYS:
         os.environ["FUSED_TP_SHM"] = WAYS[way]
     return peak_mib(way, tokens, context.world_size, setting)
 
 
-def peak_mib(way: str, tokens: int, world_size: int, setting: Setting) -> float:
+def peak_mib(way: str, tokens: int, world_size: int, setting: RunSetting) -> float:
     """MiB of this rank, as `measure`, with `world_size` ranks and FUSED_TP_SHM already set."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _GIVEN_BACK_FROM)
@@ -109,13 +109,13 @@ def _own_shared_kib() -> int:
     return blocks // 2
 
 
-def _inputs(tokens: int, setting: Setting) -> list[Tensor]:
+def _inputs(tokens: int, setting: RunSetting) -> list[Tensor]:
     """Create q, k, v as leaves, and the gradient of the output."""
     shape = 1, tokens, setting.heads, setting.head_dim
     return [torch.full(shape, 0.01 * i, dtype=DTYPE, requires_grad=i < 3) for i in range(4)]
 
 
-def _run(way: str, tokens: int, world_size: int, setting: Setting) -> None:
+def _run(way: str, tokens: int, world_size: int, setting: RunSetting) -> None:
     q, k, v, grad = _inputs(tokens // world_size, setting)
     if way in WAYS:
         from fused_tp import ring_attention
@@ -129,7 +129,7 @@ def _run(way: str, tokens: int, world_size: int, setting: Setting) -> None:
     torch.autograd.grad(out, (q, k, v), grad)
 
 
-def _touch_peers(tokens: int, world_size: int, setting: Setting) -> None:
+def _touch_peers(tokens: int, world_size: int, setting: RunSetting) -> None:
     """Attend from a few queries to all ranks' keys, which maps every page of peers that a ring reads."""
     from fused_tp import ring_attention
 
@@ -138,7 +138,7 @@ def _touch_peers(tokens: int, world_size: int, setting: Setting) -> None:
     torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
 
-def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: Setting) -> Iterator[Peak]:
+def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], setting: RunSetting) -> Iterator[Peak]:
     """Measure with `tokens` tokens per rank: W ranks hold a sequence W times as long. torch runs on one rank only."""
     for length, world_size, way in itertools.product(tokens, sorted(ranks), ways):
         if way in TORCH and (world_size > 1 or (way == "torch, math" and length > MOST_MATH_TOKENS)):
@@ -148,7 +148,7 @@ def peaks(ways: Sequence[str], tokens: Sequence[int], ranks: Sequence[int], sett
         yield Peak(way, length * world_size, world_size, mib, now())
 
 
-def limit(found: Sequence[Peak], peak: Peak, setting: Setting) -> float | None:
+def limit(found: Sequence[Peak], peak: Peak, setting: RunSetting) -> float | None:
     """MiB of one rank with the tokens of a rank of `peak`, plus two chunks of K/V, which are in flight in a ring."""
     length = peak.tokens // peak.ranks
     alone = [p.mib for p in found if (p.way, p.tokens, p.ranks) == (peak.way, length, 1)]
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.platform != "linux":
         print("benchmarks.attention_memory reads /proc, which only Linux has.", file=sys.stderr)
         return 2
-    setting = Setting(heads=options.heads)
+    setting = RunSetting(heads=options.heads)
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "attention_memory.jsonl"
     source = {"machine": asdict(this_machine()), "versions": versions(), "setting": asdict(setting)}

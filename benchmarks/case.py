@@ -58,7 +58,7 @@ class Context(Protocol):
     def synchronize(self) -> None:
         """Return once all launched work has ended, and raise its errors."""
 
-    def start(self, case: Case) -> None:
+    def start(self, case: BenchCase) -> None:
         """Prepare for `case`, whose contestants are created and timed next."""
 
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:
@@ -147,7 +147,7 @@ class Rival:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One line of the table.
 
     Attributes:
@@ -178,7 +178,7 @@ class Case:
         return f"{self.nbytes / ms / 1e6:.0f} GB/s" if self.nbytes else f"{1e3 * ms:.2f} us"
 
 
-def select(cases: Iterable[Case], pattern: str, option: str) -> list[Case]:
+def select(cases: Iterable[BenchCase], pattern: str, option: str) -> list[BenchCase]:
     """Select the cases whose name contains a match of `pattern`, the value of `option`.
 
     Raises:

@@ -18,7 +18,7 @@ from fused_tp.cli import at_least, make_folder, positive
 from fused_tp.runtime.settings import table_path
 
 from . import cpu_attention, cpu_block, cpu_experts, cpu_matmul
-from .case import Case, select
+from .case import BenchCase, select
 from .plot import plot
 from .ranks import RankFailure, Ranks
 from .results import Record, merge, read, records_of, this_machine, versions
@@ -30,19 +30,19 @@ RANKS = (2, 4, 8, 16)  # numbers of ranks that divide the sizes of all cases
 STARTING_SECONDS = 300.0
 
 
-def cpu_cases() -> list[Case]:
+def cpu_cases() -> list[BenchCase]:
     """Cases of the CPU suite, in the order of its table."""
     return [*cpu_matmul.cases(), *cpu_attention.cases(), *cpu_block.cases(), *cpu_experts.cases()]
 
 
 def run(
-    cases: Iterable[Case],
+    cases: Iterable[BenchCase],
     *,
     world_size: int = 2,
     rounds: int | None = None,
     scale: float = 1.0,
     say: Callable[[str], None] = print,
-) -> Iterator[tuple[Case, list[Record]]]:
+) -> Iterator[tuple[BenchCase, list[Record]]]:
     """Run cases one after the other; yield each with its records, empty if it failed.
 
     Args:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fused_tp.runtime.settings import environment
 
-from .case import DTYPES, EFFICIENCY, OURS, Case, Contestant, Makers, Rival, assert_close
+from .case import DTYPES, EFFICIENCY, OURS, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
 
 HEADS, HEAD_DIM = 8, 64
@@ -28,7 +28,7 @@ ALONE_ON_ALL = "fused_tp on every rank"
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """All cases of this file."""
     causal = {
         TORCH: Rival(EFFICIENCY, bar=0.95, aim=0.98),
@@ -45,7 +45,7 @@ def cases() -> list[Case]:
         ("ring_attention_gloo", {"seq": SEQ, "shared_memory": False}, messages, 20.0),
     ]
     return [
-        Case(
+        BenchCase(
             f"{name}/{dtype}/{'forward+backward' if backward else 'forward'}",
             ring_attention,
             {"dtype": dtype, "backward": backward, **parameters},

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fused_tp.runtime.settings import environment
 
-from .case import DTYPES, OURS, SPEEDUP, Case, Contestant, Makers, Rival, assert_close
+from .case import DTYPES, OURS, SPEEDUP, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
 
 MEGATRON = "Megatron-Core on gloo"
@@ -47,11 +47,11 @@ SIZES = {
 }
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """All cases of this file."""
     rivals = {MEGATRON: Rival(SPEEDUP, bar=1.3, aim=1.6), PLAIN: Rival(SPEEDUP)}
     return [
-        Case(f"llama_block/{dtype}/{name}", llama_block, {"dtype": dtype, "size": size}, rivals, seconds=20.0)
+        BenchCase(f"llama_block/{dtype}/{name}", llama_block, {"dtype": dtype, "size": size}, rivals, seconds=20.0)
         for dtype in ("bf16", "fp32")
         for name, size in SIZES.items()
     ]
@@ -64,11 +64,11 @@ def llama_block(context: RankContext, dtype: str, size: BlockSize) -> Makers:
     random = torch.Generator().manual_seed(1)
     x, d_out = (torch.randn(size.seq, 1, size.hidden, generator=random).to(kind) for _ in range(2))
     rows = slice(context.rank * size.seq // context.world_size, (context.rank + 1) * size.seq // context.world_size)
-    expected_out, expected_dx, expected_dnorm = Block(size, Layers(weights)).step(x, d_out)
+    expected_out, expected_dx, expected_dnorm = TransformerBlock(size, WholeLayers(weights)).step(x, d_out)
 
-    def contestant(layers: Callable[[], Layers], forced: dict[str, str]) -> Contestant:
+    def contestant(layers: Callable[[], WholeLayers], forced: dict[str, str]) -> Contestant:
         with environment(forced):
-            block = Block(size, layers())
+            block = TransformerBlock(size, layers())
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             with environment(forced):
@@ -109,7 +109,7 @@ def full_weights(size: BlockSize, dtype: torch.dtype) -> dict[str, Tensor]:
     return weights | {"norm0": torch.ones(hidden, dtype=dtype), "norm1": torch.ones(hidden, dtype=dtype)}
 
 
-class Layers:
+class WholeLayers:
     """Parts of the block that depend on parallelism. This class runs on one rank, as the reference for its subclasses.
 
     x is [seq_local, 1, hidden]; inside attention and the MLP it is [seq, 1, local].
@@ -137,7 +137,7 @@ class Layers:
         """Complete the gradients after backward(); nothing to do on one rank."""
 
 
-class FusedLayers(Layers):
+class FusedLayers(WholeLayers):
     """Column- and row-parallel layers of fused_tp.nn; q, k, v share a gather, as do gate and up."""
 
     def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:
@@ -164,10 +164,10 @@ class FusedLayers(Layers):
         return reduce_grad(self.norms[index], self._mesh)
 
 
-class Block:
+class TransformerBlock:
     """Pre-norm transformer block as in Llama, without dropout and biases."""
 
-    def __init__(self, size: BlockSize, layers: Layers) -> None:
+    def __init__(self, size: BlockSize, layers: WholeLayers) -> None:
         self.size = size
         self.layers = layers
         dtype = layers.parameters[0].dtype

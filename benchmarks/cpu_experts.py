@@ -17,7 +17,7 @@ from fused_tp import parallelize
 from fused_tp.integrations.experts import route
 from fused_tp.schedules.grouped import grouped_linear, grouped_weight_grad
 
-from .case import DTYPES, EFFICIENCY, OURS, TIME_RATIO, Case, Contestant, Makers, Rival, assert_close
+from .case import DTYPES, EFFICIENCY, OURS, TIME_RATIO, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
 
 TOKENS, EXPERTS, TOP_K = 1024, 8, 2
@@ -33,7 +33,7 @@ WHOLE = "transformers' on one rank"
 SEQUENCE = "on the whole sequence"  # gathers all tokens before the block, and all-reduces its outputs
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """All cases of this file."""
     rivals = {
         ALONE: Rival(TIME_RATIO, bar=1.05),
@@ -42,7 +42,7 @@ def cases() -> list[Case]:
         WHOLE: Rival(EFFICIENCY),
     }
     return [
-        Case(
+        BenchCase(
             f"experts/{dtype}/{name}{'forward+backward' if backward else 'forward'}",
             experts_block,
             {"dtype": dtype, "backward": backward, "sizes": sizes},
@@ -53,7 +53,7 @@ def cases() -> list[Case]:
         for dtype in dtypes
         for backward in (False, True)
     ] + [
-        Case(
+        BenchCase(
             f"experts/{dtype}/sequence parallel",
             experts_of_parts,
             {"dtype": dtype},

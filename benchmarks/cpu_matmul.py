@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fused_tp.transport.base import all_gather_single, reduce_scatter_single
 
 from . import rivals_deepspeed
-from .case import DTYPES, OURS, TIME_RATIO, Case, Contestant, Maker, Makers, Rival, Unavailable, checked
+from .case import DTYPES, OURS, TIME_RATIO, BenchCase, Contestant, Maker, Makers, Rival, Unavailable, checked
 from .ranks import RankContext
 
 if TYPE_CHECKING:  # it needs the native core
@@ -35,7 +35,7 @@ DEEPSPEED = "matmul + DeepSpeed"
 OUR_DEEPSPEED = "fused_tp's matmul + DeepSpeed"
 
 
-def cases() -> list[Case]:
+def cases() -> list[BenchCase]:
     """All cases of this file, in the order of the table."""
     found = []
     for dtype in ("bf16", "fp32"):
@@ -55,13 +55,13 @@ def cases() -> list[Case]:
     rivals = {"DeepSpeed": Rival(TIME_RATIO, bar=1.1), "gloo": Rival(TIME_RATIO)}
     for nbytes in ALL_REDUCE_BYTES:
         size = f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
-        found.append(Case(f"all_reduce/bf16/{size}", all_reduce, {"nbytes": nbytes}, rivals, seconds=4.0))
+        found.append(BenchCase(f"all_reduce/bf16/{size}", all_reduce, {"nbytes": nbytes}, rivals, seconds=4.0))
     return found
 
 
-def _case(op: str, dtype: str, rows: int, rivals: dict[str, Rival]) -> Case:
+def _case(op: str, dtype: str, rows: int, rivals: dict[str, Rival]) -> BenchCase:
     seconds = 4.0 if rows <= FEW_ROWS else 8.0
-    return Case(f"{op}/{dtype}/M={rows}", matmul, {"op": op, "dtype": dtype, "rows": rows}, rivals, seconds)
+    return BenchCase(f"{op}/{dtype}/M={rows}", matmul, {"op": op, "dtype": dtype, "rows": rows}, rivals, seconds)
 
 
 def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int = FEATURES) -> Makers:

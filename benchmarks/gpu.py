@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from fused_tp.cli import positive
 
-from .case import MEASURES, Case, Unavailable, select
+from .case import MEASURES, BenchCase, Unavailable, select
 from .results import Record, merge, records_of, write_whole
 from .runner import check_case, run_case
 from .table import markdown
@@ -48,7 +48,7 @@ MINUTES = 8.0
 ROUNDS, QUICK_ROUNDS = 25, 7
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool) -> list[BenchCase]:
     """All cases, the most informative first, since the time may run out."""
     from . import gpu_attention as attention
     from . import gpu_collectives as collectives
@@ -121,7 +121,7 @@ def main(options: argparse.Namespace) -> int:
         if options.json is not None:
             write_whole(options.json, json.dumps(summary(records, skipped), indent=1) + "\n")
 
-    def measure(case: Case) -> Mapping[str, str]:
+    def measure(case: BenchCase) -> Mapping[str, str]:
         rounds = QUICK_ROUNDS if options.quick else ROUNDS
         times = run_case(context, case, rounds, goes_on=lambda done: done < MIN_ROUNDS or budget.left() > 0)
         # After the measurement, so that the clocks among the versions are those under load.
@@ -133,7 +133,7 @@ def main(options: argparse.Namespace) -> int:
         keep_summary()
         return times.skipped
 
-    def check(case: Case) -> Mapping[str, str]:
+    def check(case: BenchCase) -> Mapping[str, str]:
         return check_case(context, case)[1]
 
     ran, skipped[:] = run_all(chosen, budget, check if options.check else measure)
@@ -176,9 +176,9 @@ def summary(records: Sequence[Record], skipped: Sequence[str]) -> dict[str, Any]
 
 
 def run_all(
-    chosen: Sequence[Case],
+    chosen: Sequence[BenchCase],
     budget: Budget,
-    measure: Callable[[Case], Mapping[str, str]],
+    measure: Callable[[BenchCase], Mapping[str, str]],
     say: Callable[[str], None] | None = None,
 ) -> tuple[int, list[str]]:
     """Measure the cases that fit the budget.

@@ -28,7 +28,7 @@ from fused_tp.attention.ring import Backward, Forward, LocalRing, RingCall, Ring
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
 from fused_tp.attention.spec import AttentionMask, Scores
 
-from .case import OURS, SPEEDUP, Case, Contestant, Makers, Rival, Unavailable
+from .case import OURS, SPEEDUP, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import KernelRanks, normal
 from .gpu_timing import GpuContext, assert_near, each, on
 
@@ -48,11 +48,11 @@ RELAYS = 2
 CHUNK = 2048  # queries per block of the fp64 reference
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool) -> Iterator[BenchCase]:
     few = ((128,), (True,), LENGTHS[:1]) if quick else ((128, 64), (True, False), LENGTHS)
     for head_dim, causal, seq, backward in itertools.product(*few, (False, True)):
         judged = (BACKWARD_BAR, BACKWARD_AIM) if backward else (FORWARD_BAR, FORWARD_AIM)
-        yield Case(
+        yield BenchCase(
             f"attention/{_way(backward)}/D={head_dim}/{'causal' if causal else 'full'}/S={seq}",
             alone,
             {"seq": seq, "head_dim": head_dim, "causal": causal, "backward": backward},
@@ -61,7 +61,7 @@ def cases(quick: bool) -> Iterator[Case]:
             flops=_flops(max(TOKENS, seq), seq, causal, backward),
         )
     for seq, backward in itertools.product((16384,) if quick else (16384, 32768), (False, True)):
-        yield Case(
+        yield BenchCase(
             f"attention-ring/{_way(backward)}/W=8/S={seq}",
             ring,
             {"seq": seq, "head_dim": 128, "ranks": 8, "backward": backward},
@@ -70,7 +70,7 @@ def cases(quick: bool) -> Iterator[Case]:
             flops=_flops(seq, seq, True, backward),
         )
     for world_size, seq in itertools.product((2,) if quick else (2, 4), (16384,) if quick else (16384, 32768)):
-        yield Case(
+        yield BenchCase(
             f"attention-ranks/forward/W={world_size}/S={seq}",
             rank_contestants,
             {"seq": seq, "head_dim": 128, "world_size": world_size},
@@ -259,7 +259,7 @@ def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
     return RingCall(plan, rank, TRITON, Scores(head_dim**-0.5))
 
 
-class Ring:
+class RingRanks:
     """Ranks of one sequence, with their shards."""
 
     def __init__(self, context: GpuContext, inputs: Inputs, world_size: int) -> None:
@@ -300,7 +300,7 @@ class Ring:
 
 def rank_contestants(context: GpuContext, seq: int, head_dim: int, world_size: int) -> Makers:
     inputs = Inputs(context, seq, head_dim, 1)
-    ring = Ring(context, inputs, world_size)
+    ring = RingRanks(context, inputs, world_size)
 
     def on_ranks(run: Callable[[], list[Tensor]], note: str) -> Contestant:
         return Contestant(run, lambda: ring.check(run()), note)

@@ -29,7 +29,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.transport.native_kernels import native_kernels_available
 
-from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival, Unavailable
+from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import Driven, normal
 from .gpu_timing import GpuContext, assert_near, counted, each
 from .local_ranks import LocalRank, run_local
@@ -77,7 +77,7 @@ def traffic(op: str, nbytes: int, world_size: int) -> int:
     return world_size * (reads + writes)
 
 
-def exchange_cases(world_size: int, sizes: Sequence[int]) -> Iterator[Case]:
+def exchange_cases(world_size: int, sizes: Sequence[int]) -> Iterator[BenchCase]:
     for nbytes, op in itertools.product(sizes, EXCHANGES):
         if op == "one-shot" and nbytes > LARGEST_ONE_SHOT:
             continue
@@ -86,7 +86,7 @@ def exchange_cases(world_size: int, sizes: Sequence[int]) -> Iterator[Case]:
         seconds = 2.5 if nbytes in LARGE else 1.0
         name = f"exchange/{op}/W={world_size}/{size(nbytes)}"
         moved = traffic(op, nbytes, world_size)
-        yield Case(name, exchange_contestants, parameters, rivals, seconds, nbytes=moved)
+        yield BenchCase(name, exchange_contestants, parameters, rivals, seconds, nbytes=moved)
 
 
 def cases(
@@ -94,17 +94,17 @@ def cases(
     sizes: Sequence[int] = (*SMALL, *LARGE),
     rows: Sequence[int] = NORM_ROWS,
     latencies: Sequence[int] = LATENCY_BYTES,
-) -> Iterator[Case]:
+) -> Iterator[BenchCase]:
     for nbytes in latencies:
         judged = nbytes == 8 * KB and world_size == 2
         parameters = {"op": "one-shot", "nbytes": nbytes, "world_size": world_size}
         rivals = {COPY: Rival(MICROSECONDS, LATENCY_BAR if judged else None)}
-        yield Case(f"latency/one-shot/W={world_size}/{size(nbytes)}", latency_contestants, parameters, rivals, 1.5)
+        yield BenchCase(f"latency/one-shot/W={world_size}/{size(nbytes)}", latency_contestants, parameters, rivals, 1.5)
     yield from exchange_cases(world_size, sizes)
     for m in rows:
         parameters = {"rows": m, "columns": COLUMNS, "world_size": world_size}
         name, rivals = f"norm/bf16/W={world_size}/{m}x{COLUMNS}", {APART: Rival(TIME_RATIO, NORM_BAR)}
-        yield Case(name, norm_contestants, parameters, rivals, 1.5)
+        yield BenchCase(name, norm_contestants, parameters, rivals, 1.5)
 
 
 def size(nbytes: int) -> str:
@@ -138,7 +138,7 @@ class Alone:
         return torch.empty_like(x), torch.empty_like(x)
 
 
-class Ranks(Driven):
+class DeviceRanks(Driven):
     """The `DeviceCollectives` of ranks on one GPU.
 
     Args:
@@ -199,7 +199,7 @@ def graphs(streams: Sequence[torch.cuda.Stream], one: Callable[[int, int], Any],
 
 
 @dataclass
-class Exchange:
+class CollectiveInputs:
     """Inputs and results of one op over W ranks, in so many sets that L2 no longer holds one when its turn comes."""
 
     context: GpuContext
@@ -265,8 +265,8 @@ class Exchange:
 
 
 def exchange_contestants(context: GpuContext, op: str, nbytes: int, world_size: int) -> Makers:
-    exchange = Exchange(context, op, nbytes, world_size)
-    ranks = Ranks(context, world_size, exchange.call)
+    exchange = CollectiveInputs(context, op, nbytes, world_size)
+    ranks = DeviceRanks(context, world_size, exchange.call)
 
     def copies() -> Contestant:
         return device_copies(context, traffic(op, nbytes, world_size), world_size)
@@ -275,8 +275,8 @@ def exchange_contestants(context: GpuContext, op: str, nbytes: int, world_size: 
 
 
 def latency_contestants(context: GpuContext, op: str, nbytes: int, world_size: int) -> Makers:
-    exchange = Exchange(context, op, nbytes, world_size)
-    ranks = Ranks(context, world_size, exchange.call)
+    exchange = CollectiveInputs(context, op, nbytes, world_size)
+    ranks = DeviceRanks(context, world_size, exchange.call)
 
     def ours() -> Contestant:
         replay = graphs(ranks.streams, ranks.one, LATENCY_CALLS)
@@ -362,7 +362,7 @@ def norm_contestants(context: GpuContext, rows: int, columns: int, world_size: i
     norm = Norm(context, rows, columns, world_size)
 
     def contestant(call: Call, note: str) -> Contestant:
-        ranks = Ranks(context, world_size, call)
+        ranks = DeviceRanks(context, world_size, call)
         return counted(ranks.run_set, lambda: norm.check(ranks.checked_set()), note)
 
     return {
@@ -379,12 +379,12 @@ ADD = "torch.add"
 IN_GRAPH = "in a graph"
 
 
-def overhead_cases() -> Iterator[Case]:
+def overhead_cases() -> Iterator[BenchCase]:
     rivals = {LINEAR: Rival(TIME_RATIO)}
-    yield Case("overhead/matmul_all_reduce/W=1", op_contestants, {"rows": 16, "columns": 256}, rivals, 1.0)
+    yield BenchCase("overhead/matmul_all_reduce/W=1", op_contestants, {"rows": 16, "columns": 256}, rivals, 1.0)
     rivals = {ADD: Rival(TIME_RATIO), IN_GRAPH: Rival(MICROSECONDS)}
     parameters = {"nbytes": 8 * KB, "world_size": 2}
-    yield Case(f"overhead/one-shot/W=2/{size(8 * KB)}", collective_contestants, parameters, rivals, 1.5)
+    yield BenchCase(f"overhead/one-shot/W=2/{size(8 * KB)}", collective_contestants, parameters, rivals, 1.5)
 
 
 def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
@@ -410,8 +410,8 @@ def op_contestants(context: GpuContext, rows: int, columns: int) -> Makers:
 
 def collective_contestants(context: GpuContext, nbytes: int, world_size: int) -> Makers:
     """Contestants that call `DeviceCollectives`. This host makes the calls of both ranks; the time is that of one."""
-    exchange = Exchange(context, "one-shot", nbytes, world_size)
-    ranks = Ranks(context, world_size, exchange.call)
+    exchange = CollectiveInputs(context, "one-shot", nbytes, world_size)
+    ranks = DeviceRanks(context, world_size, exchange.call)
     (inputs, *_), (outs, *_) = exchange.inputs, exchange.outs
     how: dict[str, Any] = {"repeats": CALLS * world_size, "on_host": True}
 

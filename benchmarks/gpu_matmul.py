@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .case import OURS, SPEEDUP, TIME_RATIO, Case, Contestant, Makers, Rival
+from .case import OURS, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival
 from .gpu_ranks import CopiedGather, KernelRanks, meet, normal, set_flags
 from .gpu_timing import GpuContext, assert_near, checked_rows, counted, each
 
@@ -45,13 +45,15 @@ Multiply = Callable[[Tensor, Tensor, Tensor], object]  # called with x, w and ou
 RunSet = Callable[[int], Any]
 
 
-def alone_cases(dtypes: Sequence[str], quick: bool) -> Iterator[Case]:
+def alone_cases(dtypes: Sequence[str], quick: bool) -> Iterator[BenchCase]:
     for dtype in dtypes:
         for m, n, k in SHAPES[:2] if quick else SHAPES:
             judged = (dtype, m) in WITH_BAR and m == n == k
             rivals = {CUBLAS: Rival(SPEEDUP, BAR, AIM) if judged else Rival(SPEEDUP)}
             parameters = {"dtype": dtype, "m": m, "n": n, "k": k}
-            yield Case(f"alone/{dtype}/{m}x{n}x{k}", alone_contestants, parameters, rivals, 6.0, flops=2.0 * m * n * k)
+            yield BenchCase(
+                f"alone/{dtype}/{m}x{n}x{k}", alone_contestants, parameters, rivals, 6.0, flops=2.0 * m * n * k
+            )
 
 
 def alone_contestants(context: GpuContext, dtype: str, m: int, n: int, k: int) -> Makers:
@@ -152,7 +154,7 @@ class Problem:
         return slice(rank * each, min((rank + 1) * each, self.m))
 
 
-def flag_cases(quick: bool) -> Iterator[Case]:
+def flag_cases(quick: bool) -> Iterator[BenchCase]:
     m = 4096
     for op in ("two-shot", "reduce-scatter", "gather", *(() if quick else ("gather-direct", "one-shot"))):
         # With peers a gather would wait for copies, which do not happen with a single running rank.
@@ -163,10 +165,10 @@ def flag_cases(quick: bool) -> Iterator[Case]:
             # "peers", not "world_size": all streams of a case's world_size are timed, but only one rank runs here.
             parameters = {"op": op, "dtype": "bf16", "m": m, "n": n, "k": k, "peers": world_size - 1}
             name = f"flags/bf16/{op}/W={world_size}/{m}x{n}x{k}"
-            yield Case(name, flag_contestants, parameters, rivals, 5.0, 2.0 * m * n * k)
+            yield BenchCase(name, flag_contestants, parameters, rivals, 5.0, 2.0 * m * n * k)
 
 
-def rank_cases(world_size: int, quick: bool) -> Iterator[Case]:
+def rank_cases(world_size: int, quick: bool) -> Iterator[BenchCase]:
     problems = [(op, "bf16", m) for m in (2048, 8192) for op in ("two-shot", "reduce-scatter", "gather")]
     if not quick:
         problems += [("gather-direct", "bf16", 2048), ("two-shot+norm", "bf16", 8192), ("two-shot", "fp16", 8192)]
@@ -180,7 +182,9 @@ def rank_cases(world_size: int, quick: bool) -> Iterator[Case]:
         }
         parameters = {"op": op, "dtype": dtype, "m": m, "n": n, "k": k, "world_size": world_size}
         flops = 2.0 * m * n * k * world_size
-        yield Case(f"ranks/{dtype}/{op}/W={world_size}/{m}x{n}x{k}", rank_contestants, parameters, rivals, 6.0, flops)
+        yield BenchCase(
+            f"ranks/{dtype}/{op}/W={world_size}/{m}x{n}x{k}", rank_contestants, parameters, rivals, 6.0, flops
+        )
 
 
 class Fused:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fused_tp.cli.doctor import output_of
 
-from .case import Case, Contestant
-from .results import Machine, this_machine, versions
+from .case import BenchCase, Contestant
+from .results import MeasuredMachine, this_machine, versions
 
 MIN_TIMED_SECONDS = 1e-3  # of one measurement: events are exact to about a microsecond
 MAX_CALLS = 16
@@ -71,7 +71,7 @@ class GpuContext:
     def exchange(self, mine: Any) -> list[Any]:
         return [mine]
 
-    def start(self, case: Case) -> None:
+    def start(self, case: BenchCase) -> None:
         self._timed = self.streams(case.parameters.get("world_size", 1))
         self._hold = 1e-3
 
@@ -222,7 +222,7 @@ CLOCKS = {
 }
 
 
-def gpu_machine(device: torch.device) -> Machine:
+def gpu_machine(device: torch.device) -> MeasuredMachine:
     """Description of the GPU and of the host's processor."""
     gpu = torch.cuda.get_device_properties(device)
     memory = f"{getattr(gpu, 'L2_cache_size', 0) >> 20} MiB of L2, {gpu.total_memory >> 30} GiB"

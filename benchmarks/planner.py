@@ -47,7 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannerRow:
     """Step time of a model in one parallel configuration, in seconds."""
 
     model: str
@@ -100,15 +100,15 @@ def measured_seconds(model: dict[str, int], way: dict[str, Any], steps: int) -> 
     return step_seconds(results[0])
 
 
-def rows_of(machine: Machine, steps: int) -> Iterator[Row]:
+def rows_of(machine: Machine, steps: int) -> Iterator[PlannerRow]:
     """Train all models in all configurations, and yield a row for each."""
     for name, model in MODELS.items():
         for way, parallel in WAYS.items():
             seconds = measured_seconds(model, parallel, steps)
-            yield Row(name, way, predict(machine, model, parallel).time.total, seconds)
+            yield PlannerRow(name, way, predict(machine, model, parallel).time.total, seconds)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[PlannerRow]) -> str:
     """Table with a line per row, and the mean and largest error."""
     lines = [f"{'model':10} {'spread':26} {'measured':>9} {'predicted':>9} {'error':>7}"]
     lines += [f"{r.model:10} {r.way:26} {r.measured:7.3f} s {r.predicted:7.3f} s {r.error:+7.1%}" for r in rows]
@@ -116,7 +116,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, f"mean of absolute errors {mean:.1%}, largest {max(abs(r.error) for r in rows):.1%}"])
 
 
-def fastest(machine: Machine, rows: Sequence[Row], name: str) -> tuple[str, str]:
+def fastest(machine: Machine, rows: Sequence[PlannerRow], name: str) -> tuple[str, str]:
     """Fastest measured configuration of two ranks, and the first one of `recommend`."""
     two = {
         row.way: row.measured for row in rows if row.model == name and ParallelConfig(**WAYS[row.way]).world_size == 2
@@ -126,7 +126,7 @@ def fastest(machine: Machine, rows: Sequence[Row], name: str) -> tuple[str, str]
     return min(two, key=lambda way: two[way]), next(chosen, plan.config.shown())
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[PlannerRow], path: Path) -> None:
     """Draw measured and predicted step times as bars."""
     import matplotlib
 

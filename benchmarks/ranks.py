@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a rank pins itself to its core before it imports torch, whose libraries start threads
-    from .case import Case, Contestant
+    from .case import BenchCase, Contestant
 
 START_SECONDS = 120.0  # time to import torch on a busy machine
 _GRACE_SECONDS = 5.0  # time for the watchdog's traceback
@@ -83,7 +83,7 @@ class RankContext:
     def synchronize(self) -> None:
         pass
 
-    def start(self, case: Case) -> None:
+    def start(self, case: BenchCase) -> None:
         pass
 
     def warm_up(self, contestant: Contestant) -> tuple[float, int]:

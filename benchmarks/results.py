@@ -17,7 +17,7 @@ import torch
 
 from fused_tp.cli import cpu_name
 
-from .case import OURS, Case, Quartiles, slowest
+from .case import OURS, BenchCase, Quartiles, slowest
 from .ranks import cores
 from .runner import Times
 
@@ -26,7 +26,7 @@ _PACKAGES = ("fused-tp", "torch", "deepspeed", "megatron-core")
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredMachine:
     """Hardware that a figure was measured on."""
 
     cpu: str
@@ -35,9 +35,9 @@ class Machine:
     gpu: str = ""  # empty if no GPU was used
 
 
-def this_machine() -> Machine:
+def this_machine() -> MeasuredMachine:
     """Processor, torch's vector ISA and usable cores of this machine."""
-    return Machine(cpu=cpu_name(), isa=torch.backends.cpu.get_cpu_capability(), cores=len(cores()))
+    return MeasuredMachine(cpu=cpu_name(), isa=torch.backends.cpu.get_cpu_capability(), cores=len(cores()))
 
 
 def versions() -> dict[str, str]:
@@ -55,7 +55,7 @@ def now() -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RivalTimes:
     """Comparison of fused_tp with a contestant. `bar` is the required value, `aim` the desired one."""
 
     measure: str  # a key of case.MEASURES
@@ -73,10 +73,10 @@ class Record:
     ms: Quartiles
     rounds: int
     calls: int  # per round; several are timed together if one is too short for the clock
-    comparison: Comparison | None  # None for fused_tp itself
+    comparison: RivalTimes | None  # None for fused_tp itself
     world_size: int
     note: str
-    machine: Machine
+    machine: MeasuredMachine
     versions: dict[str, str]
     date: str
 
@@ -97,8 +97,8 @@ class Record:
             if schema != SCHEMA:
                 raise ValueError(f"schema {schema} is not {SCHEMA}, which this version reads")
             compared = fields.pop("comparison")
-            comparison = compared and Comparison(**{**compared, "value": Quartiles(**compared["value"])})
-            ms, machine = Quartiles(**fields.pop("ms")), Machine(**fields.pop("machine"))
+            comparison = compared and RivalTimes(**{**compared, "value": Quartiles(**compared["value"])})
+            ms, machine = Quartiles(**fields.pop("ms")), MeasuredMachine(**fields.pop("machine"))
             return cls(ms=ms, machine=machine, comparison=comparison, **fields)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"This line is not a benchmark record ({error}): {line[:120]}") from error
@@ -114,7 +114,7 @@ def _rounded(value: Any) -> Any:
 
 
 def records_of(
-    case: Case, times: Sequence[Times], world_size: int, machine: Machine, found: Mapping[str, str]
+    case: BenchCase, times: Sequence[Times], world_size: int, machine: MeasuredMachine, found: Mapping[str, str]
 ) -> list[Record]:
     """Records of a case from the times of all ranks, compared with fused_tp if it has run."""
     seconds = {name: slowest([t.seconds[name] for t in times]) for name in times[0].seconds}
@@ -124,7 +124,7 @@ def records_of(
         comparison = None
         if rival is not None and OURS in seconds:
             value = rival.measure.of(seconds[OURS], taken, world_size)
-            comparison = Comparison(rival.measure.name, value, rival.bar, rival.aim)
+            comparison = RivalTimes(rival.measure.name, value, rival.bar, rival.aim)
         ms, note = Quartiles.of([1e3 * second for second in taken]), times[0].notes[name]
         if machine.gpu:
             note = "; ".join(filter(None, (case.rate(ms.median), note)))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .case import Unavailable
-from .cpu_block import Layers
+from .cpu_block import WholeLayers
 from .ranks import RankContext
 
 
@@ -49,7 +49,7 @@ def prepare(context: RankContext) -> None:
 _for_good = ExitStack()  # never closed: the rank's process ends with the benchmark
 
 
-class MegatronLayers(Layers):
+class MegatronLayers(WholeLayers):
     """Layers of the block as in Megatron's own transformer: q, k, v in one projection, gate and up in another."""
 
     def make(self, weights: dict[str, Tensor]) -> list[nn.Parameter]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from .case import OURS, Case, Contestant, Context, Unavailable
+from .case import OURS, BenchCase, Contestant, Context, Unavailable
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class Times:
 
 def run_case(
     context: Context,
-    case: Case,
+    case: BenchCase,
     rounds: int | None = None,
     scale: float = 1.0,
     goes_on: Callable[[int], bool] = lambda done: True,
@@ -62,7 +62,7 @@ def run_case(
     )
 
 
-def check_case(context: Context, case: Case) -> tuple[dict[str, Contestant], dict[str, str]]:
+def check_case(context: Context, case: BenchCase) -> tuple[dict[str, Contestant], dict[str, str]]:
     """Return the contestants of `case` with right results, and reasons for leaving out others; raises as `run_case`."""
     context.start(case)
     contestants: dict[str, Contestant] = {}
@@ -97,7 +97,7 @@ def take_turns(
     return seconds
 
 
-def _check(context: Context, case: Case, contestants: dict[str, Contestant]) -> dict[str, str]:
+def _check(context: Context, case: BenchCase, contestants: dict[str, Contestant]) -> dict[str, str]:
     """Remove contestants with wrong results, and return the reasons."""
     wrong = {}
     for name, contestant in list(contestants.items()):

@@ -29,7 +29,7 @@ from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.runtime import dispatch, settings
 from fused_tp.runtime.settings import environment
 
-from .case import DTYPES, Case, Contestant, Makers, paired, slowest
+from .case import DTYPES, BenchCase, Contestant, Makers, paired, slowest
 from .cpu_matmul import operands, shared_memory
 from .ranks import RankContext, Ranks
 from .results import write_whole
@@ -103,7 +103,7 @@ def _measure(world_size: int, rounds: int, say: Callable[[str], None]) -> list[M
     sizes = sorted({-(-rows // world_size) * world_size for rows in ROWS})  # the gather takes equal shards of all ranks
     with Ranks(world_size) as ranks:
         for op, (name, dtype), rows in itertools.product(OPS, TUNED_DTYPES.items(), sizes):
-            case = Case(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
+            case = BenchCase(f"{op}/{name}/M={rows}", schedules_of, {"op": op, "dtype": name, "rows": rows})
             times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
             for schedule, reason in times[0].skipped.items() if not measured else ():
                 say(f"{schedule} {reason}")
@@ -118,7 +118,7 @@ def _measure_kernels(world_size: int, rounds: int, say: Callable[[str], None]) -
     with Ranks(world_size) as ranks:
         for dtype, backward, head_dim in itertools.product(TUNED_DTYPES, (False, True), HEAD_DIMS):
             name = _name(dtype, backward, head_dim)
-            case = Case(name, kernels_of, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
+            case = BenchCase(name, kernels_of, {"dtype": dtype, "backward": backward, "head_dim": head_dim})
             times = ranks.call(run_case, case, rounds, 1.0, seconds=SECONDS)
             seconds = {kernel: slowest([t.seconds[kernel] for t in times]) for kernel in times[0].seconds}
             measured.setdefault((dtype, backward), {})[head_dim] = seconds

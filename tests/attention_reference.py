@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, Saved, Sums
+from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
 from fused_tp.attention.layout import Tokens
 from fused_tp.attention.plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums
@@ -182,7 +182,7 @@ def backward(
         rows, seen = slice(step.q_start, step.q_stop), slice(step.k_start, step.k_stop)
         k, v = (t[:, indices] if keys else t for t in (x.k, x.v))
         dk, dv = (t[:, indices] for t in (found.dk, found.dv))
-        saved = Saved(x.q, k, v, out.to(x.q.dtype), lse.to(wide), x.grad_out, sums.to(wide))
+        saved = StepRows(x.q, k, v, out.to(x.q.dtype), lse.to(wide), x.grad_out, sums.to(wide))
         slopes = found.d_slopes if scores.alibi_slopes is not None else None
         kernel.backward(step, scores, saved.part(rows, seen), Sums(found.dq, dk, dv, slopes).part(rows, seen))
         found.dk[:, indices], found.dv[:, indices] = dk, dv

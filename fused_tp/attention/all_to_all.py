@@ -36,7 +36,7 @@ _READABLE = 1  # a stage of a rank's shared memory
 
 
 @dataclass(frozen=True)
-class Share:
+class TensorShare:
     """Distribution of one tensor: the rows and the heads of each rank.
 
     Attributes:
@@ -88,7 +88,7 @@ class Share:
 
 @lru_cache(maxsize=64)
 def places_of(tokens: tuple[Tokens, ...]) -> tuple[Places, ...]:
-    """`Share.places` of ranks that hold these tokens."""
+    """`TensorShare.places` of ranks that hold these tokens."""
     pieces = sorted((r.start, rank, len(r)) for rank, one in enumerate(tokens) for r in one.ranges)
     found: list[list[range]] = [[] for _ in tokens]
     at = 0
@@ -101,13 +101,13 @@ def places_of(tokens: tuple[Tokens, ...]) -> tuple[Places, ...]:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Swap:
     """One all-to-all of several tensors on this rank, a part of `op`; all ranks must agree on `dims`."""
 
     op: str
     dims: tuple[int, ...]
     rank: int
-    shares: tuple[Share, ...]
+    shares: tuple[TensorShare, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @property
@@ -119,7 +119,7 @@ class Exchange:
         """The other ranks, in a different order on each, so that not all read the same memory at once."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
-    def of(self, which: Sequence[int]) -> Exchange:
+    def of(self, which: Sequence[int]) -> Swap:
         """The exchange of some of the tensors."""
         shares, dtypes = tuple(self.shares[i] for i in which), tuple(self.dtypes[i] for i in which)
         return replace(self, shares=shares, dtypes=dtypes)
@@ -137,7 +137,7 @@ class Move:
         empty: allocates the results; None: on the devices of `xs`.
     """
 
-    def __init__(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
+    def __init__(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
         self.to_heads, self.exchange, self.xs, self.shares = to_heads, exchange, xs, exchange.shares
         self.op = f"{exchange.op} to {'heads' if to_heads else 'sequence'}"
         self._summed = [share.repeated and not to_heads for share in exchange.shares]
@@ -251,7 +251,7 @@ class AllToAll(ABC):
     name: str
 
     @abstractmethod
-    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+    def move(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor]) -> list[Tensor]:
         """Return the results of a `Move` of `xs`."""
 
 
@@ -270,7 +270,7 @@ class MessageAllToAll(AllToAll):
         self.name = name
         self._transport = transport
 
-    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+    def move(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor]) -> list[Tensor]:
         move, rank = Move(to_heads, exchange, xs), exchange.rank
         self.check(move.op, exchange, xs)
         with self._transport.abort_scope(move.op):
@@ -293,7 +293,7 @@ class MessageAllToAll(AllToAll):
                     move.put(index, source, part)
         return move.results()
 
-    def check(self, op: str, exchange: Exchange, xs: Sequence[Tensor]) -> None:
+    def check(self, op: str, exchange: Swap, xs: Sequence[Tensor]) -> None:
         self._transport.check(op, exchange.dims, xs[0].dtype, xs[0].device)
 
 
@@ -343,7 +343,7 @@ class SharedMemoryAllToAll(AllToAll):
     def __init__(self, transport: ShmTransport) -> None:
         self._transport = transport
 
-    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+    def move(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor]) -> list[Tensor]:
         move, rank = Move(to_heads, exchange, xs, self._transport.empty), exchange.rank
 
         def regions(of: int) -> Iterator[tuple[Shape, torch.dtype, int]]:
@@ -380,7 +380,7 @@ class DeviceAllToAll(AllToAll):
         self._device = schedule.device
         self._messages = messages
 
-    def move(self, to_heads: bool, exchange: Exchange, xs: Sequence[Tensor]) -> list[Tensor]:
+    def move(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor]) -> list[Tensor]:
         uneven = [i for i, share in enumerate(exchange.shares) if not share.even]
         found: dict[int, Tensor] = {}
         with self._abort_scope(exchange.op):
@@ -395,7 +395,7 @@ class DeviceAllToAll(AllToAll):
                     found[i] = self._by_kernel(to_heads, exchange.of([i]), x)
         return [found[i] for i in range(len(xs))]
 
-    def _by_kernel(self, to_heads: bool, exchange: Exchange, x: Tensor) -> Tensor:
+    def _by_kernel(self, to_heads: bool, exchange: Swap, x: Tensor) -> Tensor:
         (share,), (dtype,) = exchange.shares, exchange.dtypes
         runs = [places[0] for places in share.places if len(places) == 1]
         in_order = len(runs) == exchange.ranks and all(a.stop == b.start for a, b in itertools.pairwise(runs))

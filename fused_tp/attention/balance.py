@@ -57,7 +57,7 @@ class Piece(NamedTuple):
         return range(self.start, self.hole_start), range(self.hole_stop, self.stop)
 
 
-class Cut(NamedTuple):
+class PieceCut(NamedTuple):
     """Split of a piece: one side gets its outside, with `head` of these tokens before the hole, the other its inside.
 
     For a piece that has a hole, the split may be of one of its runs; the other run then `goes` along or `stays`.
@@ -132,7 +132,7 @@ class Documents:
         tokens = hole_start - start + stop - hole_stop
         return Piece(work, tokens, full, start, hole_start, hole_stop, stop, document)
 
-    def cut(self, piece: Piece, tokens: int, work: float, allowed: float) -> Cut:
+    def cut(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
         """Find the cut that gives one side this many tokens of a piece and nearly this work; among cuts off by at most
         `allowed`, prefer those with few runs."""
         best = self._outside_or_inside(piece, tokens, work, allowed)
@@ -147,17 +147,17 @@ class Documents:
                     best = min(best, cut._replace(goes=other), key=lambda cut: cut.error)
         return best
 
-    def _outside_or_inside(self, piece: Piece, tokens: int, work: float, allowed: float) -> Cut:
+    def _outside_or_inside(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
         cuts = [
             *self._cuts(piece, tokens, work, True),
             *self._cuts(piece, piece.tokens - tokens, piece.work - work, False),
         ]
         return min(cuts, key=lambda cut: (max(cut.error, allowed), not cut.even, cut.error))
 
-    def _cuts(self, piece: Piece, outside: int, work: float, gets_outside: bool) -> list[Cut]:
+    def _cuts(self, piece: Piece, outside: int, work: float, gets_outside: bool) -> list[PieceCut]:
         if piece.document < 0:
             all_head = self.before(piece.start + outside)[0] - self.before(piece.start)[0]
-            return [Cut(abs(all_head - work), piece, outside, outside, gets_outside)]
+            return [PieceCut(abs(all_head - work), piece, outside, outside, gets_outside)]
         whole = piece.hole_stop == piece.stop
         left = piece.tokens if whole else piece.hole_start - piece.start
         right = piece.tokens if whole else piece.stop - piece.hole_stop
@@ -167,11 +167,11 @@ class Documents:
         inside = piece.stop - piece.start - outside
         best = min(max(round((all_tail - work) / inside), least), most) if inside else most
         return [
-            Cut(abs(all_tail - head * inside - work), piece, outside, head, gets_outside)
+            PieceCut(abs(all_tail - head * inside - work), piece, outside, head, gets_outside)
             for head in dict.fromkeys((least, most, best))
         ]
 
-    def apart(self, cut: Cut) -> tuple[list[Piece], list[Piece]]:
+    def apart(self, cut: PieceCut) -> tuple[list[Piece], list[Piece]]:
         """Apply a cut: return the pieces that one side gets and those that are left."""
         piece = cut.piece
         start, stop = piece.start + cut.head, piece.stop - (cut.outside - cut.head)
@@ -331,7 +331,7 @@ class _Halving:
             candidates = able[::step]
             if first in able:
                 candidates.insert(0, first)
-            best: Cut | None = None
+            best: PieceCut | None = None
             from_piece, least = able[0], float("inf")
             for piece in candidates:
                 cut = self.documents.cut(piece, tokens, taker.work, self.work_allowed)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, Saved, Sums
+from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
 from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, keys_of_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
 from fused_tp.attention.spec import Scores
@@ -223,7 +223,7 @@ class Backward:
             return
         rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
         with span("ring_attention backward step", t):
-            given = Saved(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._row_sums)
+            given = StepRows(saved.q, k, v, saved.out, saved.lse, saved.grad_out, self._row_sums)
             sums = Sums(self._dq, dk, dv, self._d_slopes)
             call.kernel.backward(step, call.scores, given.part(rows, keys), sums.part(rows, keys))
 

@@ -116,7 +116,9 @@ def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
     return module.KeysLayout(
         rank=rank,
         rows=rows,
-        chunks=tuple(module.Chunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).others),
+        chunks=tuple(
+            module.KeyChunk(source, rows.start, len(rows)) for _, source, rows in kv_chunks(plan, rank).others
+        ),
         most=kv_chunks(plan, rank).most_rows,
         pairs=pairs,
         groups=module.groups_of(pairs, shard_bytes),

@@ -63,7 +63,7 @@ class MessageRing(SteppedRing):
     ) -> Iterator[KVExchange]:
         self._transport.check(op, call.dims, k.dtype, k.device)
         with self._transport.abort_scope(op):
-            exchange = _Messages(self._transport, chunks, k, v)
+            exchange = _RingMessages(self._transport, chunks, k, v)
             attend_own()
             yield exchange
 
@@ -84,7 +84,7 @@ class _Buffers:
         return first[:rows], second[:rows]
 
 
-class _Messages(KVExchange):
+class _RingMessages(KVExchange):
     def __init__(self, transport: TorchDist, chunks: Sequence[Chunk], k: Tensor, v: Tensor) -> None:
         self._transport, self._chunks, self._own = transport, chunks, (k, v)
         self._wire_dtype = k.dtype if settings.narrow_gradients() else accumulate_dtype(k.dtype)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fused_tp.attention.ring import Chunk, KVExchange, KVView, RingCall, SteppedRing, add_to, from_wire, parts_of
 from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.shm import ShmTransport, Workspace
+from fused_tp.transport.shm import ShmCall, ShmTransport
 
 _ALIGNMENT = 64  # a cache line, and the widest vector
 _KEYS_READABLE = 1
@@ -102,7 +102,7 @@ class _InPlace(KVExchange):
     """Views of the workspaces of all ranks in one call, as keys and as terms of their gradients."""
 
     def __init__(
-        self, workspace: Workspace, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, slots: int
+        self, workspace: ShmCall, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, slots: int
     ) -> None:
         self._workspace, self._call, self._chunks, self._k, self._v = workspace, call, chunks, k, v
         self._slots = slots

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fused_tp.planning.config import ParallelConfig
-    from fused_tp.training.check_report import Report
+    from fused_tp.training.check_report import CheckReport
 
 _ONE = at_least(1)
 _SIZES = {
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
         how = None if under_torchrun() else start_method("cpu")
         if how == "forkserver":
             preload(["fused_tp.training.check", *(["transformers"] if ":" not in arguments.model else [])])
-        report: Report = launch(Job(check, arguments, config.world_size), how)
+        report: CheckReport = launch(Job(check, arguments, config.world_size), how)
     except ValueError as error:
         print(f"fused-tp check: {error}", file=sys.stderr)
         return 2
@@ -114,7 +114,7 @@ def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
     return ParallelConfig(**given | {name: value for name, value in options.items() if value is not None})
 
 
-def check(arguments: argparse.Namespace) -> Report:
+def check(arguments: argparse.Namespace) -> CheckReport:
     """Run the check on every rank and return its report."""
     import torch
 

@@ -197,11 +197,11 @@ def train_in_turn(variants: list[Variant]) -> tuple[list[Result], str | None]:
     import torch
     import torch.distributed as dist
 
-    from fused_tp.training.run import Step, TrainingRun, memory_peak
+    from fused_tp.training.run import TrainingRun, TrainingStep, memory_peak
     from fused_tp.training.settings import TrainSettings
 
     results: list[Result] = []
-    runs: list[tuple[Variant, TrainingRun, Iterator[Step]]] = []
+    runs: list[tuple[Variant, TrainingRun, Iterator[TrainingStep]]] = []
 
     def step(index: int) -> None:
         variant, _, steps = runs[index]

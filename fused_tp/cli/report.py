@@ -20,7 +20,7 @@ from fused_tp.cli import at_least, make_folder
 from fused_tp.cli.train import start_ranks
 
 if TYPE_CHECKING:
-    from fused_tp.training.exposure import Report
+    from fused_tp.training.exposure import ExposureReport
 
 _PARTS = ("compute", "hidden", "exposed", "bubble", "idle")
 _BARS = ("compute", "exposed", "bubble", "idle")  # parts of a step; hidden communication is part of compute
@@ -76,7 +76,7 @@ def _train(arguments: argparse.Namespace) -> bool:
     return start_ranks(TrainSettings.of(given).least_ranks(), config, quiet=True) == 0
 
 
-def table(report: Report) -> str:
+def table(report: ExposureReport) -> str:
     """Format the report: ranks, communication by op and by group, late ranks, advice."""
     rows = [(str(rank.rank), asdict(rank)) for rank in report.ranks]
     rows.append(("mean", {name: fmean(row[name] for _, row in rows) for name in ("step", *_PARTS, "waited_for")}))
@@ -95,7 +95,7 @@ def table(report: Report) -> str:
     return "\n".join([*lines, *(f"\n{line}" for line in (*report.notes, *report.advice))])
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: ExposureReport, path: Path) -> None:
     """Draw a bar per rank with the parts of its step."""
     from matplotlib.figure import Figure
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from fused_tp.cli import make_place, positive
 from fused_tp.selftest.machine import versions
-from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, Step, run_steps, table
+from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, SelftestStep, run_steps, table
 
 MINUTES = 8.0
 # Ranks are threads and need a hardware queue per stream; a hang must end within seconds; kernels are not interpreted.
@@ -118,7 +118,7 @@ def _exit(number: int, _: object) -> None:
     sys.exit(128 + number)
 
 
-def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
+def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[SelftestStep]:
     """All steps in execution order: the most valuable first, so that lesser ones cannot use up their minutes."""
     from fused_tp.selftest.kernel_cache import TIMED
     from fused_tp.selftest.kernels import ALONE, GROUPS
@@ -134,35 +134,35 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Step]:
     rest = [group for group in GROUPS if group not in (*two, ALONE)]
     rest.sort(key=lambda group: "other dtypes" in group)  # the others are stable
 
-    def checks(group: str, rank: int) -> Step:
-        return Step(group, body("kernels", group), 15, 90, rank, environment=ENVIRONMENT)
+    def checks(group: str, rank: int) -> SelftestStep:
+        return SelftestStep(group, body("kernels", group), 15, 90, rank, environment=ENVIRONMENT)
 
     found = [
-        Step("environment", body("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),
-        Step("kernels", body("compile", str(arch), str(archive or "")), 10, 240, 1, False, ENVIRONMENT),
-        Step("smoke", body("smoke"), 15, 75, 2, environment=ENVIRONMENT),
+        SelftestStep("environment", body("environment"), 2, 60, 0, needs_gpu=False, environment=ENVIRONMENT),
+        SelftestStep("kernels", body("compile", str(arch), str(archive or "")), 10, 240, 1, False, ENVIRONMENT),
+        SelftestStep("smoke", body("smoke"), 15, 75, 2, environment=ENVIRONMENT),
         *(checks(group, 3) for group in two),
     ]
     if gpus > 1:
         tune = [sys.executable, "-m", "fused_tp", "tune", "--folder", str(out / "tuned"), "--json", RESULT, "--calls"]
         among = {"FUSED_TP_TIMEOUT": "30"}
-        found.append(Step("schedules, processes", [*tune, "20", "--check-only"], 30, 180, 4, environment=among))
+        found.append(SelftestStep("schedules, processes", [*tune, "20", "--check-only"], 30, 180, 4, environment=among))
     alone, ranks = TIMED
     timed = benchmark("speed-1", 1.3, alone)
-    found.append(Step("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
+    found.append(SelftestStep("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
     if gpus > 1:
         # Includes torch's own fused ops, which are schedules, too.
         measured = [*tune, "1", "--tokens", "16", "512", "4096"]
-        found.append(Step("speed of schedules, processes", measured, 60, 240, 5, environment=among))
+        found.append(SelftestStep("speed of schedules, processes", measured, 60, 240, 5, environment=among))
     found += [checks(group, 6) for group in rest]
     timed = benchmark("speed-2", 1.0, ranks)
-    found.append(Step("speed of ranks", timed, 30, 90, 7, environment=ENVIRONMENT))
+    found.append(SelftestStep("speed of ranks", timed, 30, 90, 7, environment=ENVIRONMENT))
     if ncu := cuda_tool("ncu"):
-        found.append(Step("counters", body("counters", ncu), 20, 75, 8, environment=ENVIRONMENT))
+        found.append(SelftestStep("counters", body("counters", ncu), 20, 75, 8, environment=ENVIRONMENT))
     if memcheck := cuda_tool("compute-sanitizer"):
         # One driver allocation per tensor: memcheck finds no access out of bounds within torch's large blocks.
         one_by_one = {**ENVIRONMENT, "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        found.append(Step("memory accesses", body("memory", memcheck), 60, 180, 9, environment=one_by_one))
+        found.append(SelftestStep("memory accesses", body("memory", memcheck), 60, 180, 9, environment=one_by_one))
     return found
 
 

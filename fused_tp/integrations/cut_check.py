@@ -53,7 +53,7 @@ LARGEST_BOUND = 0.7  # above that, a wrong output, off by about its own size, wo
 _OF_MATMULS = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}  # precision of fp32 matmuls
 
 
-class _TooLongError(Exception):
+class TooLongError(Exception):
     """The whole model takes longer than `SECONDS`."""
 
 
@@ -302,14 +302,14 @@ def _run_whole(model: nn.Module, verify: object, rows: int, ranks: int) -> tuple
 
     def stop_in_time() -> None:
         if not given and time.monotonic() - begun > SECONDS:
-            raise _TooLongError
+            raise TooLongError
 
     candidates = [dict(verify)] if isinstance(verify, Mapping) else list(_batches(model, rows, tokens))
     for mode, arguments in itertools.product(Mode if model.training else (Mode.EVAL,), candidates):
         try:
             with undisturbed([model], mode) as drew, recorded(model, stop_in_time) as recording:
                 found = tensors_in(model(**_on_device(arguments, [model])))
-        except _TooLongError:
+        except TooLongError:
             return None, f"the whole {kind} takes longer than {SECONDS:g} s on this processor"
         except Exception as error:
             reason = f"the whole {kind} does not run on {[*arguments]}: {type(error).__name__}: {error}"

@@ -83,7 +83,7 @@ class Dealing:
         return DeviceMesh.from_group(group, self.mesh.device_type, mesh_dim_names=("experts",))
 
 
-class Exchange:
+class ExpertExchange:
     """Exchange of rows, sorted by expert, with the ranks that hold the experts: sends rows and returns the outputs.
 
     Args:

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fused_tp.integrations.expert_parallel import Exchange, ExpertRanks, offsets_to_counts
+from fused_tp.integrations.expert_parallel import ExpertExchange, ExpertRanks, offsets_to_counts
 from fused_tp.integrations.forward_shard import LayerState
 from fused_tp.ops.all_gather_grouped_matmul import all_gather_grouped_matmul
 from fused_tp.ops.collectives import all_gather, copy_to_group, gather, scatter
@@ -127,7 +127,7 @@ def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tenso
     assert ranks.dealt is not None
     chosen, order = top_k_index.reshape(-1).sort(stable=True)
     all_rows = route(chosen, order // weights.shape[-1], len(experts.down_proj) * ranks.dealt.size())
-    exchange = Exchange(offsets_to_counts(all_rows.offsets), ranks)
+    exchange = ExpertExchange(offsets_to_counts(all_rows.offsets), ranks)
     rows = exchange.bring(all_rows.rows_of(x))
     each = torch.arange(len(rows), device=rows.device)  # each of these rows counts as a token of its own
     routing = route(exchange.chosen, each, len(experts.down_proj))
@@ -190,7 +190,7 @@ def _bring_rows(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (scatter(x, 0, group=ranks.dealt),)
     assert ranks.dealt is not None
     count = next(experts.parameters()).shape[0]  # a DTensor's shape counts the experts of all ranks
-    experts._fused_tp_exchange = Exchange(
+    experts._fused_tp_exchange = ExpertExchange(
         torch.full((count,), len(x) // count, dtype=torch.int64, device=x.device), ranks
     )
     return (experts._fused_tp_exchange.bring(x),)
@@ -200,6 +200,6 @@ def _take_rows_back(experts: Any, args: Any, y: Tensor) -> Tensor:
     ranks: ExpertRanks = getattr(experts, _RANKS)
     if not ranks.exchange:
         return gather(y, 0, group=ranks.dealt)
-    exchange: Exchange = experts._fused_tp_exchange
+    exchange: ExpertExchange = experts._fused_tp_exchange
     del experts._fused_tp_exchange
     return exchange.take_back(y)

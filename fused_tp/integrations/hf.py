@@ -28,7 +28,7 @@ from fused_tp.integrations.hf_later_calls import adapt_later_calls
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, spec_of
 from fused_tp.integrations.readers import attentions_named, forward_mentions
-from fused_tp.integrations.sequence import PASSES_ON, Parallelism, Rows, SequenceSharding, cut_head
+from fused_tp.integrations.sequence import PASSES_ON, Parallelism, RowMasks, SequenceSharding, cut_head
 from fused_tp.integrations.state_dict import save_whole
 from fused_tp.integrations.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
 from fused_tp.ops.collectives import gather
@@ -329,9 +329,9 @@ class TransformersSequence(SequenceSharding):
 
         return (*super().cache_types(arguments), Cache)
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         if not self.parallelism.shards_sequence:
-            return Rows()
+            return RowMasks()
         self._check_attention()
         for name in EXTRA_OUTPUTS:
             asked = arguments.get(name)
@@ -349,7 +349,7 @@ class TransformersSequence(SequenceSharding):
             if self.family.length_of_mask and arguments.get("attention_mask") is None:
                 _, tokens = self.find_tokens(arguments)
                 arguments["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-            return Rows()
+            return RowMasks()
         mask = arguments.get("attention_mask")
         # Check padding first: with padding on the left, positions look like those of packed documents.
         _, tokens = self.find_tokens(arguments)
@@ -359,7 +359,7 @@ class TransformersSequence(SequenceSharding):
         arguments.pop("attention_mask", None)
         if padded and documents:
             raise ValueError(PADDED_DOCUMENTS)
-        return Rows(padded, documents)
+        return RowMasks(padded, documents)
 
     def _check_attention(self) -> None:
         """Refuse an attention that was set after `adapt`: it would see this rank's tokens only."""

@@ -25,7 +25,7 @@ from fused_tp.integrations.forward_shard import LayerState, unsharded
 from fused_tp.integrations.plan import (
     STYLES,
     WHOLE,
-    Plan,
+    ShardingPlan,
     Style,
     StyleSpec,
     attention_of,
@@ -64,7 +64,7 @@ class Sharding:
         plain: parameters end up as plain tensors, see `plain_parameters_`.
     """
 
-    plan: Plan
+    plan: ShardingPlan
     mesh: DeviceMesh
     meshes: Sequence[DeviceMesh]
     sequence: SequenceSharding
@@ -73,7 +73,7 @@ class Sharding:
     plain: bool = False
 
 
-def check_layers(model: nn.Module, plan: Plan, ranks: int) -> None:
+def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
     """Refuse a plan that `shard_layers` could not carry out over `ranks` ranks, before any layer is replaced.
 
     Raises:
@@ -164,7 +164,7 @@ def attachments(module: nn.Module) -> list[str]:
     return [key for key, value in vars(module).items() if (key == "forward" or key.endswith("_hooks")) and value]
 
 
-def _check_reads(name: str, module: nn.Module, plan: Plan) -> None:
+def _check_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
     """Refuse a plan that shards a parameter which the code of `module` reads as a whole one."""
     for parameter in parameters_read(module, by_forward=True):
         owner = _path(name, parameter.rpartition(".")[0])

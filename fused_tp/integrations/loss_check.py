@@ -54,7 +54,7 @@ class LossCheck:
 
     def __init__(self, step: StepCheck) -> None:
         self.step = step
-        self._call: _Call | None = None
+        self._call: _LossCall | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_call": None}
@@ -68,7 +68,7 @@ class LossCheck:
         if self.step.compared and not any(
             of_all_ranks(self.step.meshes, "gradients of outputs", _come_otherwise(model, (args, kwargs)))
         ):
-            self._call = _Call(model, self.step, args, kwargs)
+            self._call = _LossCall(model, self.step, args, kwargs)
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._call is not None and not is_suspended():
@@ -87,7 +87,7 @@ def _come_otherwise(model: nn.Module, arguments: object) -> bool:
     )
 
 
-class _Call:
+class _LossCall:
     """One call of `model`, until its backward has ended."""
 
     def __init__(self, model: nn.Module, step: StepCheck, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ from fused_tp.integrations.model_check import (
 from fused_tp.integrations.parts_check import PartsCheck
 from fused_tp.integrations.plain import PlainSequence, check_plain_model
 from fused_tp.integrations.plan import (
-    Plan,
+    ShardingPlan,
     Style,
     check_experts,
     check_head_counts,
@@ -274,7 +274,7 @@ def _cut(
     ranks = 1 if tp_mesh is None else tp_mesh.size()
     sequence: SequenceSharding
     with adapters.taken_out() if adapters else nullcontext():
-        resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else Plan()
+        resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else ShardingPlan()
         dealing = None
         if ep_mesh is not None:
             over_tp = ep_mesh is tp_mesh
@@ -338,10 +338,10 @@ def _cut(
         # Plan entries of other modules apply to tensor parallel ranks only.
         for name in dealing.names:
             experts = model.get_submodule(name)
-            whole = Plan(parameters=dict.fromkeys(experts._parameters, "grouped_gemm"))
+            whole = ShardingPlan(parameters=dict.fromkeys(experts._parameters, "grouped_gemm"))
             replicate_parameters(experts, Sharding(whole, dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
         if parallelism.grad_sync:
-            replicate_parameters(model, Sharding(Plan(), dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
+            replicate_parameters(model, Sharding(ShardingPlan(), dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
     note_replaced(before, model)
     materialize(model, mesh.device_type, hf=hf)
     if plain:

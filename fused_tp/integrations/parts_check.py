@@ -22,7 +22,7 @@ from fused_tp.nn.optimizers import (
     CUTS,
     FORWARD,
     PARTS_AND_STEPS,
-    Cut,
+    ShardedLayout,
     checksum_of_parts,
     refuse_different_moments,
     steps_of,
@@ -130,7 +130,7 @@ def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> 
     )
 
 
-def _plain_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Cut]]:
+def _plain_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedLayout]]:
     """Yield the sharded parameters that `plain_parameters_` has made plain, or the DTensors by which fully_shard has
     replaced them."""
     for path, module in model.named_modules():

@@ -40,7 +40,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.integrations.layers import Sharding, part_of, replicate_module, shard_layer
 from fused_tp.integrations.model_check import MARK, SHARDING, check_equal_models
-from fused_tp.integrations.plan import Plan, Style, spec_of, unread_of
+from fused_tp.integrations.plan import ShardingPlan, Style, spec_of, unread_of
 from fused_tp.integrations.readers import parameters_read
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
@@ -129,7 +129,7 @@ class Adapters:
                         f"{owner!r} would not be used. Leave {owner!r} out of the LoraConfig."
                     )
 
-    def plan(self, plan: Plan) -> Plan:
+    def plan(self, plan: ShardingPlan) -> ShardingPlan:
         """Plan for the modules that the wrappers add to a model with `plan`.
 
         Raises:
@@ -147,12 +147,12 @@ class Adapters:
                 own = _style_of(key, style)
                 if own is not None:
                     styles[f"{name}.{key}"] = own
-        return Plan(styles)
+        return ShardingPlan(styles)
 
     def shard(self, sharding: Sharding, memo: Memo) -> None:
         """Shard the modules that the wrappers add. Call it after `taken_out`."""
         for name, wrapper in self.wrappers.items():
-            place = Place(name, sharding)
+            place = WrapperPlace(name, sharding)
             if isinstance(wrapper, Linear):
                 wrapper.__class__ = ParallelLoraLinear
                 wrapper.place = place
@@ -161,7 +161,7 @@ class Adapters:
 
 
 @dataclass(frozen=True)
-class Place:
+class WrapperPlace:
     """Name of a wrapper in a parallel model, and the model's sharding."""
 
     name: str
@@ -181,7 +181,7 @@ class Place:
 class ParallelLoraLinear(Linear):
     """PEFT's LoRA layer around a sharded or whole layer of a parallel model. (PEFT looks for "Linear" in the name.)"""
 
-    place: Place
+    place: WrapperPlace
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **keywords: Any) -> None:
         """Add an adapter, as PEFT does, and shard it.
@@ -279,7 +279,7 @@ class _Maker:
             raise ValueError(f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Leave it out of target_modules.")
         _check_no_block(name, self.sharding.sequence.whole_blocks)
         layer = ParallelLoraLinear.__new__(ParallelLoraLinear)
-        layer.place = Place(name, self.sharding)  # read by `update_layer`, which __init__ calls
+        layer.place = WrapperPlace(name, self.sharding)  # read by `update_layer`, which __init__ calls
         Linear.__init__(layer, base, adapter_name, config, **keywords)
         return layer
 

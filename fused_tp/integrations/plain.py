@@ -40,7 +40,7 @@ from fused_tp.integrations.layers import holds_sharded_heads
 from fused_tp.integrations.outputs import map_tensors
 from fused_tp.integrations.plan import Style, StyleSpec, spec_of
 from fused_tp.integrations.readers import splits_output
-from fused_tp.integrations.sequence import PASSES_ON, Parallelism, Rows, SequenceSharding, cut_head
+from fused_tp.integrations.sequence import PASSES_ON, Parallelism, RowMasks, SequenceSharding, cut_head
 
 POSITIONS = ("positions", "position_ids")
 CACHES = ("cache", "kv_cache", "past_key_values")
@@ -136,7 +136,7 @@ class PlainSequence(SequenceSharding):
             users = cast(Any, model)  # nn.Module does not declare the attribute
             users.loss_function = self.global_loss(users.loss_function)
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         if targets is not None and not self.has_loss:
             raise ValueError(
                 "labels were given, but the model has no loss_function attribute to compute a loss over all ranks "
@@ -149,7 +149,7 @@ class PlainSequence(SequenceSharding):
                 f"{self.positions} does not count up by one: several documents in one row would attend to each other "
                 "across the context parallel ranks. Give each document its own row, or use no cp_dim."
             )
-        return Rows()
+        return RowMasks()
 
     def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
         if not self.parallelism.shards_sequence:

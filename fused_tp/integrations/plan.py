@@ -120,7 +120,7 @@ EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """A plan with concrete names.
 
     Attributes:
@@ -233,7 +233,7 @@ def unread_of(model: nn.Module) -> set[str]:
     return {name for name in names if any(_matches(name, prefix + one) for one in family.unread)}
 
 
-def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
+def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingPlan:
     """Resolve "auto" (the model's own `tp_plan`), or a dict of patterns, to concrete names and their styles.
 
     Raises:
@@ -260,7 +260,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> Plan:
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     prefix, family = _family(model)
-    resolved = Plan(flattens=family.flattens)
+    resolved = ShardingPlan(flattens=family.flattens)
     if family.joins and prefix + family.joins in modules:
         behind = tuple(name for name, _ in model.named_children() if prefix and f"{name}." != prefix)
         resolved = replace(resolved, joins=prefix + family.joins, behind=behind)
@@ -346,7 +346,7 @@ def _instead_of_auto(model: nn.Module) -> str:
 
 
 def deal_experts_in(
-    model: nn.Module, plan: Plan, asked: str | Mapping[str, Style], ep_ranks: int, *, whole: bool
+    model: nn.Module, plan: ShardingPlan, asked: str | Mapping[str, Style], ep_ranks: int, *, whole: bool
 ) -> list[str]:
     """Return the names of the modules of experts to distribute over `ep_ranks` ranks, and adapt `plan` to it.
 
@@ -380,7 +380,7 @@ def deal_experts_in(
     return found
 
 
-def check_nothing_dealt(plan: Plan, ep_dim: str | None) -> None:
+def check_nothing_dealt(plan: ShardingPlan, ep_dim: str | None) -> None:
     """Refuse 'ep_dispatch_experts' without `ep_dim`; drop its entries if `ep_dim` has one rank."""
     dealt = [name for name, style in plan.modules.items() if style == "ep_dispatch_experts"]
     if dealt and ep_dim is None:
@@ -394,7 +394,7 @@ def check_nothing_dealt(plan: Plan, ep_dim: str | None) -> None:
         del plan.parameters[name]
 
 
-def _cut_tied_embeddings(model: nn.Module, plan: Plan) -> None:
+def _cut_tied_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
     """Shard an embedding that is tied to a sharded output layer like that layer, by vocabulary."""
     heads = [name for name, style in plan.modules.items() if spec_of(style).gathers_output]
     weights = {id(model.get_submodule(name).weight) for name in heads}
@@ -415,14 +415,14 @@ def _is_served(style: Style, parameter: Tensor, own: set[Style]) -> bool:
     return style in PARAMETER_STYLES and not own.isdisjoint(EXPERTS)
 
 
-def check_experts(model: nn.Module, plan: Plan) -> None:
+def check_experts(model: nn.Module, plan: ShardingPlan) -> None:
     """Refuse experts of which a tensor parallel rank would compute more than its shard."""
     for name, style in plan.modules.items():
         if style == "moe_tp_experts":
             _check_experts(name, model.get_submodule(name), plan)
 
 
-def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:
+def _check_experts(name: str, module: nn.Module, plan: ShardingPlan) -> None:
     """Refuse experts of which a rank would compute more than its shard: the sum over ranks would count it again."""
     inside = {key for key, _ in module.named_parameters()} - {*plan.parameters_of(name, module)}
     inside -= {"down_proj_bias"} if takes_routing(module) else set()  # added after the sum
@@ -446,7 +446,7 @@ def _check_experts(name: str, module: nn.Module, plan: Plan) -> None:
             )
 
 
-def warn_of_small_share(model: nn.Module, plan: Plan) -> None:
+def warn_of_small_share(model: nn.Module, plan: ShardingPlan) -> None:
     """Warn if the plan shards less than a quarter of the model: each TP rank would then compute most of it."""
     sizes = {id(p): p.numel() for p in model.parameters()}
     if any(isinstance(style, ParallelStyle) for style in plan.modules.values()):
@@ -573,7 +573,7 @@ def head_counts(*sources: object) -> dict[str, int]:
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def settle_between(model: nn.Module, plan: Plan, *, cuts_logits: bool = False) -> Plan:
+def settle_between(model: nn.Module, plan: ShardingPlan, *, cuts_logits: bool = False) -> ShardingPlan:
     """Return `plan`, with a style for each module that has parameters and must be between two sharded ones.
 
     `cuts_logits`: the output layer leaves its features sharded, too.

@@ -63,7 +63,7 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowMasks:
     """Visibility between tokens, as found in the arguments of a forward pass.
 
     Attributes:
@@ -206,9 +206,9 @@ class SequenceSharding:
         """Classes of KV caches that a forward pass with these arguments may return."""
         return tuple(type(arguments[name]) for name in self.caches if arguments.get(name) is not None)
 
-    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> Rows:
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
         """Refuse, or remove, arguments that a forward pass on a shard of the sequence cannot honour."""
-        return Rows()
+        return RowMasks()
 
     def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
         """Give arguments the same meaning in a forward pass that is too short to be sharded as in a sharded one."""
@@ -375,7 +375,7 @@ class SequenceSharding:
             whole[:, seq_len - keep + first :] = labels[:, first:]
             arguments[name] = whole
 
-    def _ring(self, seq_len: int, rows: Rows) -> CpContext | None:
+    def _ring(self, seq_len: int, rows: RowMasks) -> CpContext | None:
         tp_mesh, cp_mesh = self.parallelism.tp_mesh, self.parallelism.cp_mesh
         if cp_mesh is None:
             return None

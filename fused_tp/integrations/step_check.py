@@ -40,6 +40,7 @@ from fused_tp.integrations.cut_check import (
     BOUNDS,
     LARGEST_BOUND,
     ROUNDING_FACTOR,
+    TooLongError,
     advice,
     dtype_of,
     rounding_errors,
@@ -72,10 +73,6 @@ _GRADIENTS_16_BIT = 0.1
 SHARE_OF_ALL = 1e-3
 CACHES = frozenset({*PLAIN_CACHES, *TransformersSequence.caches})  # names of arguments and outputs
 _OUT_OF_MEMORY = "a step of the whole model takes more memory than there is"
-
-
-class _TooLongError(Exception):
-    """The whole model takes longer than `SECONDS`."""
 
 
 class StepCheck:
@@ -350,7 +347,7 @@ class _Steps:
             try:
                 with self._as_whole() as drew, _stopped_after(self.model, SECONDS):
                     outputs = self._run()
-            except _TooLongError:
+            except TooLongError:
                 return [], f"the whole {kind} takes longer than {SECONDS:g} s on this batch"
             except torch.OutOfMemoryError:
                 return [], _OUT_OF_MEMORY
@@ -603,12 +600,12 @@ def _stand_ins(parameters: Mapping[str, Tensor], full: Mapping[str, Tensor]) -> 
 
 @contextmanager
 def _stopped_after(model: nn.Module, seconds: float) -> Iterator[None]:
-    """Context in which a forward pass of `model` raises `_TooLongError` after that time."""
+    """Context in which a forward pass of `model` raises `TooLongError` after that time."""
     end = time.monotonic() + seconds
 
     def stop_in_time(module: nn.Module, args: object) -> None:
         if time.monotonic() > end:
-            raise _TooLongError
+            raise TooLongError
 
     handles = [module.register_forward_pre_hook(stop_in_time) for module in model.modules()]
     try:

@@ -25,12 +25,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.integrations.experts import takes_routing
 from fused_tp.integrations.layers import HookArguments, attachments
-from fused_tp.integrations.plan import Plan, spec_of, within
+from fused_tp.integrations.plan import ShardingPlan, spec_of, within
 from fused_tp.integrations.sequence import SequenceSharding, in_one_order
 from fused_tp.ops.collectives import gather, scatter
 
 
-def find_blocks(model: nn.Module, plan: Plan, *, rows_travel: bool) -> tuple[list[str], list[str]]:
+def find_blocks(model: nn.Module, plan: ShardingPlan, *, rows_travel: bool) -> tuple[list[str], list[str]]:
     """Names of the blocks of `model` that run on the whole sequence, and of those with experts that run on a shard.
 
     `rows_travel`: experts are distributed over other ranks than the tensor parallel ones, and get rows from there.
@@ -78,7 +78,7 @@ RECORDERS = "transformers.utils.output_capturing"
 KNOWN = ("transformers.models.", "transformers.activations", "torch.nn.modules.linear", "torch.nn.modules.activation")
 
 
-def _takes_tokens_alone(name: str, block: nn.Module, plan: Plan) -> bool:
+def _takes_tokens_alone(name: str, block: nn.Module, plan: ShardingPlan) -> bool:
     """True if `block` has experts and treats tokens independently.
 
     Inspecting a module cannot prove this, so it is assumed only of transformers' own, unmodified code, which has been

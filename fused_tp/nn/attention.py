@@ -79,7 +79,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ForwardArguments:
     """The keywords of one `ParallelAttention.forward`."""
 
     positions: Tensor | None
@@ -299,7 +299,7 @@ class ParallelAttention(nn.Module):
                 other (the message names alternatives).
             TypeError: a cache of another library; a mask of integers; cu_seqlens that is not a tensor of integers.
         """
-        call = _Call(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
+        call = _ForwardArguments(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
         self._check_input(x, positions, attention_mask)
         self._check_together(call)
         cut = self.cp_group is not None and (call.context is None or sharded_chunk)
@@ -327,7 +327,7 @@ class ParallelAttention(nn.Module):
             out = self._attend_here(q, k, v, call)
         return cast(Tensor, self.o_proj(out.flatten(-2)))
 
-    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: ContextCache, call: _Call) -> Tensor:
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: ContextCache, call: _ForwardArguments) -> Tensor:
         if not call.sharded_chunk:
             cache.append(k, v, call.new_lengths)
             return cast(Tensor, cache.attend(q, **self._scores(q)))
@@ -337,7 +337,7 @@ class ParallelAttention(nn.Module):
         q = unshard_sequence(q, 1, seq_len=call.seq_len, **how)
         return shard_sequence(cache.attend(q, **self._scores(q)), 1, **how)
 
-    def _attend_over(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    def _attend_over(self, q: Tensor, k: Tensor, v: Tensor, call: _ForwardArguments) -> Tensor:
         """Attention over `cp_group`, or on this rank alone without one."""
         return attention_over(
             q,
@@ -353,7 +353,7 @@ class ParallelAttention(nn.Module):
             **self._scores(q),
         )
 
-    def _attend_here(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+    def _attend_here(self, q: Tensor, k: Tensor, v: Tensor, call: _ForwardArguments) -> Tensor:
         cache = cast("KVCache | None", call.kv_cache)
         if cache is not None:
             k, v = cache.append(k, v)
@@ -407,7 +407,7 @@ class ParallelAttention(nn.Module):
         _, size, rank = group_identity(self.cp_group)
         return local_length(seq_len, size, rank, self.cp_layout)
 
-    def _positions(self, q: Tensor, call: _Call, cut: bool) -> Tensor:
+    def _positions(self, q: Tensor, call: _ForwardArguments, cut: bool) -> Tensor:
         seen = 0 if call.kv_cache is None else call.kv_cache.length
         if cut:
             total = q.shape[1] * group_identity(self.cp_group)[1] if call.seq_len is None else call.seq_len
@@ -421,7 +421,7 @@ class ParallelAttention(nn.Module):
             return call.context.positions(q.shape[1], call.new_lengths).to(q.device)
         return torch.arange(seen, seen + q.shape[1], device=q.device)
 
-    def _check_together(self, call: _Call) -> None:
+    def _check_together(self, call: _ForwardArguments) -> None:
         """Raise ValueError for arguments that exclude each other, TypeError for a cache of an unsupported type."""
         cache, mask, over_cp, context = call.kv_cache, call.attention_mask, self.cp_group is not None, call.context
         if isinstance(cache, PagedContextKVCache):

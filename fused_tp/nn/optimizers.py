@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 CUTS = "_fused_tp_cuts"  # attribute of a module: a Cut by the name of each plain parameter
 
 
-class Cut(NamedTuple):
+class ShardedLayout(NamedTuple):
     """Metadata of a DTensor that a plain parameter with its shard lacks."""
 
     mesh: DeviceMesh
@@ -65,11 +65,11 @@ _OF_NORM = 1e-3  # tolerance of the norm of all gradients, above the effect of r
 
 _models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 _replaced: Any = WeakIdKeyDictionary()  # parameters that no model uses any more, with their names
-_optimizers: WeakKeyDictionary[Optimizer, _Seen] = WeakKeyDictionary()
+_optimizers: WeakKeyDictionary[Optimizer, _OptimizerSteps] = WeakKeyDictionary()
 
 
 @dataclass
-class _Seen:
+class _OptimizerSteps:
     """An optimizer's steps, and its index in the list of steps of each model whose parameters it holds."""
 
     steps: int = 0
@@ -130,7 +130,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     seen = _optimizers.get(optimizer)
     if seen is None:
-        seen = _optimizers[optimizer] = _Seen()
+        seen = _optimizers[optimizer] = _OptimizerSteps()
     seen.steps += 1
     if is_due(seen.steps):
         _check(optimizer, seen)
@@ -142,7 +142,7 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _check(optimizer: Optimizer, seen: _Seen) -> None:
+def _check(optimizer: Optimizer, seen: _OptimizerSteps) -> None:
     parameters = _parameters_of(optimizer)
     _refuse_idle(optimizer, parameters)
     models = _models_of(parameters)
@@ -163,7 +163,7 @@ def _check(optimizer: Optimizer, seen: _Seen) -> None:
         _compare_gradients(mesh, held)
 
 
-def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
+def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, ShardedLayout]) -> None:
     """Raise ValueError if the optimizer sends a rank's shards to ranks that hold other shards."""
     group = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
     if isinstance(group, ProcessGroup) and cuts:
@@ -177,7 +177,7 @@ def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
             )
 
 
-def _plain_cuts(model: nn.Module) -> Iterator[tuple[int, Cut]]:
+def _plain_cuts(model: nn.Module) -> Iterator[tuple[int, ShardedLayout]]:
     """Yield (id, Cut) of each plain parameter of `model`."""
     for module in model.modules():
         for name, cut in vars(module).get(CUTS, {}).items():
@@ -206,7 +206,7 @@ def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         )
 
 
-def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, Cut]) -> None:
+def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, ShardedLayout]) -> None:
     """Raise ValueError if the optimizer updates shards differently from the whole, or cannot step DTensors."""
     if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
         return  # a wrapper: the optimizer inside is checked before its own step
@@ -266,7 +266,7 @@ def _try_dtensors(name: str, optimizer: Optimizer, group: Mapping[str, Any], par
         )
 
 
-def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, Cut]]) -> None:
+def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, ShardedLayout]]) -> None:
     """Compare gradients of plain parameters over the ranks of `mesh` before a step uses them. A collective call."""
     parts = [p.grad for p, cut in held if isinstance(cut.placement, Shard) and p.grad is not None]
     whole = [p.grad for p, cut in held if not isinstance(cut.placement, Shard) and p.grad is not None]

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.nn.optimizers import CUTS, Cut, install, note_replaced, watch
+from fused_tp.nn.optimizers import CUTS, ShardedLayout, install, note_replaced, watch
 from fused_tp.nn.single_device_writes import write_as_one_process
 from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.runtime.partition import shard_range
@@ -246,7 +246,7 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
         for key, own in child._parameters.items():
             if isinstance(own, DTensor):
                 child._parameters[key] = made[id(own)]
-                vars(child).setdefault(CUTS, {})[key] = Cut(own.device_mesh, own.placements[0], own.shape)
+                vars(child).setdefault(CUTS, {})[key] = ShardedLayout(own.device_mesh, own.placements[0], own.shape)
                 changed: Any = child
                 changed.apply = partial(_apply_to_dtensors, child)
     note_replaced(before, module)
@@ -353,7 +353,7 @@ def local(parameter: Tensor | None) -> Tensor | None:
     if getattr(parameter, "main_grad", None) is not None:
         parameter = into_main_grad(parameter)
     if not torch.compiler.is_compiling() and _lies_unevenly(parameter):
-        part: Tensor = _Local.apply(parameter)
+        part: Tensor = _ToLocal.apply(parameter)
         return part
     return parameter.to_local()
 
@@ -366,7 +366,7 @@ def _lies_unevenly(parameter: DTensor) -> bool:
     )
 
 
-class _Local(torch.autograd.Function):
+class _ToLocal(torch.autograd.Function):
     """`to_local` whose gradient has the parameter's own strides. torch's assumes that all shards are as long as this
     one; autograd then copies the gradient into the strides of the parameter, which torch 2.11 does by gathering it."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.all_to_all import Exchange, Share, all_to_all_by, places_of
+from fused_tp.attention.all_to_all import Swap, TensorShare, all_to_all_by, places_of
 from fused_tp.attention.layout import all_tokens, local_length
 from fused_tp.attention.spec import AttentionArguments
 from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, describe
@@ -25,7 +25,7 @@ OP = "ulysses_attention"
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShares:
     """Assignment of heads to `ranks` ranks: query heads equally; each rank gets the key heads that these read."""
 
     heads: int
@@ -103,8 +103,8 @@ class _Args(NamedTuple):
         return group_by_name(self.group)
 
     @property
-    def shared(self) -> Heads:
-        return Heads(self.moved.heads, self.moved.kv_heads, self.ranks.size)
+    def shared(self) -> HeadShares:
+        return HeadShares(self.moved.heads, self.moved.kv_heads, self.ranks.size)
 
     def part(self, rank: int) -> int:
         return self.moved.first_part + rank * self.moved.stride
@@ -121,7 +121,7 @@ class _Args(NamedTuple):
             return [self.shared.dtype(kind, x.dtype) for kind, x in both]
         return [x.dtype if kind == "q" else self.xs[0].dtype for kind, x in both]
 
-    def exchange(self, to_heads: bool) -> tuple[Exchange, str]:
+    def exchange(self, to_heads: bool) -> tuple[Swap, str]:
         """Return the exchange and the description that its checksum covers.
 
         Raises:
@@ -137,14 +137,14 @@ class _Args(NamedTuple):
         }
         dims = (batch, mask.seq_len, moved.heads, moved.kv_heads, moved.columns, len(self.xs), checksum(words))
         found = tuple(of_kind[kind] for kind in moved.kinds)
-        return Exchange(OP, dims, self.ranks.rank, found, tuple(self.dtypes(to_heads))), words
+        return Swap(OP, dims, self.ranks.rank, found, tuple(self.dtypes(to_heads))), words
 
-    def _share(self, kind: str, length: int, bounds: tuple[int, ...]) -> Share:
+    def _share(self, kind: str, length: int, bounds: tuple[int, ...]) -> TensorShare:
         tokens = all_tokens(length, self.moved.parts, self.attention.layout, bounds)
         ranks = range(self.ranks.size)
         every = self.moved.heads if kind == "q" else self.moved.kv_heads
         heads = tuple(self.shared.of(kind, rank) for rank in ranks)
-        return Share(places_of(tuple(tokens[self.part(rank)] for rank in ranks)), heads, every)
+        return TensorShare(places_of(tuple(tokens[self.part(rank)] for rank in ranks)), heads, every)
 
 
 def _key(a: _Args) -> DispatchKey:

@@ -106,7 +106,7 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
     """Copy this rank's slice (as by torch.chunk) of the replicated `x` along `dim`; backward is `gather`."""
     check_tensor("x", x)
     name, size, rank = group_identity(group)
-    result: Tensor = _Scatter.apply(x, any_dim("dim", dim, "x", x), name, size, rank)
+    result: Tensor = _ScatterToGroup.apply(x, any_dim("dim", dim, "x", x), name, size, rank)
     return result
 
 
@@ -293,7 +293,7 @@ class _CopyToGroup(Function):
         return ALL_REDUCE.named(grad, ctx.group), None
 
 
-class _Scatter(Function):
+class _ScatterToGroup(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: str, size: int, rank: int) -> Tensor:
         ctx.dim, ctx.group, ctx.total = dim, group, x.shape[dim]

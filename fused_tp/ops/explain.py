@@ -126,7 +126,7 @@ def explain(
         transport = SCHEDULES[chosen].transport or backend_of(resolved, where.type)
         return Decision(chosen, transport, f"measured here: {told(choice)}{caveat_of(chosen)}")
 
-    place = _Place(
+    place = _CallPlace(
         resolved.size,
         where.type,
         str(where),
@@ -204,11 +204,11 @@ def explain_for(
         spec = SCHEDULES[choice.schedule]
         return Decision(spec.name, spec.transport or messages, reason + caveat_of(spec.name))
 
-    place = _Place(world_size, device_type, arch, ask, lambda: messages, fused_ring_available)
+    place = _CallPlace(world_size, device_type, arch, ask, lambda: messages, fused_ring_available)
     return _explain(op, shapes, dim, dtype, place)
 
 
-class _Place(NamedTuple):
+class _CallPlace(NamedTuple):
     """Ranks that would run a call.
 
     Attributes:
@@ -228,7 +228,7 @@ class _Place(NamedTuple):
 
 
 def _explain(
-    op: str, shapes: Sequence[Sequence[int]], dim: int | None, dtype: torch.dtype, place: _Place
+    op: str, shapes: Sequence[Sequence[int]], dim: int | None, dtype: torch.dtype, place: _CallPlace
 ) -> Explanation:
     keys = dispatch_keys(op, shapes, dtype, dim, place.size)
     name = explained_ops()[op][0].name

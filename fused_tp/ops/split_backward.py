@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Pending = list[Callable[[], None]]
 
 
-class _Mode:
+class _BackwardMode:
     """Global mode that determines the backward nodes of ops.
 
     The mode is per process, not per thread: on GPUs, backward runs in autograd's own threads, and activation
@@ -48,13 +48,13 @@ class _Mode:
 
 def is_split() -> bool:
     """True if ops called now create separate nodes for the gradients of inputs and of weights."""
-    return _Mode.depth > 0 or _pending() is not None
+    return _BackwardMode.depth > 0 or _pending() is not None
 
 
 def _pending() -> Pending | None:
-    if _Mode.pending is None or torch._C._current_graph_task_id() != _Mode.task:
+    if _BackwardMode.pending is None or torch._C._current_graph_task_id() != _BackwardMode.task:
         return None
-    return _Mode.pending
+    return _BackwardMode.pending
 
 
 @contextmanager
@@ -74,11 +74,11 @@ def split_backward() -> Iterator[None]:
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
     """
-    _Mode.depth += 1
+    _BackwardMode.depth += 1
     try:
         yield
     finally:
-        _Mode.depth -= 1
+        _BackwardMode.depth -= 1
 
 
 class DeferredWeightGradients:
@@ -97,10 +97,10 @@ class DeferredWeightGradients:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        _Mode.pending, _Mode.task = self._pending, torch._C._current_graph_task_id()
+        _BackwardMode.pending, _BackwardMode.task = self._pending, torch._C._current_graph_task_id()
 
     def end(self) -> None:
-        _Mode.pending = None
+        _BackwardMode.pending = None
 
     def take(self) -> Callable[[], None]:
         """Return a function that computes the pending gradients and adds them to the weights' `grad` or `main_grad`."""

@@ -17,8 +17,8 @@ from fused_tp.ops.all_to_all import (
     HEADS_TO_SEQUENCE,
     OP,
     SEQUENCE_TO_HEADS,
-    Heads,
     HeadsExchange,
+    HeadShares,
     check_shared,
     moved_columns,
 )
@@ -141,7 +141,7 @@ def attention_by_heads(
     if inner.size == 1:
         out, lse = RING_ATTENTION.named(q, k, v, *arguments, ring.name)
         return (out, lse) if return_lse else out
-    heads, columns = Heads(q.shape[2], k.shape[2], inner.size), moved_columns(q.shape, k.shape, v.shape)
+    heads, columns = HeadShares(q.shape[2], k.shape[2], inner.size), moved_columns(q.shape, k.shape, v.shape)
     given = (arguments.alibi_slopes is not None, arguments.sinks is not None, return_lse)
     exchange = HeadsExchange("qkk", heads.heads, heads.kv_heads, columns, *given, parts, first, stride)
     rest = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), inner.name)
@@ -163,7 +163,7 @@ def attention_by_heads(
     return out, lse.squeeze(-1).transpose(1, 2).contiguous()
 
 
-def _one_for_equally_many(x: Tensor, heads: Heads, rank: int) -> Tensor:
+def _one_for_equally_many(x: Tensor, heads: HeadShares, rank: int) -> Tensor:
     """Repeat a rank's key heads if needed, so that each is read by the same number of its query heads."""
     own, per_kv_head = heads.of("q", rank), heads.heads // heads.kv_heads
     each, rest = len(own), per_kv_head

@@ -65,7 +65,7 @@ class Example(NamedTuple):
     one_result: bool = False
 
 
-class Verdict(NamedTuple):
+class OpVerdict(NamedTuple):
     """Result of verifying an op on a schedule; `problem` is empty if it is right."""
 
     schedule: str
@@ -81,7 +81,7 @@ def verify(
     sizes: Sequence[tuple[int, int, int]],
     *,
     calls: int = 100,
-) -> Iterator[Verdict]:
+) -> Iterator[OpVerdict]:
     """Verify each op on each schedule that the group supports, the plain ones first. A collective call.
 
     Failures are saved in the file of `FUSED_TP_AUTOTUNE`, which must be set. A failed schedule is neither chosen by the
@@ -114,7 +114,7 @@ def verify(
         for schedule in usable(op, dtype, device, resolve_group(current)):
             what, problem = (schedule, op, dtype), ""
             if known := known_problem(described, device, *what):
-                yield Verdict(schedule, op, dtype, known)
+                yield OpVerdict(schedule, op, dtype, known)
                 continue
             set_wrong(described, device, {what: _BEGUN})
             for example, inputs in zip(of_op, sets, strict=True):
@@ -136,7 +136,7 @@ def verify(
             set_wrong(described, device, {what: problem, **backward})
             if not problem:
                 set_right(described, device, [what, (schedule, f"{op}_backward", dtype)])
-            yield Verdict(schedule, op, dtype, problem)
+            yield OpVerdict(schedule, op, dtype, problem)
 
 
 def _problem(looks: Sequence[dict[str, Any]], everywhere: bool, uneven: bool) -> str:

@@ -29,7 +29,7 @@ PROBE_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Layers:
+class ModelLayers:
     """Parts of a model that can be split into stages.
 
     Attributes:
@@ -50,7 +50,7 @@ class Layers:
     dtype: torch.dtype
 
 
-def find_layers(model: nn.Module, container: str | None, example: Mapping[str, Any]) -> Layers:
+def find_layers(model: nn.Module, container: str | None, example: Mapping[str, Any]) -> ModelLayers:
     """Find the parts of `model` that can be split into stages.
 
     Args:
@@ -77,7 +77,7 @@ def find_layers(model: nn.Module, container: str | None, example: Mapping[str, A
                 buffer.copy_(value)
 
 
-def _check_skeleton(model: nn.Module, layers: Layers, example: Mapping[str, Any]) -> None:
+def _check_skeleton(model: nn.Module, layers: ModelLayers, example: Mapping[str, Any]) -> None:
     """Refuse a model whose code does not run without its layers and the modules before and after them."""
     parts = [range(1), range(1, 1), range(1, layers.count)]
     skeleton, boundary = take_stages(model, layers, parts, [1])[1]
@@ -131,7 +131,7 @@ class _Probe:
         self.behind: list[str] = []
         self.returned = 0
 
-    def run(self, example: Mapping[str, Any]) -> Layers:
+    def run(self, example: Mapping[str, Any]) -> ModelLayers:
         inside = f"{self.container}."
         with ExitStack() as stack, torch.enable_grad():
             for name, module in self.model.named_modules():
@@ -152,7 +152,7 @@ class _Probe:
         self.check_behind(output)
         self.check_parameters()
         assert self.hidden is not None
-        return Layers(
+        return ModelLayers(
             self.container,
             len(self.layers),
             tuple(self.in_front),
@@ -305,7 +305,7 @@ def _shown(value: Any) -> str:
 # -- costs ------------------------------------------------------------------------------------------------------------
 
 
-def estimated_costs(model: nn.Module, layers: Layers) -> list[float]:
+def estimated_costs(model: nn.Module, layers: ModelLayers) -> list[float]:
     """Cost of each layer in multiplications per token, including modules before the first and after the last layer.
 
     Embeddings cost nothing. Only the experts that a token is sent to are counted, if the config states their number.
@@ -431,7 +431,7 @@ class AbsentBehind(nn.Identity):
 
 
 def take_stages(
-    model: nn.Module, layers: Layers, parts: Sequence[range], wanted: Sequence[int]
+    model: nn.Module, layers: ModelLayers, parts: Sequence[range], wanted: Sequence[int]
 ) -> dict[int, tuple[nn.Module, Boundary]]:
     """Build the stages numbered `wanted`, each a model of the same class that shares modules with `model`.
 

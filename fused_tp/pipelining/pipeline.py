@@ -37,7 +37,7 @@ from fused_tp.ops.split_backward import split_backward
 from fused_tp.pipelining.cut import (
     PROBE_TOKENS,
     Boundary,
-    Layers,
+    ModelLayers,
     estimated_costs,
     find_layers,
     in_mode,
@@ -244,7 +244,7 @@ def _example(model: nn.Module, is_hf: bool) -> dict[str, Any]:
     return {next(iter(inspect.signature(model.forward).parameters), "tokens"): tokens}
 
 
-def _tied_names(model: nn.Module, layers: Layers) -> tuple[str, str] | None:
+def _tied_names(model: nn.Module, layers: ModelLayers) -> tuple[str, str] | None:
     """Return both names of the parameter that the first and the last stage share, or None."""
 
     def named(modules: Sequence[str]) -> dict[int, str]:
@@ -379,7 +379,7 @@ class Pipeline:
         self,
         stages: dict[int, Stage],
         kind: ScheduleKind,
-        layers: Layers,
+        layers: ModelLayers,
         parts: list[range],
         pp_mesh: DeviceMesh,
         tp_mesh: DeviceMesh | None,

@@ -27,7 +27,7 @@ from operator import mul
 
 from fused_tp.pipelining.schedules import SCHEDULES
 from fused_tp.planning.config import ParallelConfig
-from fused_tp.planning.hardware import Constants, Machine
+from fused_tp.planning.hardware import HardwareConstants, Machine
 from fused_tp.planning.model_shape import Attention, Block, Layer, ModelShape
 
 # Share of the multiprocessors that a collective's kernels take from overlapped compute (Calculon, SC23).
@@ -111,7 +111,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ParameterPart:
     """Parameters of a rank, ranks that shard them, ranks that replicate them, and inner ranks between two of these."""
 
     count: float
@@ -194,7 +194,7 @@ class CostModel:
     # -- time of one layer --------------------------------------------------------------------------------------------
 
     @property
-    def constants(self) -> Constants:
+    def constants(self) -> HardwareConstants:
         """Constants of the machine."""
         return self.machine.constants
 
@@ -501,7 +501,7 @@ class CostModel:
         return self._most(self._of_layer) + at_ends
 
     @cached_property
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> list[_ParameterPart]:
         """Parameters of the rank in two parts: experts distributed over ep, without copies there, and all others."""
         config = self.config
         dealt = self._most(self._of_experts) if config.ep > 1 else 0.0
@@ -515,7 +515,7 @@ class CostModel:
             else:  # ranks of cp hold copies, too
                 shards, copies = 1, config.cp * ep
             if count:
-                parts.append(_Part(count, shards, copies, config.tp * config.ep // ep))
+                parts.append(_ParameterPart(count, shards, copies, config.tp * config.ep // ep))
         return parts
 
     @cached_property

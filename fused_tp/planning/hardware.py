@@ -15,7 +15,7 @@ _NOT_NEEDED = ("message_bandwidth", "message_latency", "constants.dtensor")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Constants:
+class HardwareConstants:
     """Attained shares of a machine's peak numbers, and overheads.
 
     Attributes:
@@ -45,7 +45,7 @@ class Constants:
 
 
 # Least squares of relative errors of `published.fitted_rows`; tests/unit/test_planning.py checks the minimum.
-FITTED = Constants(links=0.73, kernel=18e-6)
+FITTED = HardwareConstants(links=0.73, kernel=18e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Machine:
         network_bandwidth, network_latency: between nodes.
         ranks_per_node: number of ranks that the links connect.
         overlaps: links transfer data while ranks compute. CPU ranks transfer data with the cores that compute.
-        constants: see `Constants`.
+        constants: see `HardwareConstants`.
         source: origin of the numbers.
 
     Example:
@@ -88,7 +88,7 @@ class Machine:
     network_latency: float = 10e-6
     ranks_per_node: int = 8
     overlaps: bool = True
-    constants: Constants = FITTED
+    constants: HardwareConstants = FITTED
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ class Machine:
             raise ValueError(f"{path} has {unknown[0]!r}, which is no field of Machine; it has {', '.join(known)}.")
         try:
             if "constants" in given:
-                given["constants"] = Constants(**given["constants"])
+                given["constants"] = HardwareConstants(**given["constants"])
             return cls(**given)
         except TypeError as error:
             raise ValueError(f"{path} does not describe a machine: {error}.") from error

@@ -43,7 +43,7 @@ from fused_tp.ops.collectives import all_gather, reduce_scatter
 from fused_tp.ops.ring_attention import ring_attention
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, StepTime
-from fused_tp.planning.hardware import Constants, Machine
+from fused_tp.planning.hardware import HardwareConstants, Machine
 from fused_tp.planning.model_shape import ModelShape
 from fused_tp.schedules import gemm
 
@@ -55,7 +55,7 @@ Case = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LlamaSizes:
     """Sizes of the Llama whose layers are measured."""
 
     rows: int
@@ -88,10 +88,10 @@ class Sizes:
 
 
 MANY = {
-    "cpu": Sizes(rows=4, seq=256, hidden=384, intermediate=1024, heads=8),
-    "cuda": Sizes(rows=4, seq=4096, hidden=4096, intermediate=14336, heads=32),  # enough to fill a GPU
+    "cpu": LlamaSizes(rows=4, seq=256, hidden=384, intermediate=1024, heads=8),
+    "cuda": LlamaSizes(rows=4, seq=4096, hidden=4096, intermediate=14336, heads=32),  # enough to fill a GPU
 }
-FEW = Sizes(rows=1, seq=16, hidden=64, intermediate=128, heads=4)
+FEW = LlamaSizes(rows=1, seq=16, hidden=64, intermediate=128, heads=4)
 
 
 def measure_machine(name: str = "this machine") -> Machine:
@@ -134,7 +134,7 @@ def measure_machine(name: str = "this machine") -> Machine:
     ))  # fmt: skip
 
 
-def machine_of(seconds: Mapping[str, float], sizes: Sizes, ranks: int, machine: Machine) -> Machine:
+def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, machine: Machine) -> Machine:
     """Compute the numbers of `machine` from the seconds of all cases; with one rank, links equal memory bandwidth."""
     (precision,) = machine.peak_flops
     element = 4 if precision == "fp32" else 2
@@ -143,7 +143,7 @@ def machine_of(seconds: Mapping[str, float], sizes: Sizes, ranks: int, machine: 
     moved = 3 * element * (tokens * (hidden + wide) + hidden * wide)
     flops = {precision: 6 * tokens * hidden * wide / (seconds["linear"] - moved / bandwidth)}
     parameters = sum(layer.parameters for layer in sizes.shape.stack)
-    constants = Constants(
+    constants = HardwareConstants(
         links=1.0,
         network=1.0,
         kernel=1e-12,
@@ -195,7 +195,7 @@ def machine_of(seconds: Mapping[str, float], sizes: Sizes, ranks: int, machine: 
     )
 
 
-def _layer(machine: Machine, sizes: Sizes, config: ParallelConfig = ONE_RANK) -> StepTime:
+def _layer(machine: Machine, sizes: LlamaSizes, config: ParallelConfig = ONE_RANK) -> StepTime:
     """Predicted time of a layer, forward and backward."""
     (precision,) = machine.peak_flops
     forward, backward = CostModel(
@@ -204,14 +204,14 @@ def _layer(machine: Machine, sizes: Sizes, config: ParallelConfig = ONE_RANK) ->
     return forward + backward
 
 
-def _cases(sizes: Sizes, device: torch.device) -> dict[str, Case]:
+def _cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
     """Cases to time, by name."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
-    def layers(sizes: Sizes, spread: Callable[[nn.Module], object] = lambda model: None) -> tuple[Case, Case]:
+    def layers(sizes: LlamaSizes, spread: Callable[[nn.Module], object] = lambda model: None) -> tuple[Case, Case]:
         """Two cases: forward and backward; clipping and an optimizer step."""
         from transformers import AutoModelForCausalLM
 

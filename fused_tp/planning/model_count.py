@@ -30,7 +30,7 @@ from fused_tp.integrations.hf import INTERFACE, check_transformers_model
 from fused_tp.integrations.layers import check_layers
 from fused_tp.integrations.plan import (
     HEAD_PROJECTIONS,
-    Plan,
+    ShardingPlan,
     check_experts,
     check_head_counts,
     check_nothing_dealt,
@@ -92,7 +92,7 @@ def make_on_meta(config: Any) -> nn.Module:
 def count_model(model: Any) -> ModelShape:
     """Count a model of `make_on_meta`, and remove all but one layer of each kind from it."""
     name, text = _name(model.config), model.config.get_text_config()
-    parts = _Parts(model)
+    parts = _LayerParts(model)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     hidden = value_of(text, "hidden_size") or embedding.weight.shape[-1]
     drop_repeated(model, parts)
@@ -149,7 +149,7 @@ class _Held:
         return self.parameter.ndim > 1 and not isinstance(self.module, nn.Embedding) and "bias" not in self.key
 
 
-class _Parts:
+class _LayerParts:
     """Layers of a model with their parameters, and the parameters outside the layers.
 
     Attributes:
@@ -232,7 +232,7 @@ class _Kind:
     held: list[_Held]
 
 
-def drop_repeated(model: nn.Module, parts: _Parts) -> None:
+def drop_repeated(model: nn.Module, parts: _LayerParts) -> None:
     """Remove all but one layer of each kind from the model, so that checks are fast for deep models."""
     if parts.container:
         layers: Any = model.get_submodule(parts.container)
@@ -253,7 +253,7 @@ def _once(held: Iterable[_Held]) -> list[_Held]:
 class _Counter:
     """Counts layers and weights."""
 
-    def __init__(self, hidden: int, text: Any, plan: Plan) -> None:
+    def __init__(self, hidden: int, text: Any, plan: ShardingPlan) -> None:
         self.hidden, self.text, self.plan = hidden, text, plan
 
     def weights(self, held: Iterable[_Held]) -> Weights:
@@ -395,7 +395,7 @@ class _Counter:
         found = _number(words.get(layer_type, everywhere), getattr(module, "config", None), self.text)
         return _number(("sliding_window",), module) or found or None
 
-    def notes(self, parts: _Parts, kinds: list[Layer]) -> Iterator[str]:
+    def notes(self, parts: _LayerParts, kinds: list[Layer]) -> Iterator[str]:
         """Sentences about operations that the costs of layers leave out."""
         counts = Counter(parts.order)
         mixers: Counter[str] = Counter()
@@ -482,12 +482,12 @@ def _outside_notes(around: list[_Held], output: nn.Module | None) -> Iterator[st
 class Cuts:
     """The checks of `parallelize` and `build` that need no ranks, on a model on the meta device."""
 
-    def __init__(self, model: Any, parts: _Parts, name: str) -> None:
+    def __init__(self, model: Any, parts: _LayerParts, name: str) -> None:
         self.model, self.parts, self.name = model, parts, name
         try:
             self.plan = settle_between(model, resolve_plan(model, "auto"))
         except (TypeError, ValueError):
-            self.plan = Plan()  # `check` raises with the reason
+            self.plan = ShardingPlan()  # `check` raises with the reason
         self._refusal: Callable[..., str] = cache(self._find_refusal)
 
     def check(self, config: ParallelConfig) -> None:
@@ -507,7 +507,7 @@ class Cuts:
             mesh if tp > 1 else None, mesh if over_cp else None, sequence_parallel, loss_parallel, True
         )
         try:
-            plan = resolve_plan(model, "auto") if tp > 1 else Plan()
+            plan = resolve_plan(model, "auto") if tp > 1 else ShardingPlan()
             if ep > 1:
                 deal_experts_in(model, plan, "auto", ep, whole=tp == 1)
             else:

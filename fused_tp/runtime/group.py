@@ -93,7 +93,7 @@ def _describe(process_group: ProcessGroup) -> Group:
     name = process_group.group_name
     if process_group not in _pg_map:
         raise ValueError(f"group {name!r} has been destroyed; its ops cannot be called any more.")
-    ranks = _world.pg_group_ranks[process_group] = _Ranks(_world.pg_group_ranks[process_group])
+    ranks = _world.pg_group_ranks[process_group] = _GroupRanks(_world.pg_group_ranks[process_group])
     process = 0 if process_group in _inherited else os.getpid()
     group = Group(process_group, name, process_group.rank(), process_group.size(), tuple(ranks), process=process)
     group.check_process()
@@ -105,7 +105,7 @@ def _describe(process_group: ProcessGroup) -> Group:
 # -- groups that end --------------------------------------------------------------------------------------------------
 
 
-class _Ranks(dict[int, int]):
+class _GroupRanks(dict[int, int]):
     """A group's ranks as torch stores them, in a dict that allows weak references: its end is that of the group.
 
     torch drops it within destroy_process_group, whoever calls that, and has no hook. Replacing that function would miss

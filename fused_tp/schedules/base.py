@@ -146,13 +146,13 @@ class Schedule(ABC):
 
 
 class RowSchedule(Schedule):
-    """A schedule that moves rank-major rows (`Cut`); a subclass implements one inner step per op.
+    """A schedule that moves rank-major rows (`DimShards`); a subclass implements one inner step per op.
 
     The steps receive checked and sharded arguments; this class reshapes their results.
     """
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        cut = DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size)
         if (other := self._other("all_gather", x_shard.dtype, cut.shape)) is not None:
             return other.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         self.check("all_gather", (*cut.shape, gather_dim), x_shard)
@@ -160,7 +160,7 @@ class RowSchedule(Schedule):
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         # Append a dim, so that `scatter_dim` is never the last one.
-        cut = Cut.of((*partial.shape, 1), scatter_dim, self.world_size)
+        cut = DimShards.of((*partial.shape, 1), scatter_dim, self.world_size)
         if (other := self._other("reduce_scatter", partial.dtype, cut.shape)) is not None:
             return other.reduce_scatter(partial, scatter_dim=scatter_dim)
         self.check("reduce_scatter", (*partial.shape, scatter_dim), partial)
@@ -175,7 +175,7 @@ class RowSchedule(Schedule):
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         x_shard, dim = asked.x_shard, asked.gather_dim
-        cut = Cut.of_shards(x_shard, dim, asked.gather_size, self.world_size)
+        cut = DimShards.of_shards(x_shard, dim, asked.gather_size, self.world_size)
         if (other := self._other("all_gather_matmul", x_shard.dtype, cut.shape)) is not None:
             return other.all_gather_matmul(asked)
         self.check("all_gather_matmul", (*cut.shape, dim), x_shard)
@@ -185,7 +185,7 @@ class RowSchedule(Schedule):
         self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
         x, w = products[0]
-        cut = Cut.of((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
+        cut = DimShards.of((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
         if (other := self._other("matmul_reduce_scatter", x.dtype, cut.shape)) is not None:
             return other.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
         self.check("matmul_reduce_scatter", (*cut.shape, scatter_dim, bias is not None), x)
@@ -223,14 +223,14 @@ class RowSchedule(Schedule):
         """Compare the call between ranks if FUSED_TP_CHECK=1; `dims`: sizes and other numbers that must agree."""
 
     @abstractmethod
-    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
         """`all_gather`; `cut` is the sharding of the gathered x."""
 
     @abstractmethod
     def _all_reduced(self, partial: Tensor) -> Tensor:
         """`all_reduce`."""
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         """`all_gather_matmul`; `cut` is the sharding of the gathered x."""
         with self.abort_scope("all_gather_matmul"):
             x = self.all_gather(asked.x_shard, gather_dim=cut.dim, gather_size=asked.gather_size).wait()
@@ -238,11 +238,13 @@ class RowSchedule(Schedule):
             return outputs, x if asked.return_gathered else None
 
     @abstractmethod
-    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         """Return the rows of this rank of the sum of rank-major `rows` [M, 1] over ranks."""
 
     @abstractmethod
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         """Return the rows of this rank of the sum of all `products`, in rank-major rows; `cut` shards the sum."""
 
     @abstractmethod
@@ -253,7 +255,7 @@ class RowSchedule(Schedule):
 # -- rows in the order of the ranks that hold them --------------------------------------------------------------------
 
 
-class Cut(NamedTuple):
+class DimShards(NamedTuple):
     """Sharding over the ranks of a dim of length G in a tensor [lead, G, trail, n].
 
     Rank-major rows are all of rank 0's rows, then all of rank 1's: [sum_r lead * G_r * trail, n], the order in which
@@ -270,17 +272,17 @@ class Cut(NamedTuple):
     sizes: Sequence[int]
 
     @staticmethod
-    def of(shape: Sequence[int], dim: int, world_size: int) -> Cut:
+    def of(shape: Sequence[int], dim: int, world_size: int) -> DimShards:
         """Shard a tensor of `shape` as torch.chunk does."""
-        return Cut(shape, dim, shard_sizes(shape[dim], world_size))
+        return DimShards(shape, dim, shard_sizes(shape[dim], world_size))
 
     @staticmethod
-    def of_shards(x_shard: Tensor, dim: int, size: int | None, world_size: int) -> Cut:
+    def of_shards(x_shard: Tensor, dim: int, size: int | None, world_size: int) -> DimShards:
         """The sharding of the gathered tensor; `size` None means that all shards are as long as this one."""
         shape = list(x_shard.shape)
         sizes = [shape[dim]] * world_size if size is None else shard_sizes(size, world_size)
         shape[dim] = sum(sizes)
-        return Cut(shape, dim, sizes)
+        return DimShards(shape, dim, sizes)
 
     @property
     def in_order(self) -> bool:

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range, shard_sizes
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work, rank_offsets
+from fused_tp.schedules.base import DimShards, GatherMatmul, Schedule, Work, rank_offsets
 from fused_tp.schedules.gemm import Product, as_rows, sum_of_products
 from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.transport.base import After, Pending
-from fused_tp.transport.copy_engine import Call, CopyEngine, Scatter
+from fused_tp.transport.copy_engine import CopyCall, CopyEngine, Scatter
 from fused_tp.transport.device_collectives import sum_into
 
 CHUNK_BYTES = 4 << 20  # a smaller chunk of an all-reduce gains less than its flags and events cost
@@ -52,7 +52,7 @@ class CopyEngineSchedule(KernelSchedule):
         # By distance, so that no two ranks start with the same peer.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
-    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
         return gather_blocks(x_shard, cut, self._gathered)
 
     def _gathered(self, flat: Tensor) -> Pending[Tensor]:
@@ -80,7 +80,7 @@ class CopyEngineSchedule(KernelSchedule):
     def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         return self.fallback if op == "reduce_scatter" and not dtype.is_floating_point else None
 
-    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         blocks = rows.split(cut.counts)
         own = blocks[self.rank]
         out = torch.empty_like(own)
@@ -96,7 +96,7 @@ class CopyEngineSchedule(KernelSchedule):
             call.finish(out)
         return out
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         counts = cut.counts
         own = as_rows(asked.x_shard).contiguous()
         gathered = own.new_empty((sum(counts), cut.shape[-1]))
@@ -119,7 +119,9 @@ class CopyEngineSchedule(KernelSchedule):
                 call.finish(*outputs)
         return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         x, counts, n = products[0][0], cut.counts, cut.shape[-1]
         partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
         most_bytes = max(counts) * n * x.element_size()
@@ -159,7 +161,7 @@ class CopyEngineSchedule(KernelSchedule):
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _scatter(
-        self, op: str, call: Call, products: Sequence[Product], partial: Tensor, counts: Sequence[int]
+        self, op: str, call: CopyCall, products: Sequence[Product], partial: Tensor, counts: Sequence[int]
     ) -> Scatter:
         """Multiply block by block, rows by owner, and send each to its owner. `partial`: memory for the blocks."""
         scatter = call.scatter()
@@ -181,7 +183,7 @@ class CopyEngineSchedule(KernelSchedule):
         sum_into(out, scatter.terms(out.shape, out.dtype), bias)
         scatter.release()
 
-    def _share(self, call: Call, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
+    def _share(self, call: CopyCall, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
         """Sum this rank's rows of `out` and start to gather the other ranks' rows."""
         parts = out.split(shard_sizes(out.shape[0], self.world_size))
         self._sum(scatter, parts[self.rank], bias)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_tp.runtime import settings
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work
+from fused_tp.schedules.base import DimShards, GatherMatmul, Schedule, Work
 from fused_tp.schedules.gemm import Product, linear, sum_of_products
 from fused_tp.schedules.plain import KernelSchedule, Plain
 from fused_tp.schedules.side_stream import SideStream
@@ -47,7 +47,7 @@ class DeviceSchedule(KernelSchedule):
         self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
         self._side_stream = SideStream()
 
-    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
         # In a capture nothing orders ops on two streams, so both could use the workspace at once.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
             return Done(self._gathered(x_shard, cut))
@@ -93,24 +93,26 @@ class DeviceSchedule(KernelSchedule):
         if settings.check_ranks():
             self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         x = self._gathered(asked.x_shard, cut)
         with span("matmul", x, *asked.weights):
             outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
         return outputs, x if asked.return_gathered else None
 
-    def _gathered(self, x_shard: Tensor, cut: Cut, *, overlapped: bool = False) -> Tensor:
+    def _gathered(self, x_shard: Tensor, cut: DimShards, *, overlapped: bool = False) -> Tensor:
         others = prod(cut.shape[: cut.dim]) * prod(cut.shape[cut.dim + 1 :])
         counts = [size * others for size in cut.sizes]
         with span("all_gather", x_shard, self.name):
             flat = self.device.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
         return flat.view(cut.shape) if cut.in_order else cut.joined(flat.split(counts))
 
-    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         with span("reduce_scatter", rows, self.name):
             return self.device.reduce_scatter(rows, cut.counts)
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(meanwhile, partial.device), span("reduce_scatter", partial, self.name):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime import settings
-from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work
+from fused_tp.schedules.base import DimShards, GatherMatmul, Schedule, Work
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.gemm import Product, as_rows
 from fused_tp.schedules.plain import KernelSchedule, Plain
@@ -95,7 +95,7 @@ class FusedKernel(KernelSchedule):
         with super().abort_scope(op), nullcontext() if self.copies is None else self.copies.abort_scope(op):
             yield
 
-    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
         return (self.fallback if self.copies is None else self.copies)._gather(x_shard, cut)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ class FusedKernel(KernelSchedule):
         # K = 0: there is nothing to gather, and the products are zero.
         return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
 
-    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         return self.fallback._sum_rows(rows, cut)  # there is no kernel for a sum without a matmul
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         direct = prod(cut.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
         if self.copies is None or direct:
             return self._gather_matmul_direct(asked, cut)
@@ -116,7 +116,7 @@ class FusedKernel(KernelSchedule):
         return self.gather_matmul_copied(asked, cut, self.copies.engine, self._gather_launch(asked, cut))
 
     def gather_matmul_copied(
-        self, asked: GatherMatmul, cut: Cut, engine: CopyEngine, launch: Any
+        self, asked: GatherMatmul, cut: DimShards, engine: CopyEngine, launch: Any
     ) -> tuple[list[Tensor], Tensor | None]:
         """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
         from fused_tp.triton_kernels.comm.arrivals import Arrivals
@@ -154,7 +154,7 @@ class FusedKernel(KernelSchedule):
             call.finish(*outputs, *([gathered] if asked.return_gathered else []))
         return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
 
-    def _gather_matmul_direct(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul_direct(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.gemm import all_gather_gemm as module
 
         rows_per_rank, dtype = cut.counts[0], asked.x_shard.dtype
@@ -172,12 +172,14 @@ class FusedKernel(KernelSchedule):
             )
         return [cut.placed(y) for y in outputs], None if gathered is None else cut.placed(gathered)
 
-    def _gather_launch(self, asked: GatherMatmul, cut: Cut) -> Any:
+    def _gather_launch(self, asked: GatherMatmul, cut: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
         widest = max(w.shape[0] for w in asked.weights)
         return self._launch(asked.x_shard.dtype, sum(cut.counts), widest, least_margin=1)
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
 
         x, counts, n = products[0][0], cut.counts, cut.shape[-1]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fused_tp.runtime import tracing
 from fused_tp.runtime.partition import shard_range
-from fused_tp.schedules.base import Cut, GatherMatmul, Schedule, Work
+from fused_tp.schedules.base import DimShards, GatherMatmul, Schedule, Work
 from fused_tp.schedules.gemm import Product, as_rows
 from fused_tp.schedules.plain import Plain
 from fused_tp.transport.base import After, Pending, sum_in_rank_order
@@ -68,7 +68,7 @@ class Hierarchical(Schedule):
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        shape, _, sizes = Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        shape, _, sizes = DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size)
         if not _even(sizes) or prod(shape) == 0:
             return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         part = self._begin("all_gather", (*shape, gather_dim), x_shard)
@@ -113,7 +113,7 @@ class Hierarchical(Schedule):
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         dim = asked.gather_dim
-        shape, _, sizes = Cut.of_shards(asked.x_shard, dim, asked.gather_size, self.world_size)
+        shape, _, sizes = DimShards.of_shards(asked.x_shard, dim, asked.gather_size, self.world_size)
         if not _even(sizes) or prod(shape) == 0:
             return self._flat.all_gather_matmul(asked)
         count, own = self._hosts.count, self._hosts.own

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Cut, GatherMatmul, Work, rank_offsets
+from fused_tp.schedules.base import DimShards, GatherMatmul, Work, rank_offsets
 from fused_tp.schedules.gemm import Product, as_rows, sum_of_products
 from fused_tp.schedules.plain import Plain
 from fused_tp.schedules.side_stream import SideStream
@@ -67,7 +67,7 @@ class NcclPipeline(Plain):
             self._share_out("all_reduce", partial, out, None)().wait()
             return out
 
-    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
             moving, terms = self._swap_terms("reduce_scatter", rows, tuple(cut.counts))
             moving.wait()
@@ -75,7 +75,7 @@ class NcclPipeline(Plain):
             sum_into(out, terms)
             return out
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
             counts = tuple(cut.counts)
             own = as_rows(asked.x_shard).contiguous()
@@ -102,7 +102,9 @@ class NcclPipeline(Plain):
             outputs = [cut.placed(y) for y in outputs]
             return outputs, cut.placed(gathered) if asked.return_gathered else None
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         x, counts = products[0][0], tuple(cut.counts)
         own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], cut.shape[-1]
         partial = x.new_empty((len(x) - own, columns))  # all rows except the own

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_tp.runtime.partition import shard_range
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Cut, GatherMatmul, Work
+from fused_tp.schedules.base import DimShards, GatherMatmul, Work
 from fused_tp.schedules.gemm import Product, as_rows, linear, sum_of_products
 from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.schedules.plain import Plain
@@ -32,7 +32,7 @@ class Pipelined(Plain):
 
     name = "pipelined"
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
             x_shard = asked.x_shard.contiguous()
             # If the gathered dim is the first, shards arrive in place; otherwise each arrives in a buffer of its own.
@@ -54,20 +54,22 @@ class Pipelined(Plain):
             gathered.split(list(cut.sizes), cut.dim)[self.rank].copy_(x_shard)
             return outputs, gathered
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return sum_of_products([(x, w[start:stop]) for x, w in products])
 
         return self._scatter_columns("matmul_reduce_scatter", columns, cut, products[0][0], bias, meanwhile)
 
-    def _grouped_scatter(self, product: GroupedProduct, cut: Cut, meanwhile: Work) -> Tensor:
+    def _grouped_scatter(self, product: GroupedProduct, cut: DimShards, meanwhile: Work) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return product.columns(start, stop).sum()
 
         return self._scatter_columns("grouped_matmul_reduce_scatter", columns, cut, product.x, None, meanwhile)
 
     def _scatter_columns(
-        self, op: str, columns: Columns, cut: Cut, x: Tensor, bias: Tensor | None, meanwhile: Work
+        self, op: str, columns: Columns, cut: DimShards, x: Tensor, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
         counts = cut.counts
         with self.transport.abort_scope(op):
@@ -112,7 +114,7 @@ class Pipelined(Plain):
             second.append(first[-1].wait())
             return _join([chunk.wait() for chunk in second])
 
-    def _arrival(self, x_shard: Tensor, gathered: Tensor | None, cut: Cut, step: int) -> Pending[Tensor]:
+    def _arrival(self, x_shard: Tensor, gathered: Tensor | None, cut: DimShards, step: int) -> Pending[Tensor]:
         """Start the exchange with the ranks `step` away, in which the shard of rank - step arrives."""
         source = (self.rank - step) % self.world_size
         if gathered is None:

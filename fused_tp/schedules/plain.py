@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.base import Cut, RowSchedule, Work
+from fused_tp.schedules.base import DimShards, RowSchedule, Work
 from fused_tp.schedules.gemm import Product, sum_of_products
 from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.transport.base import After, Pending
@@ -38,7 +38,7 @@ class Plain(RowSchedule):
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self.transport.abort_scope(op)
 
-    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
         return gather_blocks(x_shard, cut, lambda flat: self.transport.all_gather("all_gather", flat))
 
     def _all_reduced(self, partial: Tensor) -> Tensor:
@@ -48,11 +48,13 @@ class Plain(RowSchedule):
         with self.transport.abort_scope("all_reduce"):
             return self.transport.all_reduce("all_reduce", x).wait()
 
-    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
             return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), cut.counts).wait()
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         with self.transport.abort_scope("matmul_reduce_scatter"):
             partial = sum_of_products(products)
             moving = self.transport.reduce_scatter("matmul_reduce_scatter", partial, cut.counts, bias)
@@ -70,7 +72,7 @@ class Plain(RowSchedule):
     def grouped_matmul_reduce_scatter(
         self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
-        cut = Cut.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        cut = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
         self.check("grouped_matmul_reduce_scatter", (*cut.shape, scatter_dim), product.x)
         if not cut.in_order:
             product = product.in_order(cut.places(product.x.device))
@@ -80,7 +82,7 @@ class Plain(RowSchedule):
         self.check("grouped_matmul_all_reduce", product.shape, product.x)
         return self._grouped_sum(product, meanwhile)
 
-    def _grouped_scatter(self, product: GroupedProduct, cut: Cut, meanwhile: Work) -> Tensor:
+    def _grouped_scatter(self, product: GroupedProduct, cut: DimShards, meanwhile: Work) -> Tensor:
         op = "grouped_matmul_reduce_scatter"
         with self.transport.abort_scope(op):
             moving = self.transport.reduce_scatter(op, product.sum(), cut.counts)
@@ -144,7 +146,7 @@ class KernelSchedule(RowSchedule):
             self._transport.check(op, dims, x.dtype, x.device)
 
 
-def gather_blocks(x_shard: Tensor, cut: Cut, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
+def gather_blocks(x_shard: Tensor, cut: DimShards, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
     """Gather the shards of `cut` by `move`, which gathers one equally long block [n] per rank to [W * n]."""
     shape, sizes, longest = cut.shape, cut.sizes, max(cut.sizes)
     # All ranks send equally long blocks: `x_shard` is padded to the longest shard.

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime.errors import FusedTPError, raised_midway
-from fused_tp.schedules.base import Cut, GatherMatmul, RowSchedule, T, Work, add_rms_norm, rank_offsets
+from fused_tp.schedules.base import DimShards, GatherMatmul, RowSchedule, T, Work, add_rms_norm, rank_offsets
 from fused_tp.schedules.gemm import Product, as_rows, linear, sum_of_products
 from fused_tp.schedules.grouped import GroupedProduct
 from fused_tp.transport.base import After, Pending
-from fused_tp.transport.shm import ShmTransport, Workspace, dtype_number, folded
+from fused_tp.transport.shm import ShmCall, ShmTransport, dtype_number, folded
 from fused_tp.transport.torch_dist import TorchDist
 
 with suppress(ImportError):  # without the core no group shares memory, and this schedule is never made
@@ -46,7 +46,7 @@ class SharedMemory(RowSchedule):
         self.transport = transport
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self._gathers: WeakSet[Workspace] = WeakSet()  # calls under way
+        self._gathers: WeakSet[ShmCall] = WeakSet()  # calls under way
 
     @property
     def messages(self) -> TorchDist:
@@ -72,7 +72,7 @@ class SharedMemory(RowSchedule):
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
-    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
         dims = (*folded(cut.shape), cut.dim)
         workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
         with ExitStack() as on_error:  # an error here must not leave the call open
@@ -106,20 +106,22 @@ class SharedMemory(RowSchedule):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         return self.transport.reduce_scatter(rows, cut.counts, called=(*cut.shape[:-1], cut.dim))
 
     def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
-        return self._use_gathered(op, x_shard, Cut.of_shards(x_shard, gather_dim, gather_size, self.world_size), use)
+        return self._use_gathered(
+            op, x_shard, DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size), use
+        )
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         def multiply(x: Tensor) -> tuple[list[Tensor], Tensor | None]:
             outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
             return outputs, x.clone() if asked.return_gathered else None
 
         return self._use_gathered("all_gather_matmul", asked.x_shard, cut, multiply)
 
-    def _use_gathered(self, op: str, x_shard: Tensor, cut: Cut, use: Callable[[Tensor], T]) -> T:
+    def _use_gathered(self, op: str, x_shard: Tensor, cut: DimShards, use: Callable[[Tensor], T]) -> T:
         dims, dtype = (*folded(cut.shape), cut.dim), x_shard.dtype
         host = 0  # rank 0's workspace holds the gathered x; each page is on the NUMA node of its writer
         nbytes = prod(cut.shape) * dtype.itemsize if self.rank == host else 0
@@ -130,7 +132,9 @@ class SharedMemory(RowSchedule):
             workspace.wait_all(1)
             return use(x)
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
         own_bias = bias if self.rank == 0 else None  # rank 0's term carries the bias
 
@@ -142,7 +146,7 @@ class SharedMemory(RowSchedule):
     def grouped_matmul_reduce_scatter(
         self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
-        cut = Cut.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        cut = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
         if not cut.in_order:
             product = product.in_order(cut.places(product.x.device))
         op, dtype, rows = "grouped_matmul_reduce_scatter", product.x.dtype, self._rows_for(product)
@@ -150,7 +154,7 @@ class SharedMemory(RowSchedule):
         return out.view(cut.shard_shape(self.rank))
 
     def _scatter_written(
-        self, op: str, write: Callable[[Tensor], object], cut: Cut, dtype: torch.dtype, meanwhile: Work
+        self, op: str, write: Callable[[Tensor], object], cut: DimShards, dtype: torch.dtype, meanwhile: Work
     ) -> Tensor:
         dims, n, counts = (*folded(cut.shape), cut.dim), cut.shape[-1], cut.counts
         with self.transport.begin(op, dims, dtype, prod(cut.shape) * dtype.itemsize) as workspace:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Cut, GatherMatmul, Work
+from fused_tp.schedules.base import DimShards, GatherMatmul, Work
 from fused_tp.schedules.gemm import Product, as_rows, sum_of_products
 from fused_tp.schedules.plain import KernelSchedule, Plain, gather_blocks
 from fused_tp.schedules.side_stream import SideStream
@@ -58,7 +58,7 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     # -- gathers ------------------------------------------------------------------------------------------------------
 
-    def _gather(self, x_shard: Tensor, cut: Cut) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
         if (
             "_low_contention_all_gather" not in self.symm_mem.ops
             or not self._is_even(cut, x_shard.nbytes)
@@ -70,7 +70,7 @@ class TorchSymmMemSchedule(KernelSchedule):
             return Done(self._gathered(x_shard, cut))
         return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, cut))
 
-    def _gathered(self, x_shard: Tensor, cut: Cut) -> Tensor:
+    def _gathered(self, x_shard: Tensor, cut: DimShards) -> Tensor:
         gather = self.symm_mem.ops["_low_contention_all_gather"]
 
         def move(flat: Tensor) -> Pending[Tensor]:
@@ -79,7 +79,7 @@ class TorchSymmMemSchedule(KernelSchedule):
 
         return gather_blocks(x_shard, cut, move).wait()
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: Cut) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         rows = as_rows(asked.x_shard).contiguous()
         # With multicast torch gathers all of x in the workspace, otherwise it only places a shard there.
         most = rows.nbytes * self.world_size
@@ -97,7 +97,7 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     # -- sums that are scattered --------------------------------------------------------------------------------------
 
-    def _sum_rows(self, rows: Tensor, cut: Cut) -> Tensor:
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         scatter = self.symm_mem.ops.get("_low_contention_reduce_scatter")
         if (
             scatter is None
@@ -109,7 +109,9 @@ class TorchSymmMemSchedule(KernelSchedule):
         with self.symm_mem.turn(), span("reduce_scatter", rows, self.name):
             return _arrived(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
 
-    def _matmul_scatter(self, products: Sequence[Product], cut: Cut, bias: Tensor | None, meanwhile: Work) -> Tensor:
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
         (x, w), *others = products
         part = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
         if not self._is_even(cut, part) or not self.symm_mem.has_room("matmul_reduce_scatter", workspace=2 * part):
@@ -165,7 +167,7 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     # -- limits of torch's ops ----------------------------------------------------------------------------------------
 
-    def _is_even(self, cut: Cut, nbytes: int) -> bool:
+    def _is_even(self, cut: DimShards, nbytes: int) -> bool:
         """True if all ranks hold equally much of `cut`, in multiples of `ALIGNMENT`; `nbytes`: size on this rank."""
         return len(set(cut.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT == 0
 

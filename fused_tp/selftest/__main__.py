@@ -82,7 +82,7 @@ def kernels(group: str, first: int = 0) -> int:
     cases run in a process with a new context, which ends the old one's kernels. An op that has raised an error, or
     waited in vain, is not tried again.
     """
-    from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, Verdict, judge
+    from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, CaseVerdict, judge
 
     before = json.loads(Path(sys.argv[1]).read_text()) if first else {}
     verdicts: dict[str, str] = before.get("cases", {})
@@ -100,7 +100,7 @@ def kernels(group: str, first: int = 0) -> int:
     for number, case in enumerate(cases[first:], first):
         kept(case.name)
         if case.op in stuck:
-            verdict = Verdict(f"not tried: {case.op} has raised an error or waited in vain before")
+            verdict = CaseVerdict(f"not tried: {case.op} has raised an error or waited in vain before")
         else:
             verdict = judge(case, device)
         if verdict.raised or (verdict.problem and verdict.seconds > COSTLY_SECONDS):

@@ -62,7 +62,7 @@ Shape = tuple[int, int, int]
 
 
 @dataclass
-class Call:
+class RankCall:
     """One call of one rank.
 
     Attributes:
@@ -84,7 +84,9 @@ class Call:
     sizes: Callable[[], list[Tensor | None]] | None = None
 
 
-def make_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None) -> Call:
+def make_call(
+    rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None
+) -> RankCall:
     """A call of `op` on `rank`, the same on all ranks except for sharded tensors.
 
     Args:
@@ -102,7 +104,7 @@ def make_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, l
 
 def sum_call(
     rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None, uneven: int = 0
-) -> Call:
+) -> RankCall:
     """A matmul whose result is summed over ranks, with K of odd ranks larger by `uneven`."""
     m, n, k = shape
     world, device = rank.world_size, rank.device
@@ -125,7 +127,7 @@ def sum_call(
         return sum((matmul64(*one) for one in pairs), start=bias.double())
 
     if op in ("reduce_scatter", "products"):
-        return Call(
+        return RankCall(
             lambda workspace: [scatters.gemm_reduce_scatter(own, workspace=workspace, **how)],
             lambda: [total()[slice(*shard_range(m, world, rank.rank))]],
             scatters.workspace_bytes(m, n, dtype, world, launch),
@@ -147,10 +149,12 @@ def sum_call(
         return [result for result in results if result is not None]
 
     nbytes = reduces.workspace_bytes(m, n, dtype, world, launch, two_shot=how["two_shot"])
-    return Call(reduce, reference, nbytes, world * k, everywhere=True)
+    return RankCall(reduce, reference, nbytes, world * k, everywhere=True)
 
 
-def gather_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None) -> Call:
+def gather_call(
+    rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None
+) -> RankCall:
     """Two matmuls of gathered rows; "copied" also returns the rows."""
     m, n, k = shape
     world, device, keep = rank.world_size, rank.device, op == "copied"
@@ -172,10 +176,10 @@ def gather_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int,
     def reference() -> list[Tensor]:
         return [matmul64(x, w, bias) for w, bias in zip(ws, biases, strict=True)] + [x.double()] * keep
 
-    return Call(gather, reference, gathers.workspace_bytes(-(-m // world), k, dtype, world), k)
+    return RankCall(gather, reference, gathers.workspace_bytes(-(-m // world), k, dtype, world), k)
 
 
-def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
+def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
     """Ring attention of `rank`, which holds its shard of a sequence; `shape`: tokens, heads, head_dim."""
     seq, heads, head_dim = shape
     how: dict[str, Any] = (
@@ -213,10 +217,10 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
         assert out is not None
         return [out[:, mine], lse]
 
-    return Call(attend, reference, keys.nbytes(rank.world_size), seq, lse=True, sizes=sizes)
+    return RankCall(attend, reference, keys.nbytes(rank.world_size), seq, lse=True, sizes=sizes)
 
 
-def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
+def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
     """Attention of one rank, (out, lse, dq, dk, dv), without communication; `shape`: tokens, heads, head_dim."""
     seq, heads, head_dim = shape
     mask = AttentionMask(seq, seq, causal=seed % 2 == 0)
@@ -239,10 +243,10 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ca
         out, lse = attention64(leaves[0], leaves[1], leaves[2], mask)
         return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
-    return Call(attend, reference, 0, seq, lse=True, sizes=lambda: attention_sizes(q, k, v, mask, grad))
+    return RankCall(attend, reference, 0, seq, lse=True, sizes=lambda: attention_sizes(q, k, v, mask, grad))
 
 
-def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> Call:
+def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
     """The collectives of the library of device kernels, on terms [m, n] and on m tokens of 2 W heads."""
     m, n, _ = shape
     world, device = rank.world_size, rank.device
@@ -275,7 +279,7 @@ def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int)
         return [torch.cat(terms).double(), *[total, rms_norm64(summed, weight, EPS), summed] * 2]
 
     everywhere = op == "collectives"
-    return Call(collect if everywhere else exchange, reference, own.nbytes, world, everywhere=everywhere)
+    return RankCall(collect if everywhere else exchange, reference, own.nbytes, world, everywhere=everywhere)
 
 
 # -- references --------------------------------------------------------------------------------------------------------
@@ -341,7 +345,7 @@ def _scores64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Ten
     return scores, q64, k64, v64
 
 
-def error_of(call: Call, results: Sequence[Tensor], reference: Sequence[Tensor] | None = None) -> str:
+def error_of(call: RankCall, results: Sequence[Tensor], reference: Sequence[Tensor] | None = None) -> str:
     """Describe where results differ from fp64 by more than their dtype explains, and by how much; "" if nowhere.
 
     `reference`: reference of the call, if already computed.
@@ -382,7 +386,7 @@ def workspace_kind(op: str) -> Any:
     return GatherWorkspace if op in DIRECT else RingWorkspace if op in RINGS else Workspace
 
 
-def prepared(rank: LocalRank, op: str, calls: Sequence[Call], timeout_seconds: float = 20.0) -> Any:
+def prepared(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_seconds: float = 20.0) -> Any:
     """Make a workspace for `calls` on every rank, with all kernels loaded and memory for all results allocated."""
     if op in ATTENTION:
         return None
@@ -411,7 +415,7 @@ class _Natives(DeviceCollectives):
         return None if failure is None else str(failure)
 
 
-def _prepared_natives(rank: LocalRank, calls: Sequence[Call]) -> _Natives:
+def _prepared_natives(rank: LocalRank, calls: Sequence[RankCall]) -> _Natives:
     with rank.in_turn():
         alone = _Natives(LocalGroup(1, rank.device).rank(0))
         results = [result for call in calls for result in call.launch(alone)]

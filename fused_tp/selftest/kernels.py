@@ -25,7 +25,7 @@ from fused_tp.selftest.kernel_calls import (
     RINGS,
     SHAPES,
     SUMS,
-    Call,
+    RankCall,
     Shape,
     error_of,
     make_call,
@@ -41,7 +41,7 @@ OTHER_NUMBERS = 10  # added to a seed, selects other numbers with the same mask 
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """Calls of one op by `world` ranks.
 
     Attributes:
@@ -70,19 +70,19 @@ class Case:
         return self.op not in NATIVE
 
 
-def _cases() -> tuple[Case, ...]:
+def _cases() -> tuple[KernelCase, ...]:
     bf16, every, few = torch.bfloat16, tuple(SHAPES), tuple(FEW_SHAPES)
     groups = {"sums": SUMS, "gathers": (*DIRECT, *COPIED), "rings": RINGS, "collectives": NATIVE}
-    found = [Case("attention", op, 1, dtype, few) for op in ATTENTION for dtype in (bf16, torch.float32)]
+    found = [KernelCase("attention", op, 1, dtype, few) for op in ATTENTION for dtype in (bf16, torch.float32)]
     # Single ranks wait for no peer, so that a tool may run one kernel after the other.
-    found += [Case(ALONE, op, 1, bf16, few) for op in (*ATTENTION, *SUMS, *DIRECT, *RINGS, *NATIVE)]
+    found += [KernelCase(ALONE, op, 1, bf16, few) for op in (*ATTENTION, *SUMS, *DIRECT, *RINGS, *NATIVE)]
     for group, ops in groups.items():
-        found += [Case(f"{group}, 2 ranks", op, 2, bf16, every) for op in ops]
-        found += [Case(f"{group}, 2 ranks", op, 2, bf16, every, 3, late=(1,)) for op in ops]
-        found += [Case(f"{group}, 4 ranks", op, 4, bf16, few, 4, late=(0, 2)) for op in ops]
-        found += [Case(f"{group}, 3 ranks and other dtypes", op, 3, bf16, few) for op in ops]
+        found += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, every) for op in ops]
+        found += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, every, 3, late=(1,)) for op in ops]
+        found += [KernelCase(f"{group}, 4 ranks", op, 4, bf16, few, 4, late=(0, 2)) for op in ops]
+        found += [KernelCase(f"{group}, 3 ranks and other dtypes", op, 3, bf16, few) for op in ops]
         for dtype in (torch.float16, torch.float32):
-            found += [Case(f"{group}, 3 ranks and other dtypes", op, 2, dtype, few) for op in ops]
+            found += [KernelCase(f"{group}, 3 ranks and other dtypes", op, 2, dtype, few) for op in ops]
     return tuple(found)
 
 
@@ -90,7 +90,7 @@ CASES = _cases()
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
 
 
-class Verdict(NamedTuple):
+class CaseVerdict(NamedTuple):
     """Verdict on a case.
 
     Attributes:
@@ -104,12 +104,12 @@ class Verdict(NamedTuple):
     seconds: float = 0.0
 
 
-def check(case: Case, device: torch.device) -> str:
+def check(case: KernelCase, device: torch.device) -> str:
     """Check a case on `device`; return a description of the problem, or ""."""
     return judge(case, device).problem
 
 
-def judge(case: Case, device: torch.device) -> Verdict:
+def judge(case: KernelCase, device: torch.device) -> CaseVerdict:
     """Check a case on `device`; return the verdict."""
     begun = time.monotonic()
     # A single rank waits for no peer, and may run under a tool that slows it down.
@@ -118,12 +118,12 @@ def judge(case: Case, device: torch.device) -> Verdict:
         problems = run_local(case.world, _check, case, device=device, timeout=seconds)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Verdict(text, True, time.monotonic() - begun)
+        return CaseVerdict(text, True, time.monotonic() - begun)
     problem = next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
-    return Verdict(problem, False, time.monotonic() - begun)
+    return CaseVerdict(problem, False, time.monotonic() - begun)
 
 
-def _calls(rank: LocalRank, case: Case) -> list[Call]:
+def _calls(rank: LocalRank, case: KernelCase) -> list[RankCall]:
     """Calls of each shape and, in cases with repeats, the same calls with other numbers: data that a call has left in
     the workspace must be wrong for the next call of its shape."""
     turns = range(min(2, case.repeats))
@@ -134,7 +134,7 @@ def _calls(rank: LocalRank, case: Case) -> list[Call]:
     ]
 
 
-def _check(rank: LocalRank, case: Case) -> str:
+def _check(rank: LocalRank, case: KernelCase) -> str:
     draw = random.Random(rank.rank)
     calls = _calls(rank, case)
     # Order of the calls: those with the same numbers are as far apart as possible.
@@ -158,7 +158,7 @@ def _check(rank: LocalRank, case: Case) -> str:
 
 
 def _problem(
-    calls: Sequence[Call],
+    calls: Sequence[RankCall],
     wanted: Sequence[Sequence[Tensor]],
     made: Sequence[int],
     results: Sequence[list[Tensor]],
@@ -175,7 +175,7 @@ def _problem(
     return ""
 
 
-def poison(calls: Sequence[Call], wanted: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
+def poison(calls: Sequence[RankCall], wanted: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
     """Allocate the memory that the results of `calls` will take, and fill it with NaN.
 
     Otherwise that memory may hold right results of a rehearsal, and allocating device memory later may wait for a
@@ -190,12 +190,12 @@ def poison(calls: Sequence[Call], wanted: Sequence[Sequence[Tensor]], dtype: tor
     del taken
 
 
-def launch_only(case: Case) -> None:
+def launch_only(case: KernelCase) -> None:
     """Make the launches of a case on CPU tensors, within `kernel_cache.recorded`."""
     run_local(case.world, _launch, replace(case, repeats=1), timeout=CASE_SECONDS)
 
 
-def _launch(rank: LocalRank, case: Case) -> None:
+def _launch(rank: LocalRank, case: KernelCase) -> None:
     calls = _calls(rank, case)
     workspace = prepared(rank, case.op, calls)
     with rank.in_turn():
@@ -203,6 +203,6 @@ def _launch(rank: LocalRank, case: Case) -> None:
             call.launch(workspace)
 
 
-def one_call(case: Case) -> Case:
+def one_call(case: KernelCase) -> KernelCase:
     """Return the case with its first shape only."""
     return replace(case, shapes=case.shapes[:1])

@@ -38,7 +38,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
-class Step:
+class SelftestStep:
     """One step.
 
     Attributes:
@@ -71,7 +71,7 @@ class Outcome:
     found: Any = None
 
 
-def affordable(steps: Sequence[Step], seconds: float) -> set[str]:
+def affordable(steps: Sequence[SelftestStep], seconds: float) -> set[str]:
     """Names of the steps that fit into `seconds` by their least times, the most valuable ones first.
 
     >>> affordable([Step("a", [], 10, 20, 1), Step("b", [], 50, 60, 2), Step("c", [], 15, 20, 3)], 30) == {"a", "c"}
@@ -86,7 +86,7 @@ def affordable(steps: Sequence[Step], seconds: float) -> set[str]:
 
 
 def run_steps(
-    steps: Sequence[Step],
+    steps: Sequence[SelftestStep],
     out: Path,
     seconds: float,
     say: Callable[[str], None],
@@ -133,13 +133,13 @@ def run_steps(
             raise interruption
 
 
-def _files(step: Step, out: Path) -> tuple[Path, Path]:
+def _files(step: SelftestStep, out: Path) -> tuple[Path, Path]:
     """(log of the step, file of its findings)."""
     base = out / step.name.replace(" ", "-").replace(",", "")
     return base.with_suffix(".log"), base.with_suffix(".json")
 
 
-def _run(step: Step, out: Path, limit: float, say: Callable[[str], None]) -> Outcome:
+def _run(step: SelftestStep, out: Path, limit: float, say: Callable[[str], None]) -> Outcome:
     log, result = _files(step, out)
     result.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}

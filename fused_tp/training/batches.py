@@ -198,7 +198,7 @@ class DistributedBatches:
         )  # torch draws a seed from the generator as iteration begins, on the default device
         if self._streams:
             with on_host:
-                batches = iter(DataLoader(_Share(self), batch_size=None, collate_fn=_as_it_is, **loader))
+                batches = iter(DataLoader(_BatchShare(self), batch_size=None, collate_fn=_as_it_is, **loader))
             yield from batches
             return
         sizes, indices = self._indices()
@@ -222,7 +222,7 @@ class DistributedBatches:
         return [len(part) for part in parts], (part.chunk(self._dp_size)[self._dp_rank].tolist() for part in parts)
 
 
-class _Share(IterableDataset[Any]):
+class _BatchShare(IterableDataset[Any]):
     """Stream of this rank's part of each global batch. Each of W workers reads the whole stream and yields every W-th
     batch, in the order in which the loader polls workers."""
 

@@ -39,7 +39,7 @@ from fused_tp.planning import build as planning
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.runtime.settings import environment
 from fused_tp.training.batches import data_parallel_place
-from fused_tp.training.check_report import Report
+from fused_tp.training.check_report import CheckReport
 
 Batch = Mapping[str, Any]
 MakeBatch = Callable[[nn.Module, ParallelConfig], Batch]
@@ -63,7 +63,7 @@ def check_model(
     tolerance: float | None = None,
     steps: int = 1,
     lr: float = 0.1,
-) -> Report:
+) -> CheckReport:
     """Compare a model over the ranks of `config` with the same model on one process, and locate differences.
 
     A collective call of `config.world_size` CPU ranks; all get the same report. Losses of all steps are compared, and
@@ -283,7 +283,7 @@ def _report(
     communicated: Mapping[Any, int],
     *,
     tolerance: float,
-) -> Report:
+) -> CheckReport:
     """Gather the findings of all ranks into one report."""
     of_modules, not_compared = comparison.differences()
     mine = {"losses": losses, "errors": of_modules, "skipped": not_compared}
@@ -303,7 +303,7 @@ def _report(
         del errors[name]
     worst = _largest(rank["gradients"] for rank in ranks)
     missing = {name: float("inf") for name, _ in whole.named_parameters() if name not in worst}
-    report = Report(
+    report = CheckReport(
         layout=f"{config.shown()}, {config.world_size} ranks",
         tolerance=tolerance,
         losses=[

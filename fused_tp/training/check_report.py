@@ -11,7 +11,7 @@ _SHOWN = 12  # parameters listed at most
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """Comparison of a parallel model with the whole one. Errors are relative to the largest value of a tensor.
 
     Attributes:

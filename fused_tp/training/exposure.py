@@ -65,7 +65,7 @@ class OpTime:
 
 
 @dataclass(frozen=True)
-class Report:
+class ExposureReport:
     """Report of a run: times of ranks, ops and groups; `notes` list unknowns, `advice` lists suggested changes."""
 
     ranks: list[RankTime]
@@ -75,7 +75,7 @@ class Report:
     advice: list[str]
 
 
-def analyze(traces: Sequence[RankTrace]) -> Report:
+def analyze(traces: Sequence[RankTrace]) -> ExposureReport:
     """Analyze the traces of a run.
 
     Args:
@@ -93,7 +93,7 @@ def analyze(traces: Sequence[RankTrace]) -> Report:
         notes.append(f"There is no trace of {of} {', '.join(map(str, sorted(missing)))}, which may be late.")
     ranks = [_rank_time(trace, waits[trace.rank], traces) for trace in traces]
     ops = _op_times(traces)
-    return Report(ranks, ops, _group_times(ops), notes, _advice(ranks, ops))
+    return ExposureReport(ranks, ops, _group_times(ops), notes, _advice(ranks, ops))
 
 
 def _rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[RankTrace]) -> RankTime:

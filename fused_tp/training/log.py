@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fused_tp.planning.hardware import Machine, find_machine, machine_of_gpu
-from fused_tp.training.run import Step, TrainingRun
+from fused_tp.training.run import TrainingRun, TrainingStep
 
 LINES = "train.jsonl"
 _PEAKS = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}  # names in Machine.peak_flops; fp16 is as fast as bf16
@@ -67,7 +67,7 @@ class RunLog:
         if run.done >= steps:
             self._print("All steps are done: nothing is trained. Give more steps, or another folder for checkpoints.")
 
-    def step(self, step: Step) -> None:
+    def step(self, step: TrainingStep) -> None:
         """Log a step."""
         if not self._writes:
             return

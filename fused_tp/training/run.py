@@ -40,7 +40,7 @@ _COUNT = "num_items_in_batch"
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """Statistics of one training step over all ranks.
 
     Attributes:
@@ -197,7 +197,7 @@ class TrainingRun:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[TrainingStep]:
         """Train until `settings.steps` steps are done; yield each step after it and its checkpoint are done."""
         saving = self.settings.checkpoints
         if self.done >= self.settings.steps:
@@ -212,7 +212,7 @@ class TrainingRun:
             if self.done >= self.settings.steps:
                 return
 
-    def _step(self, batch: dict[str, Tensor]) -> Step:
+    def _step(self, batch: dict[str, Tensor]) -> TrainingStep:
         waited, started = tracing.waited_seconds(), time.perf_counter()
         rate = self.optimizer.param_groups[0]["lr"]
         loss = self._forward_backward(batch)
@@ -234,7 +234,7 @@ class TrainingRun:
         waited = tracing.waited_seconds() - waited
         seconds, memory, mean_waited = self._over_ranks(time.perf_counter() - started, memory_peak(self.device), waited)
         tokens = self.settings.global_batch * self.settings.data.seq
-        return Step(self.done, loss, norm, rate, tokens, seconds, mean_waited, skipped, int(memory))
+        return TrainingStep(self.done, loss, norm, rate, tokens, seconds, mean_waited, skipped, int(memory))
 
     def _forward_backward(self, batch: Mapping[str, Tensor]) -> float:
         """Run forward and backward; return the loss. Gradients are reduced over ranks, and times the loss scale."""

@@ -25,11 +25,11 @@ Finite = Field(allow_inf_nan=False)
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class _Part(BaseModel):
+class _SettingsPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ModelSettings(_Part):
+class ModelSettings(_SettingsPart):
     """Transformers causal language model: a saved one, or a type with sizes and weights determined by `seed`."""
 
     pretrained: str | None = None  # folder, or name that transformers resolves
@@ -43,7 +43,7 @@ class ModelSettings(_Part):
         return self
 
 
-class DataSettings(_Part):
+class DataSettings(_SettingsPart):
     """Text in rows of `seq` tokens, packed from documents that do not see each other."""
 
     path: Path | None = None  # see `fused_tp.training.text.load_text`; None: Python's language reference, 420 kB
@@ -53,7 +53,7 @@ class DataSettings(_Part):
     evaluation_rows: Whole = 0
 
 
-class OptimizerSettings(_Part):
+class OptimizerSettings(_SettingsPart):
     """AdamW (arXiv:1711.05101), no weight decay of vectors; the rate rises over `warmup` steps, then decays."""
 
     learning_rate: Annotated[float, Field(gt=0), Finite] = 3e-4
@@ -66,7 +66,7 @@ class OptimizerSettings(_Part):
     clip: Annotated[float, Field(gt=0)] = 1.0  # maximum norm of all gradients
 
 
-class CheckpointSettings(_Part):
+class CheckpointSettings(_SettingsPart):
     """Checkpoints, saved in the background; a run resumes from the newest, at any parallel sizes."""
 
     folder: Path
@@ -74,7 +74,7 @@ class CheckpointSettings(_Part):
     keep: Count = 3
 
 
-class SampleSettings(_Part):
+class SampleSettings(_SettingsPart):
     """Text that the model generates after `prompt`, with every evaluation and at the end."""
 
     prompt: Annotated[str, Field(min_length=1)] = "The "
@@ -82,7 +82,7 @@ class SampleSettings(_Part):
     temperature: Annotated[float, Field(ge=0)] = 0.7  # 0: greedy
 
 
-class ProfileSettings(_Part):
+class ProfileSettings(_SettingsPart):
     """Steps that every rank records for `fused-tp report`: `steps` of them from number `first`, counted from where the
     run starts or resumes."""
 
@@ -94,7 +94,7 @@ class ProfileSettings(_Part):
         return self.first + self.steps - 1
 
 
-class TrainSettings(_Part):
+class TrainSettings(_SettingsPart):
     """Settings of a training run.
 
     Attributes:

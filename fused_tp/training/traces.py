@@ -35,7 +35,7 @@ _WAIT = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchan
 _NODE = "autograd::engine::evaluate_function: "
 
 
-class Group(NamedTuple):
+class TraceGroup(NamedTuple):
     """Ranks that communicate; empty if the trace does not name them."""
 
     name: str = ""
@@ -48,7 +48,7 @@ class Communication(NamedTuple):
     start: float
     stop: float
     op: str
-    group: Group = Group()
+    group: TraceGroup = TraceGroup()
     is_message: bool = False
 
 
@@ -65,7 +65,7 @@ class RankTrace:
 
     rank: int
     world_size: int
-    groups: Mapping[str, Group]
+    groups: Mapping[str, TraceGroup]
     steps: int
     seconds: float
     compute: Intervals
@@ -160,21 +160,21 @@ def _event(event: Mapping[str, Any]) -> _Event:
     return _Event(start, stop, event["name"], event.get("cat", ""), thread, event.get("args") or {})
 
 
-def _groups(info: Mapping[str, Any], dims: Mapping[str, str]) -> dict[str, Group]:
+def _groups(info: Mapping[str, Any], dims: Mapping[str, str]) -> dict[str, TraceGroup]:
     """Map torch's group names to groups, which are named for their mesh dim, or by torch's description."""
     found = {}
     for group in info.get("pg_config") or ():
         name, ranks = str(group["pg_name"]), tuple(group.get("ranks") or ())
         described = str(group.get("pg_desc") or "undefined").removeprefix("mesh_")
         described = {"default_pg": "world", "undefined": f"ranks {ranks}"}.get(described, described)
-        found[name] = Group(dims.get(name, described), ranks)
+        found[name] = TraceGroup(dims.get(name, described), ranks)
     return found
 
 
 _Parts = tuple[Intervals, list[Communication], list[_Work]]
 
 
-def _of_device(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
+def _of_device(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Parts:
     """Split kernels and copies into compute and communication, with the op and module that launched each."""
     computing, communication, work = list[tuple[float, float]](), list[Communication](), list[_Work]()
     on_cpu = (event for event in events if event.category not in _ON_DEVICE)
@@ -189,23 +189,23 @@ def _of_device(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
             work.append(_Work(min(begun, event.stop), max(begun, event.stop), module))
             continue
         name = str(event.args.get("Collective name") or event.name.removeprefix("void ").split("(")[0])
-        unknown = Group(str(event.args.get("Process Group Description") or ""))
+        unknown = TraceGroup(str(event.args.get("Process Group Description") or ""))
         group = groups.get(str(event.args.get("Process Group Name")), unknown)
         is_message = op is None and "SendRecv" in event.name and "all_to_all" not in name
         communication.append(Communication(event.start, event.stop, _op_name(op) if op else name, group, is_message))
     return Intervals(computing), communication, work
 
 
-def _of_cpu(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
+def _of_cpu(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Parts:
     """Split events of the computing thread and of gloo's threads into compute and communication, with waits."""
     busiest = Counter(event.thread for event in events if not event.name.startswith("gloo:")).most_common(1)
     main = busiest[0][0] if busiest else None
     several = {group.ranks: group for group in groups.values() if len(group.ranks) > 1}
-    only = several.popitem()[1] if len(several) == 1 else Group()  # gloo's ranges do not name their group
+    only = several.popitem()[1] if len(several) == 1 else TraceGroup()  # gloo's ranges do not name their group
     seen = (event._replace(thread=main) if event.name.startswith("gloo:") else event for event in events)
     computing, waits = list[tuple[float, float]](), list[tuple[float, float]]()
     communication, work = list[Communication](), list[_Work]()
-    waited: dict[float, tuple[_Event, float, Group]] = {}  # by the start of an op; the last mark in it is its own
+    waited: dict[float, tuple[_Event, float, TraceGroup]] = {}  # by the start of an op; the last mark in it is its own
     over_gloo: set[float] = set()  # starts of ops whose communication appears in gloo's ranges
     for event, op, module in _in_context(event for event in seen if event.thread == main):
         span = event.start, event.stop
@@ -219,11 +219,11 @@ def _of_cpu(events: Sequence[_Event], groups: Mapping[str, Group]) -> _Parts:
         mark = _WAIT.fullmatch(event.name)
         if mark and mark["seconds"]:
             if op is not None:
-                waited[op.start] = op, float(mark["seconds"]), groups.get(mark[2], Group())
+                waited[op.start] = op, float(mark["seconds"]), groups.get(mark[2], TraceGroup())
         elif mark:
             waits.append(span)
             if mark[3]:
-                communication.append(Communication(*span, "exchange", groups.get(mark[3], Group())))
+                communication.append(Communication(*span, "exchange", groups.get(mark[3], TraceGroup())))
         elif op is event or (event.category != "user_annotation" and _COMPUTES.match(event.name)):
             computing.append(span)
     # The trace has only the length of a wait in native code, not its position: it is placed at the end of the op.

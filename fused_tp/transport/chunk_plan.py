@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fused_tp.runtime.partition import shard_range
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """`rows` rows from `start` on, of the rows exchanged with rank `peer`."""
 
     peer: int
@@ -24,25 +24,25 @@ class Part(NamedTuple):
     rows: int
 
 
-class Exchange(NamedTuple):
+class ChunkExchange(NamedTuple):
     """Transfers that run at the same time. Parts without rows are left out on both sides."""
 
-    sends: tuple[Part, ...]
-    receives: tuple[Part, ...]
+    sends: tuple[RowPart, ...]
+    receives: tuple[RowPart, ...]
 
 
-class Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """A rank's exchanges. Each rank's rows are split into `pieces`: piece i of a scatter's own rows is complete after
     `len(exchanges) / pieces * (i + 1)` exchanges."""
 
     counts: tuple[int, ...]  # rows of every rank
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[ChunkExchange, ...]
     ranges: tuple[tuple[tuple[int, int], ...], ...]  # (start, stop) of rows that a gather receives or a scatter sends
     pieces: int
 
 
 @lru_cache(maxsize=1024)
-def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
+def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
     """Gather the rows of all ranks in up to `chunks` exchanges: those of rank - 1 first, then those of rank - 2, ...
 
     Sends start in the own rows, receives start in the rows of all ranks.
@@ -51,12 +51,12 @@ def gather_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
     for group, piece in itertools.product(groups, range(pieces)):
         sends = [((rank + d) % len(counts), 0, counts[rank]) for d in group]
         receives = [rows[(rank - d) % len(counts)] for d in group]
-        found.append(Exchange(_pieces(sends, piece, pieces), _pieces(receives, piece, pieces)))
-    return Plan(counts, tuple(found), tuple(_joined(exchange.receives) for exchange in found), pieces)
+        found.append(ChunkExchange(_pieces(sends, piece, pieces), _pieces(receives, piece, pieces)))
+    return ChunkPlan(counts, tuple(found), tuple(_joined(exchange.receives) for exchange in found), pieces)
 
 
 @lru_cache(maxsize=1024)
-def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
+def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> ChunkPlan:
     """Scatter terms of all ranks' rows in up to `chunks` exchanges: the farthest owner's first; the own ones stay.
 
     It works piece by piece, so that all terms of the own rows' first piece arrive early. Sends start in the rows of all
@@ -66,8 +66,8 @@ def scatter_plan(counts: tuple[int, ...], rank: int, chunks: int) -> Plan:
     for piece, group in itertools.product(range(pieces), reversed(groups)):
         sends = [rows[(rank + d) % len(counts)] for d in reversed(group)]
         receives = [((rank - d) % len(counts), 0, counts[rank]) for d in reversed(group)]
-        found.append(Exchange(_pieces(sends, piece, pieces), _pieces(receives, piece, pieces)))
-    return Plan(counts, tuple(found), tuple(_joined(exchange.sends) for exchange in found), pieces)
+        found.append(ChunkExchange(_pieces(sends, piece, pieces), _pieces(receives, piece, pieces)))
+    return ChunkPlan(counts, tuple(found), tuple(_joined(exchange.sends) for exchange in found), pieces)
 
 
 def _cut(counts: Sequence[int], chunks: int) -> tuple[int, list[range]]:
@@ -80,19 +80,19 @@ def _cut(counts: Sequence[int], chunks: int) -> tuple[int, list[range]]:
     return max(1, min(chunks // distances, max(counts))), groups
 
 
-def _rows(counts: Sequence[int]) -> list[Part]:
+def _rows(counts: Sequence[int]) -> list[RowPart]:
     """The range of each rank's rows within the rows of all ranks."""
     bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
-    return [Part(rank, start, stop - start) for rank, (start, stop) in enumerate(bounds)]
+    return [RowPart(rank, start, stop - start) for rank, (start, stop) in enumerate(bounds)]
 
 
-def _pieces(parts: Iterable[tuple[int, int, int]], piece: int, pieces: int) -> tuple[Part, ...]:
+def _pieces(parts: Iterable[tuple[int, int, int]], piece: int, pieces: int) -> tuple[RowPart, ...]:
     """Piece number `piece` of each (peer, start, rows), if it has rows."""
     cut = ((peer, start, shard_range(rows, pieces, piece)) for peer, start, rows in parts)
-    return tuple(Part(peer, start + begin, end - begin) for peer, start, (begin, end) in cut if end > begin)
+    return tuple(RowPart(peer, start + begin, end - begin) for peer, start, (begin, end) in cut if end > begin)
 
 
-def _joined(parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
+def _joined(parts: Sequence[RowPart]) -> tuple[tuple[int, int], ...]:
     """(start, stop) of the rows. Adjacent parts are merged into one range, for one matmul."""
     found: list[tuple[int, int]] = []
     for part in sorted(parts, key=lambda part: part.start):

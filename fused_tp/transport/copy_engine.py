@@ -74,7 +74,7 @@ def copy_engine_available(device: torch.device) -> Availability:
 
 
 @dataclass
-class _Slot:
+class _NativeSlot:
     """A workspace of the native core, and its memory."""
 
     core: Any
@@ -101,13 +101,13 @@ class Offered:
     expired: int
 
 
-class Call:
+class CopyCall:
     """One call of an op, from its first message to `finish`. An exception inside aborts the group.
 
     The caller must not touch memory passed to it until `finish`. Ranks call the same methods in the same order.
     """
 
-    def __init__(self, engine: CopyEngine, slot: _Slot, op: str) -> None:
+    def __init__(self, engine: CopyEngine, slot: _NativeSlot, op: str) -> None:
         self.op = op
         self._engine = engine
         self._slot = slot
@@ -116,7 +116,7 @@ class Call:
         self._call = slot.core.begin(OPS.index(op), engine.stream(), settings.timeout_seconds())
         slot.pending += 1
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> CopyCall:
         return self
 
     def __exit__(
@@ -178,7 +178,7 @@ class Call:
 class Scatter:
     """Blocks from every rank to every other: `push` for each peer, then `receive`, use of `terms`, `release`."""
 
-    def __init__(self, call: Call, slot: _Slot) -> None:
+    def __init__(self, call: CopyCall, slot: _NativeSlot) -> None:
         self._call = call
         self._engine = call._engine
         self._core = slot.core
@@ -216,7 +216,7 @@ class _Streams:
         self.handles = [memory.rescue.cuda_stream, *(stream.cuda_stream for stream in own)]
 
 
-class CopyEngine(GroupKernels[_Slot]):
+class CopyEngine(GroupKernels[_NativeSlot]):
     """The copy engines of one group on one device.
 
     Example:
@@ -236,11 +236,11 @@ class CopyEngine(GroupKernels[_Slot]):
         """Handle of the caller's stream."""
         return current_stream(self.device)
 
-    def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> Call:
+    def call(self, op: str, *, gather_bytes: int = 0, scatter_bytes: int = 0) -> CopyCall:
         """Begin a call of `op`, one of OPS.
 
         Args:
-            gather_bytes: size of the longest shard that any rank passes to `Call.gather`.
+            gather_bytes: size of the longest shard that any rank passes to `CopyCall.gather`.
             scatter_bytes: size of the longest block that any rank passes to `Scatter.push`.
 
         Raises:
@@ -252,7 +252,7 @@ class CopyEngine(GroupKernels[_Slot]):
         if slot is None or slot.gather_bytes < gather_bytes or slot.scatter_bytes < scatter_bytes:
             slot = self._grow(op, gather_bytes, scatter_bytes)
         self.calls += 1
-        return Call(self, slot, op)
+        return CopyCall(self, slot, op)
 
     def stop(self) -> None:
         """End the native threads, when the program exits."""
@@ -269,13 +269,13 @@ class CopyEngine(GroupKernels[_Slot]):
             late = f" FUSED_TP_TIMEOUT is {settings.timeout_seconds():g} s."
         return self._error(kind, f"{{reason}}{late}", reason=failed.sentence)
 
-    def _leave(self, slot: _Slot, why: str) -> None:
+    def _leave(self, slot: _NativeSlot, why: str) -> None:
         slot.core.abort(why)
 
-    def _lose(self, slot: _Slot, rank: int) -> None:
+    def _lose(self, slot: _NativeSlot, rank: int) -> None:
         slot.core.lose(rank)
 
-    def _grow(self, op: str, gather_bytes: int, scatter_bytes: int) -> _Slot:
+    def _grow(self, op: str, gather_bytes: int, scatter_bytes: int) -> _NativeSlot:
         old = self._slots.get("")
         check_not_capturing(
             self.device,
@@ -312,7 +312,7 @@ class CopyEngine(GroupKernels[_Slot]):
             handle.barrier(0, int(settings.timeout_seconds() * 1000))
         if old is not None and outgrown is None:
             old.core.stop()  # its streams now run other work, which its watchdog would take for its own
-        return self._keep("", _Slot(made, buffer, gather_bytes, scatter_bytes, streams), outgrown)
+        return self._keep("", _NativeSlot(made, buffer, gather_bytes, scatter_bytes, streams), outgrown)
 
 
 _engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()

@@ -26,7 +26,7 @@ from fused_tp.transport.device_plans import (
     ALGORITHMS,
     SUMMED_DTYPES,
     AllToAllLayout,
-    Plan,
+    DevicePlan,
     Plans,
     heads_to_sequence,
     sequence_to_heads,
@@ -157,7 +157,7 @@ class DeviceCollectives(Workspaces):
             self._launch("all_to_all", plan, x.data_ptr(), out.data_ptr(), tuple(layout))
         return out
 
-    def _launch(self, op: str, plan: Plan, *arguments: Any, kind: str = "device", algorithm: str = "") -> None:
+    def _launch(self, op: str, plan: DevicePlan, *arguments: Any, kind: str = "device", algorithm: str = "") -> None:
         with self.use(kind, plan.nbytes, op) as workspace:
             if algorithm == "multimem" and not workspace.multicast_address:
                 raise ValueError(

@@ -38,7 +38,7 @@ _MOST_KEPT = 4096  # sequence lengths may keep changing
 
 
 @dataclass(frozen=True)
-class Plan:
+class DevicePlan:
     """Launch plan, the same for all calls of one shape and, except `shape`, on all ranks."""
 
     nbytes: int  # size of the workspace
@@ -55,7 +55,7 @@ class Plans:
     def __init__(self, memory: KernelMemory) -> None:
         self._memory = memory
         self._world_size = memory.world_size
-        self._kept: dict[Hashable, Plan] = {}
+        self._kept: dict[Hashable, DevicePlan] = {}
 
     def of(
         self,
@@ -64,18 +64,18 @@ class Plans:
         algorithm: str = "",
         counts: Sequence[int] | None = None,
         overlapped: bool = False,
-    ) -> Plan:
+    ) -> DevicePlan:
         """The plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, for an op that moves rows."""
         key = op, algorithm, counts and tuple(counts), overlapped, x.shape, x.dtype
         return self._of(key, partial(self._make, op, x, algorithm, counts, overlapped))
 
-    def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> Plan:
+    def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> DevicePlan:
         """The plan of an all-to-all in that layout; `shape` is the shape of its result."""
         part = layout.part_bytes
         make = partial(self._plan, "all_to_all", "", self._world_size * part, part, None, shape)
         return self._of((layout, shape), make)
 
-    def _of(self, key: tuple[Hashable, ...], make: Callable[[], Plan]) -> Plan:
+    def _of(self, key: tuple[Hashable, ...], make: Callable[[], DevicePlan]) -> DevicePlan:
         key = (settings.sm_margin(), *key)
         plan = self._kept.get(key)
         if plan is None:
@@ -84,7 +84,7 @@ class Plans:
             plan = self._kept[key] = make()
         return plan
 
-    def _make(self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool) -> Plan:
+    def _make(self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool) -> DevicePlan:
         row = prod(x.shape[1:])
         if op == "all_gather":  # counted in bytes
             sizes, row = counts or [x.shape[0]] * self._world_size, row * x.element_size()
@@ -107,19 +107,19 @@ class Plans:
         summed: torch.dtype | None,
         shape: tuple[int, ...],
         overlapped: bool = False,
-    ) -> Plan:
+    ) -> DevicePlan:
         if summed is not None and summed not in SUMMED_DTYPES:
             raise TypeError(f"The tensor has dtype {summed}; sums take float32, bfloat16 and float16.")
         number = 0 if summed is None else dtype_number(summed)
         if count == 0:
-            return Plan(0, 0, 0, chunk, number, shape)
+            return DevicePlan(0, 0, 0, chunk, number, shape)
         # On the CPU the blocks are threads, and the margin does not apply.
         sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
         most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
         arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
         core = import_module("fused_tp._core")
         blocks, nbytes = core.device_plan(*arguments, most)
-        return Plan(nbytes, blocks, count, chunk, number, shape)
+        return DevicePlan(nbytes, blocks, count, chunk, number, shape)
 
 
 # -- layouts of an all-to-all ------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def late_ranks(
 
 
 @dataclass(frozen=True)
-class Call:
+class StartedCall:
     """A transfer that has been started: its op, its number in the group, and its start (time.perf_counter)."""
 
     op: str
@@ -214,20 +214,20 @@ class GroupCalls:
         self.board = StatusBoard(store, board, group.rank, group.size)
         _CALLS[group].append(self)
 
-    def begin(self, op: str) -> Call:
+    def begin(self, op: str) -> StartedCall:
         """Count one more call; raises if the group is unusable."""
         if self.broken is not None:
             raise self.unusable()
         return self._count(op)
 
-    def _count(self, op: str) -> Call:
+    def _count(self, op: str) -> StartedCall:
         self.calls += 1
         self._ops.append(op)
-        return Call(op, self.calls, time.perf_counter())
+        return StartedCall(op, self.calls, time.perf_counter())
 
-    def last_call(self, op: str) -> Call:
+    def last_call(self, op: str) -> StartedCall:
         """The last call, restated as a call of `op` that starts now."""
-        return Call(op, self.calls, time.perf_counter())
+        return StartedCall(op, self.calls, time.perf_counter())
 
     @contextmanager
     def abort_scope(self, op: str) -> Iterator[None]:
@@ -253,7 +253,7 @@ class GroupCalls:
             raise
         except BaseException as error:
             if self.broken is None and self._started() != before:
-                self.abort_midway(Call(op, self.calls, started), error)
+                self.abort_midway(StartedCall(op, self.calls, started), error)
             raise
 
     def _started(self) -> int:
@@ -262,18 +262,18 @@ class GroupCalls:
 
     # -- aborting -----------------------------------------------------------------------------------------------------
 
-    def error(self, kind: type[_ErrorT], call: Call, what: str, **fields: Any) -> _ErrorT:
+    def error(self, kind: type[_ErrorT], call: StartedCall, what: str, **fields: Any) -> _ErrorT:
         """An error of `call`. `what` continues "<op> (call <n> of group <name>) on rank <r> of <W>"."""
         fields |= {"op": call.op, "call": call.number, "group": self.group.name}
         return kind(_WHERE + what, rank=self.rank, size=self.world_size, **fields)
 
-    def abort(self, call: Call, error: _ErrorT) -> _ErrorT:
+    def abort(self, call: StartedCall, error: _ErrorT) -> _ErrorT:
         """Make the group unusable and notify peers. Returns `error`, to be raised here; peers raise it too."""
         self.broken = error.copy()
         self.publish_abort(call, self.broken)
         return error
 
-    def abort_midway(self, call: Call, error: BaseException) -> None:
+    def abort_midway(self, call: StartedCall, error: BaseException) -> None:
         """Abort because of an exception that no peer has caused."""
         self.abort(call, self.error(FusedTPError, call, " {reason}", reason=raised_midway(error)))
 
@@ -283,7 +283,7 @@ class GroupCalls:
             call = self.last_call("a call")
             self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
 
-    def abort_following_peer(self, call: Call) -> FusedTPError:
+    def abort_following_peer(self, call: StartedCall) -> FusedTPError:
         """Abort after a peer that failed by itself; return its error as an error of this rank."""
         self.broken = self.error(PeerLostError, call, ": a peer has given the group up.")
         self.publish_abort(call)
@@ -295,7 +295,7 @@ class GroupCalls:
             self.broken = self.error(kind, call, said, cause=cause)
         return self.broken.copy()
 
-    def abort_peer_lost(self, call: Call, reason: str = "", cause: FusedTPError | None = None) -> FusedTPError:
+    def abort_peer_lost(self, call: StartedCall, reason: str = "", cause: FusedTPError | None = None) -> FusedTPError:
         """Abort after a connection was closed, by a peer that died or by one that failed, which may publish the reason
         late. The backend may give a `reason`, a subgroup its error as `cause`."""
         closed = {*self.closed_peers(), *(cause.missing if cause is not None else ())}  # before peers close theirs
@@ -309,7 +309,7 @@ class GroupCalls:
             what += " What failed: {cause}"
         return self.abort(call, self.error(PeerLostError, call, what, missing=dead, reason=reason, cause=cause))
 
-    def abort_timed_out(self, call: Call, reason: str = "") -> FusedTPError:
+    def abort_timed_out(self, call: StartedCall, reason: str = "") -> FusedTPError:
         """Abort at the deadline. The error names the late ranks, once the others have had time to publish statuses."""
         error = self.abort(call, self.error(CollectiveTimeoutError, call, f" waited {self.how_long(call)}"))
         self.broken = self.with_late_ranks(error).copy(self._says(reason), reason=reason)
@@ -333,7 +333,7 @@ class GroupCalls:
         """The published statuses, once one of them has a rank's own failure, or after `seconds`."""
         return self.board.read_until(lambda found: first_failure(found) is not None, seconds)
 
-    def publish_abort(self, call: Call, error: FusedTPError | None = None) -> None:
+    def publish_abort(self, call: StartedCall, error: FusedTPError | None = None) -> None:
         """Notify peers, also those that cannot read this rank's status, that its part of the group has ended."""
         try:
             self.post_status(call, failed=True, error=error)
@@ -341,7 +341,7 @@ class GroupCalls:
             self._depart()
             self.also_depart()
 
-    def post_status(self, call: Call, failed: bool = False, error: FusedTPError | None = None) -> None:
+    def post_status(self, call: StartedCall, failed: bool = False, error: FusedTPError | None = None) -> None:
         """Publish this rank's progress."""
         waited = time.perf_counter() - call.started
         self.board.post(RankStatus(self.calls, list(self._ops), waited, failed, error))
@@ -353,7 +353,7 @@ class GroupCalls:
             return None
         return f"Rank {cause.rank} has given the group up. It said: {cause}"
 
-    def how_long(self, call: Call) -> str:
+    def how_long(self, call: StartedCall) -> str:
         """Duration of the call in words; the deadline's length if it ended by the deadline."""
         waited, deadline = time.perf_counter() - call.started, settings.timeout_seconds()
         return f"{deadline:g} s (FUSED_TP_TIMEOUT)" if waited > 0.9 * deadline else f"{waited:.1f} s"

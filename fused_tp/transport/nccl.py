@@ -35,8 +35,8 @@ from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.runtime.group import Group, GroupSlot
 from fused_tp.transport.base import Done, Pending, current_stream, when
-from fused_tp.transport.chunk_plan import Plan, gather_plan
-from fused_tp.transport.failure import LOOK_SECONDS, Call
+from fused_tp.transport.chunk_plan import ChunkPlan, gather_plan
+from fused_tp.transport.failure import LOOK_SECONDS, StartedCall
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
 from fused_tp.transport.store import exchange, first_reason
 from fused_tp.transport.symm_mem import made_on_device
@@ -51,7 +51,7 @@ Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each
 
 
 @dataclass
-class Pipeline:
+class ExchangeQueue:
     """Exchanges on a communicator's stream, `count` of them in all, and an event behind each. Nothing here waits on the
     host, so all of it can be captured in a CUDA graph. The watch's thread reads it too.
 
@@ -61,7 +61,7 @@ class Pipeline:
 
     communicator: Any
     count: int
-    call: Call  # the call of the last exchange enqueued
+    call: StartedCall  # the call of the last exchange enqueued
     tickets: list[Any] = field(default_factory=list)  # of the exchanges so far; None: nothing has moved yet
     brings_own_rows: bool = False
     abandoned: bool = False
@@ -101,7 +101,7 @@ class Pipeline:
         return any(ticket is not None and ticket.captured for ticket in self.tickets)
 
 
-Launch = Callable[[Pipeline, int], None]  # enqueues exchanges of a pipeline, behind the work in a stream
+Launch = Callable[[ExchangeQueue, int], None]  # enqueues exchanges of a pipeline, behind the work in a stream
 
 
 def _rows_at(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
@@ -116,7 +116,7 @@ class Moving(Pending[None]):
     communicator's stream instead would serve as well, except for tensors that outlive the communicator.)
     """
 
-    def __init__(self, transport: NcclDist, pipeline: Pipeline, launch: Launch, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, transport: NcclDist, pipeline: ExchangeQueue, launch: Launch, tensors: Sequence[Tensor]) -> None:
         self._transport = transport
         self._pipeline = pipeline
         self._launch = launch
@@ -173,7 +173,7 @@ class NcclDist(TorchDist):
         self._pid = os.getpid()
         self._judging = threading.RLock()
         self._verdict: FusedTPError | None = None  # error found by the watch, which the next call raises
-        self._under_way: deque[Pipeline] = deque()
+        self._under_way: deque[ExchangeQueue] = deque()
         self._captured = False  # True once there are CUDA graphs, which may be replayed without a call
         self._noticed = 0  # the call for which a status has been published
         self._gone: list[int] = []  # ranks whose processes have ended
@@ -182,12 +182,12 @@ class NcclDist(TorchDist):
 
     # -- movements ----------------------------------------------------------------------------------------------------
 
-    def gather(self, op: str, own: Tensor, gathered: Tensor, plan: Plan) -> Moving:
+    def gather(self, op: str, own: Tensor, gathered: Tensor, plan: ChunkPlan) -> Moving:
         """Start gathering all ranks' rows: `own` [plan.counts[rank], n] to `gathered` [sum(plan.counts), n]."""
         row_bytes = own.shape[1] * own.element_size()
         at, to = own.data_ptr(), gathered.data_ptr()
 
-        def launch(pipeline: Pipeline, stream: int) -> None:
+        def launch(pipeline: ExchangeQueue, stream: int) -> None:
             if len(plan.exchanges) == 1 and len(set(plan.counts)) == 1 and plan.counts[0] * row_bytes > 0:
                 pipeline.tickets.append(self.communicator.all_gather(at, to, plan.counts[0] * row_bytes, stream))
                 pipeline.brings_own_rows = True
@@ -199,7 +199,7 @@ class NcclDist(TorchDist):
 
         return self._move(op, len(plan.exchanges), launch, (own, gathered))
 
-    def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: Plan) -> Moving:
+    def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: ChunkPlan) -> Moving:
         """Start receiving all ranks' terms of the own rows in `terms` [W, plan.counts[rank], n], except terms[rank].
 
         `partial` holds this rank's terms of all ranks' rows [sum(plan.counts), n], or of all ranks' rows but the own.
@@ -209,7 +209,7 @@ class NcclDist(TorchDist):
         left_out = own if partial.shape[0] != sum(plan.counts) else 0
         at, to = partial.data_ptr(), terms.data_ptr()
 
-        def launch(pipeline: Pipeline, stream: int) -> None:
+        def launch(pipeline: ExchangeQueue, stream: int) -> None:
             exchange = plan.exchanges[len(pipeline.tickets)]
             sends = [(peer, start - left_out * (peer > self.rank), rows) for peer, start, rows in exchange.sends]
             receives = [(peer, start + own * peer, rows) for peer, start, rows in exchange.receives]
@@ -259,7 +259,7 @@ class NcclDist(TorchDist):
 
     def _move(self, op: str, count: int, launch: Launch, tensors: Sequence[Tensor], *, at_once: bool = True) -> Moving:
         """Make a transfer of `count` exchanges; `launch` enqueues them now or, if not `at_once`, one per `send`."""
-        pipeline = Pipeline(self.communicator, count, self.begin(op))
+        pipeline = ExchangeQueue(self.communicator, count, self.begin(op))
         try:
             with self.abort_scope(op):
                 if at_once:
@@ -284,7 +284,7 @@ class NcclDist(TorchDist):
     def _started(self) -> int:
         return int(self.communicator.calls) if os.getpid() == self._pid else 0
 
-    def begin(self, op: str) -> Call:
+    def begin(self, op: str) -> StartedCall:
         """Count one more call: an exchange, or several enqueued together. Each exchange of a scatter counts."""
         if os.getpid() != self._pid:
             raise FusedTPError(
@@ -292,23 +292,23 @@ class NcclDist(TorchDist):
                 "use the group's communicator."
             )
         if self.broken is not None:
-            raise self._failure(Call(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.broken)))
+            raise self._failure(StartedCall(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.broken)))
         self.communicator.timeout_seconds = settings.timeout_seconds()
         return self._count(op)
 
-    def attempt(self, call: Call, work: Callable[[], Any]) -> Any:
+    def attempt(self, call: StartedCall, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; raise its errors as errors of this group."""
         try:
             return work()
         except RuntimeError as error:
             raise self._failure(call, error) from error
 
-    def wait(self, pipeline: Pipeline, index: int, stream: int) -> None:
+    def wait(self, pipeline: ExchangeQueue, index: int, stream: int) -> None:
         """Make `stream` wait for an exchange of the pipeline."""
         with tracing.waiting(pipeline.call.op):
             self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
 
-    def abandon(self, pipeline: Pipeline | None, stream: int) -> None:
+    def abandon(self, pipeline: ExchangeQueue | None, stream: int) -> None:
         """Release a transfer that nobody waits for, most likely after an error; its memory returns to `stream`."""
         if os.getpid() != self._pid:
             return
@@ -324,7 +324,7 @@ class NcclDist(TorchDist):
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, call: Call, error: RuntimeError) -> FusedTPError:
+    def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         """Return the error to raise for one of the communicator; the first caller, or the watch, determines it."""
         with self._judging:
             if self.broken is None:
@@ -332,7 +332,7 @@ class NcclDist(TorchDist):
             verdict, self._verdict = self._verdict, None
         return verdict if verdict is not None else self.unusable()
 
-    def _judge(self, call: Call, error: RuntimeError) -> FusedTPError:
+    def _judge(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         reason = str(error).splitlines()[0]
         try:
             if isinstance(error, CollectiveTimeoutError):
@@ -363,7 +363,7 @@ class NcclDist(TorchDist):
         if self.broken is None:
             self._failure(self.last_call("a call"), RuntimeError(reason))
 
-    def abort_midway(self, call: Call, error: BaseException) -> None:
+    def abort_midway(self, call: StartedCall, error: BaseException) -> None:
         with self._judging:
             if self.broken is not None:
                 return
@@ -464,7 +464,7 @@ def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
 
 def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
     mine = own_facts(group, device)
-    facts = [Facts(**told) for told in exchange(group, "nccl", asdict(mine))]
+    facts = [NcclFacts(**told) for told in exchange(group, "nccl", asdict(mine))]
     if not (found := judged(facts)):
         return found
     library, driver = load(device)
@@ -496,7 +496,7 @@ def load(device: torch.device) -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Facts:
+class NcclFacts:
     """Facts that one rank sends to the others."""
 
     process: Sequence[str | int]  # from `own_process`
@@ -506,27 +506,27 @@ class Facts:
     problem: str = ""
 
 
-def own_facts(group: Group, device: torch.device) -> Facts:
+def own_facts(group: Group, device: torch.device) -> NcclFacts:
     """Facts of this rank."""
     if find_spec("fused_tp._core") is None:
-        return Facts(own_process(), problem="this installation has no native core")
+        return NcclFacts(own_process(), problem="this installation has no native core")
     if device.type not in LIBRARIES:
-        return Facts(own_process(), problem=f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}")
+        return NcclFacts(own_process(), problem=f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}")
     try:
         library, _ = load(device)
         unique_id = library.make_id().hex() if group.rank == 0 else ""
         gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     except RuntimeError as error:
-        return Facts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
+        return NcclFacts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
     if os.environ.get("NCCL_COMM_BLOCKING", "").strip() not in ("", "0", "-1"):
         # The variable overrides the communicator's configuration, and a blocking call of NCCL has no deadline.
-        return Facts(own_process(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks")
+        return NcclFacts(own_process(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks")
     # NCCL 2.30 and later allow several ranks on one GPU if the variable is set.
     shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return Facts(own_process(), "" if shares else gpu, library.version, unique_id)
+    return NcclFacts(own_process(), "" if shares else gpu, library.version, unique_id)
 
 
-def judged(facts: Sequence[Facts]) -> Availability:
+def judged(facts: Sequence[NcclFacts]) -> Availability:
     """Availability of a communicator to these ranks."""
     if not (found := first_reason(fact.problem for fact in facts)):
         return found

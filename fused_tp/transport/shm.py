@@ -1,7 +1,7 @@
 """CPU shared memory: ranks of one host read and write each other's workspaces in place.
 
 `shm_transport(group)` makes the transport of a group at its first use (a rendezvous of all its ranks over the group's
-store) and caches it. A call of an op is a `Workspace`: every rank begins it with its own amount of memory, signals
+store) and caches it. A call of an op is a `ShmCall`: every rank begins it with its own amount of memory, signals
 stages of its work, waits for stages of others, reads their memory, and ends it. Up to 16 calls of a group may be in
 flight; memory is recycled once every rank has ended the call.
 
@@ -64,7 +64,7 @@ def dtype_number(dtype: torch.dtype) -> int:
         raise TypeError(f"Shared-memory collectives take {names}, not {dtype}.") from None
 
 
-class Workspace:
+class ShmCall:
     """One call of an op in flight on this rank; a context manager that ends the call.
 
     Views from `buffer` must not outlive the call: its memory is recycled once every rank has ended it.
@@ -118,7 +118,7 @@ class Workspace:
         """End the call early on this rank: peers that wait for more of it notice that this rank has left."""
         self._call.abandon()
 
-    def __enter__(self) -> Workspace:
+    def __enter__(self) -> ShmCall:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -178,7 +178,7 @@ class ShmTransport:
         except FusedTPError:  # the free memory is fragmented
             return None
 
-    def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int, *, reuse: bool = False) -> Workspace:
+    def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int, *, reuse: bool = False) -> ShmCall:
         """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` may differ.
 
         Args:
@@ -186,7 +186,7 @@ class ShmTransport:
                 for large calls, as small ones have memory of their own. Otherwise memory grows as ranks drift apart.
         """
         call = self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse)
-        return Workspace(call, self.core_group, self.op_began)
+        return ShmCall(call, self.core_group, self.op_began)
 
     @property
     def settled(self) -> bool:
@@ -223,7 +223,7 @@ class ShmTransport:
         if self._held:  # peers read no memory of calls further back than MAX_CALLS_IN_FLIGHT
             self._held = [one for one in self._held if one[0] + _core.MAX_CALLS_IN_FLIGHT > call.number]
         try:
-            with Workspace(call, self.core_group, self.op_began) as workspace:
+            with ShmCall(call, self.core_group, self.op_began) as workspace:
                 term = (
                     workspace.buffer(self.rank, shape, dtype)
                     if memory is None

@@ -155,7 +155,7 @@ def exchange(group: Group, what: str, mine: Any = None, gone: Callable[[], list[
             group=group.name,
             cause=failed,
         )
-    current = _Exchange(group, what, gone)
+    current = _StoreExchange(group, what, gone)
     try:
         with tracing.waiting(f"exchange of {what}, group {group.name}"):
             current.give(json.dumps(mine).encode())
@@ -260,7 +260,7 @@ def _deadline() -> str:
     return f"{settings.timeout_seconds():g} s (FUSED_TP_TIMEOUT)"
 
 
-class _Exchange:
+class _StoreExchange:
     """One exchange: sends this rank's value, and waits for the others' values, within the deadline."""
 
     def __init__(self, group: Group, what: str, gone: Callable[[], list[int]]) -> None:

@@ -120,7 +120,7 @@ def byte_range(sizes: Sequence[int], dtype: torch.dtype, offset: int | None, nby
 
 
 @dataclass(frozen=True)
-class Facts:
+class SymmMemFacts:
     """Facts that one rank sends to the others."""
 
     host: str
@@ -174,10 +174,10 @@ def knows_group_memory(group: Group, device: torch.device) -> bool:
 
 def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
     if device.type == "cpu":
-        mine = Facts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
+        mine = SymmMemFacts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
     else:
         mine = _facts_of_gpu(device)
-    facts = [Facts(**told) for told in exchange(group, "kernel memory", asdict(mine))]
+    facts = [SymmMemFacts(**told) for told in exchange(group, "kernel memory", asdict(mine))]
     found, multicast = judged(facts), False
     if found and device.type == "cpu":
         if shm_transport(group) is None:
@@ -204,7 +204,7 @@ def _try_fabric(group: Group, device: torch.device) -> tuple[Availability, bool]
     return found, all(multicast for _, multicast in answers)
 
 
-def shared_sms(facts: list[Facts]) -> int:
+def shared_sms(facts: list[SymmMemFacts]) -> int:
     """Multiprocessors for each rank: those of its GPU, or its share of them if ranks share the GPU.
 
     Kernels of the ranks wait for each other, so all of them must fit on the GPU at once.
@@ -213,7 +213,7 @@ def shared_sms(facts: list[Facts]) -> int:
     return max(1, min(fact.sms // ranks_on.get(fact.gpu, 1) for fact in facts))
 
 
-def judged(facts: list[Facts]) -> Availability:
+def judged(facts: list[SymmMemFacts]) -> Availability:
     """Availability of peer memory access to these ranks."""
     if not (found := first_reason(fact.problem for fact in facts)):
         return found
@@ -362,7 +362,7 @@ class _HostBarrier:
         exchange(self._group, "barrier of kernel memory")
 
 
-def _facts_of_gpu(device: torch.device) -> Facts:
+def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
     index = device.index
     try:
         properties = torch.cuda.get_device_properties(index)
@@ -373,9 +373,9 @@ def _facts_of_gpu(device: torch.device) -> Facts:
             if not torch.cuda.can_device_access_peer(index, other)
         )
     except (AssertionError, RuntimeError) as error:  # a torch without CUDA raises AssertionError
-        return Facts(own_host(), own_process(), problem=str(error).splitlines()[0])
+        return SymmMemFacts(own_host(), own_process(), problem=str(error).splitlines()[0])
     arch = 10 * properties.major + properties.minor
-    return Facts(
+    return SymmMemFacts(
         own_host(),
         own_process(),
         str(properties.uuid),

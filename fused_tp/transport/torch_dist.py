@@ -29,7 +29,7 @@ from fused_tp.transport.base import (
     sum_in_rank_order,
     when,
 )
-from fused_tp.transport.failure import LOOK_SECONDS, Call, GroupCalls
+from fused_tp.transport.failure import LOOK_SECONDS, GroupCalls, StartedCall
 from fused_tp.transport.gloo import (
     AT_ONCE,
     Messages,
@@ -84,7 +84,7 @@ class TorchDist(GroupCalls):
             self._collectives.append(work)
         return After(lambda: self._wait(call, work))
 
-    def _wait(self, call: Call, work: Any) -> None:
+    def _wait(self, call: StartedCall, work: Any) -> None:
         if self.broken is not None:  # this transfer has ended with the one that failed
             raise self.unusable()
         deadline = time.perf_counter() + settings.timeout_seconds()
@@ -104,7 +104,7 @@ class TorchDist(GroupCalls):
             if work in self._collectives:
                 self._collectives.remove(work)
 
-    def _wait_in_slices(self, call: Call, work: Any, deadline: float) -> None:
+    def _wait_in_slices(self, call: StartedCall, work: Any, deadline: float) -> None:
         """Wait until `deadline`, and poll for peers that have given up or left."""
         posted = False
         gone_since: dict[int, float] = {}
@@ -121,7 +121,7 @@ class TorchDist(GroupCalls):
             if self._cannot_end(call, work, {rank: now - since for rank, since in gone_since.items()}):
                 raise self.abort_peer_lost(call)
 
-    def _cannot_end(self, call: Call, work: Any, gone: dict[int, float]) -> bool:
+    def _cannot_end(self, call: StartedCall, work: Any, gone: dict[int, float]) -> bool:
         """True if `work` waits for a peer that has left; `gone`: seconds since its connection was closed, by rank.
 
         gloo itself does not notice a connection closed in the middle of a message (`transport.gloo`). A peer may also
@@ -140,7 +140,7 @@ class TorchDist(GroupCalls):
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, call: Call, error: RuntimeError) -> FusedTPError:
+    def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
         """Return the error to raise for one of torch.distributed. Makes the group unusable and notifies peers."""
         if self.broken is not None:
             return self.unusable()

@@ -23,7 +23,7 @@ from fused_tp.runtime import settings
 from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, listed
 from fused_tp.runtime.group import Group, GroupSlot, resolve_group
-from fused_tp.transport.failure import REASON_SECONDS, Call, GroupCalls, calls_of, first_failure
+from fused_tp.transport.failure import REASON_SECONDS, GroupCalls, StartedCall, calls_of, first_failure
 from fused_tp.transport.gloo import closed_peers
 from fused_tp.transport.shm import known_shm_transport
 from fused_tp.transport.store import exchange, made_together, publish_failure
@@ -238,7 +238,7 @@ class TwoLevelGroup:
                 flat.abort_midway(call, error)
             raise
 
-    def abort(self, call: Call, error: BaseException) -> BaseException:
+    def abort(self, call: StartedCall, error: BaseException) -> BaseException:
         """Return the error to raise for an error on some level. The group becomes unusable, and peers are notified."""
         flat = self._flat
         if flat.broken is not None:
@@ -297,7 +297,7 @@ class LevelScope:
 
     __slots__ = ("_before", "_call", "_levels")
 
-    def __init__(self, levels: TwoLevelGroup, call: Call, before: int | None) -> None:
+    def __init__(self, levels: TwoLevelGroup, call: StartedCall, before: int | None) -> None:
         self._levels = levels
         self._call = call
         self._before = before

@@ -66,16 +66,16 @@ OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_r
 @contextmanager
 def results_of_calls() -> Iterator[list[Tensor]]:
     """Collect the result tensors of calls, including calls that raise."""
-    from fused_tp.transport.copy_engine import Call
+    from fused_tp.transport.copy_engine import CopyCall
 
     kept: list[Tensor] = []
-    real = Call.finish
+    real = CopyCall.finish
 
-    def finish(self: Call, *results: Tensor) -> None:
+    def finish(self: CopyCall, *results: Tensor) -> None:
         kept.extend(results)
         real(self, *results)
 
-    with mock.patch.object(Call, "finish", finish):
+    with mock.patch.object(CopyCall, "finish", finish):
         yield kept
 
 

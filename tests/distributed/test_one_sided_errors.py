@@ -17,7 +17,7 @@ from fused_tp.attention import ring
 from fused_tp.runtime.errors import FusedTPError, RankMismatchError
 from fused_tp.runtime.group import resolve_group
 from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport.shm import ShmTransport, Workspace, shm_transport
+from fused_tp.transport.shm import ShmCall, ShmTransport, shm_transport
 from tests.late import interrupted_after
 from tests.workers import fresh_ranks, run_ranks
 
@@ -44,7 +44,7 @@ def fail_to_copy_in(group: dist.ProcessGroup, op: str) -> str:
     begun = time.perf_counter()
     # `error` keeps the frames of its traceback alive, but the call must have ended nevertheless.
     if odd:
-        broken = mock.patch.object(Workspace, "buffer", side_effect=MemoryError("no room to copy"))
+        broken = mock.patch.object(ShmCall, "buffer", side_effect=MemoryError("no room to copy"))
         with broken, pytest.raises(MemoryError) as error:
             OPS[op](group, x)
     else:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attention_memory import WAYS, Setting, peak_mib
+from benchmarks.attention_memory import WAYS, RunSetting, peak_mib
 from fused_tp.attention import ring
 from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.full
 
 TOKENS = 1024  # per rank; few tokens with many features need little compute
-SETTING = Setting(heads=16, head_dim=128)
+SETTING = RunSetting(heads=16, head_dim=128)
 
 
 def mib(_: Any, way: str, world_size: int) -> float:

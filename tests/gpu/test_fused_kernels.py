@@ -26,7 +26,7 @@ from fused_tp.selftest.kernel_calls import (
     RINGS,
     SHAPES,
     SUMS,
-    Call,
+    RankCall,
     error_of,
     make_call,
     matmul64,
@@ -51,19 +51,19 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_TP_TIMEOUT", "400")  # for the whole test with compilation; workspaces set their own
 
 
-def check(call: Call, results: list[Tensor], name: str) -> None:
+def check(call: RankCall, results: list[Tensor], name: str) -> None:
     problem = error_of(call, results)
     assert not problem, f"{name}: {problem}"
 
 
-def right_or_nan(call: Call, results: list[Tensor], name: str) -> None:
+def right_or_nan(call: RankCall, results: list[Tensor], name: str) -> None:
     """Assert that missing data is NaN, never a number, and everything else is right."""
     assert any(bool(result.isnan().any()) for result in results if result.numel()), f"{name}: nothing is missing"
     known = zip(results, call.reference(), strict=True)
     check(call, [torch.where(result.isnan(), wanted.to(result.dtype), result) for result, wanted in known], name)
 
 
-def check_calls(rank: LocalRank, op: str, calls: list[Call], results: list[list[Tensor]], workspace: Any) -> None:
+def check_calls(rank: LocalRank, op: str, calls: list[RankCall], results: list[list[Tensor]], workspace: Any) -> None:
     rank.synchronize()
     assert workspace.expired() is None, str(workspace.expired())
     for number, (call, tensors) in enumerate(zip(calls, results, strict=True)):

@@ -24,7 +24,7 @@ from fused_tp.planning.build import build
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.small_config import small_config
 from fused_tp.training.check import check_model, random_batch
-from fused_tp.training.check_report import Report
+from fused_tp.training.check_report import CheckReport
 from tests.integrations.models import SIZES
 from tests.workers import fresh_ranks, on_ranks, run_ranks
 
@@ -209,7 +209,9 @@ def test_the_module_of_a_planted_error_is_named() -> None:
 
 
 def test_json_of_numbers_that_are_none() -> None:
-    report = Report("tp2", 1e-3, [(1.0, math.nan)], math.inf, {"norm": {1: 0.5}}, {}, {"norm.weight": math.inf}, {})
+    report = CheckReport(
+        "tp2", 1e-3, [(1.0, math.nan)], math.inf, {"norm": {1: 0.5}}, {}, {"norm.weight": math.inf}, {}
+    )
     written = json.dumps(report.to_json(), allow_nan=False)
     assert json.loads(written)["gradients"] == {"norm.weight": "Infinity"}
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fused_tp.cli.main import main
 from fused_tp.cli.train import start_ranks
-from fused_tp.training.exposure import Report, analyze
+from fused_tp.training.exposure import ExposureReport, analyze
 from fused_tp.training.log import RunLog, read_log
 from fused_tp.training.run import LossScale, TrainingRun
 from fused_tp.training.settings import TrainSettings
@@ -363,7 +363,7 @@ def profiled(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> None:
             assert len([*run.steps()]) == 6
 
 
-def report_of(folder: Path) -> Report:
+def report_of(folder: Path) -> ExposureReport:
     report = analyze(read_traces([folder]))
     for rank in report.ranks:
         assert rank.step == pytest.approx(rank.compute + rank.exposed + rank.bubble + rank.idle)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.base import Cut, GatherMatmul
+from fused_tp.schedules.base import DimShards, GatherMatmul
 from fused_tp.schedules.copy_engine import CopyEngineSchedule
 from fused_tp.schedules.fused_kernel import FusedKernel
 from fused_tp.transport.copy_engine import CopyEngine
@@ -83,7 +83,7 @@ class Arriving:
     def __call__(self, x_shard, weights, launch, m, biases, *, gathered=False, rows_per_rank=None):
         per_rank = rows_per_rank or -(-m // self.group.size)
         sizes = [max(0, min(per_rank, m - rank * per_rank)) for rank in range(self.group.size)]
-        cut = Cut((m, x_shard.shape[1]), 0, tuple(sizes))
+        cut = DimShards((m, x_shard.shape[1]), 0, tuple(sizes))
         asked = GatherMatmul(x_shard, weights, biases, 0, m, gathered)
         return self.schedule.gather_matmul_copied(asked, cut, self.schedule.copies.engine, launch)
 

@@ -21,7 +21,7 @@ from fused_tp.selftest.kernel_calls import (
     DIRECT,
     RINGS,
     SUMS,
-    Call,
+    RankCall,
     gather_call,
     ring_call,
     sum_call,
@@ -46,7 +46,7 @@ NAMES |= dict.fromkeys(RINGS, "ring_attention")
 Asked = tuple[str, tuple[int, int, int], torch.dtype, int]  # op, shape, dtype, programs
 
 
-def made(group: Any, asked: Asked, seed: int) -> Call:
+def made(group: Any, asked: Asked, seed: int) -> RankCall:
     op, shape, dtype, programs = asked
     rank = SimpleNamespace(rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), sms=5)
     if op in RINGS:
@@ -59,7 +59,7 @@ def made(group: Any, asked: Asked, seed: int) -> Call:
     return sum_call(rank, op, shape, dtype, seed, launch, uneven=1)
 
 
-def workspaces(group: Any, asked: list[Asked], calls: list[Call], timeout_seconds: float = 30.0) -> list[Any]:
+def workspaces(group: Any, asked: list[Asked], calls: list[RankCall], timeout_seconds: float = 30.0) -> list[Any]:
     """Workspace of each call; calls of the same kind share one."""
     kinds = [workspace_kind(op) for op, *_ in asked]
     found = {}
@@ -154,7 +154,7 @@ def alone(_group: Any) -> list[str]:
     from fused_tp.selftest.kernel_calls import attention_call, error_of
 
     cpu = torch.device("cpu")
-    cases = [kernels.Case(kernels.ALONE, op, 1, BF16, ((48, 8, 8),)) for op in ("attention", "ring")]
+    cases = [kernels.KernelCase(kernels.ALONE, op, 1, BF16, ((48, 8, 8),)) for op in ("attention", "ring")]
     rank = SimpleNamespace(rank=0, world_size=1, device=cpu, sms=5)
     call = attention_call(rank, (48, 8, 128), BF16, 0)
     right = [x.bfloat16() if number != 1 else x.float() for number, x in enumerate(call.reference())]

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused_tp.attention.kernels import select, triton
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
 from fused_tp.attention.kernels.native import NATIVE, NativeCpu
 from fused_tp.attention.kernels.reference import REFERENCE, Reference
 from fused_tp.attention.kernels.select import choose_kernel, kernel_for
@@ -483,7 +483,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     made.clear()
     lse = state.result(torch.float32)[1]
     sums = Sums(*(torch.zeros_like(t) for t in x[:3]), torch.zeros(x.q.shape[2]))
-    NativeCpu().backward(step, scores, Saved(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
+    NativeCpu().backward(step, scores, StepRows(x.q, x.k, x.v, x.q, lse, x.grad_out, torch.zeros_like(lse)), sums)
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (binutils)")

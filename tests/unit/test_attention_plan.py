@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fused_tp.attention import ring_fused
-from fused_tp.attention.all_to_all import Share, places_of
+from fused_tp.attention.all_to_all import TensorShare, places_of
 from fused_tp.attention.layout import LAYOUTS, OF_DOCUMENTS, TokenLayout, Tokens, all_tokens, local_length
 from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, make_step
 from fused_tp.attention.ring_fused import kv_chunks
@@ -261,7 +261,7 @@ def test_chunks_of_a_launch_have_what_each_query_sees(
 def test_heads_that_only_one_rank_reads() -> None:
     """Heads of one reader need not be written to memory that other ranks read."""
     places = places_of(tuple(all_tokens(10, 3, "zigzag")))
-    share = Share(places, (range(1), range(2), range(1, 2)), 2)
+    share = TensorShare(places, (range(1), range(2), range(1, 2)), 2)
     assert [list(share.only(rank)) for rank in range(3)] == [[], [], []] and share.repeated and not share.even
-    share = Share(places, (range(2), range(2, 4), range(3, 5)), 5)
+    share = TensorShare(places, (range(2), range(2, 4), range(3, 5)), 5)
     assert [list(share.only(rank)) for rank in range(3)] == [[0, 1], [2], [4]]

@@ -21,7 +21,7 @@ from benchmarks.case import (
     OURS,
     SPEEDUP,
     TIME_RATIO,
-    Case,
+    BenchCase,
     Contestant,
     Makers,
     Quartiles,
@@ -32,7 +32,7 @@ from benchmarks.case import (
     slowest,
 )
 from benchmarks.ranks import RankContext, RankFailure, Ranks
-from benchmarks.results import Comparison, Machine, Record, merge, read, records_of, write_whole
+from benchmarks.results import MeasuredMachine, Record, RivalTimes, merge, read, records_of, write_whole
 from benchmarks.runner import Times, take_turns
 from benchmarks.table import markdown
 from fused_tp.cli.main import main as command
@@ -41,14 +41,14 @@ pytestmark = pytest.mark.full
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
-MACHINE = Machine(cpu="a processor", isa="AVX2", cores=2)
+MACHINE = MeasuredMachine(cpu="a processor", isa="AVX2", cores=2)
 RECORD = Record(
     case="op/fp32/M=16",
     contestant="rival",
     ms=Quartiles(2.0, 1.5, 2.5),
     rounds=9,
     calls=4,
-    comparison=Comparison("time ratio", Quartiles(0.9, 0.85, 0.95), bar=0.97, aim=None),
+    comparison=RivalTimes("time ratio", Quartiles(0.9, 0.85, 0.95), bar=0.97, aim=None),
     world_size=2,
     note="one_sided over shm",
     machine=MACHINE,
@@ -127,7 +127,9 @@ def test_a_file_is_written_whole_beside_other_writers(tmp_path: Path, monkeypatc
 
 
 def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
-    case = Case("op/fp32/M=1", dict, {}, {"floor": Rival(TIME_RATIO, bar=1.1), "whole": Rival(EFFICIENCY)}, flops=1e9)
+    case = BenchCase(
+        "op/fp32/M=1", dict, {}, {"floor": Rival(TIME_RATIO, bar=1.1), "whole": Rival(EFFICIENCY)}, flops=1e9
+    )
 
     def of_rank(ours: list[float]) -> Times:
         seconds = {OURS: ours, "floor": [1.0, 1.0], "whole": [4.0, 4.0], "unranked": [9.0, 9.0]}
@@ -137,7 +139,7 @@ def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
     ours, floor, whole, unranked = records_of(case, times, 2, MACHINE, {})
     assert ours.comparison is None
     assert ours.ms.median == 2000.0 and ours.note == ""
-    assert floor.comparison == Comparison("time ratio", Quartiles(2.0, 2.0, 2.0), 1.1, None)
+    assert floor.comparison == RivalTimes("time ratio", Quartiles(2.0, 2.0, 2.0), 1.1, None)
     assert whole.comparison is not None and whole.comparison.value.median == 1.0
     assert unranked.comparison is None
     without_ours = Times({"floor": [1.0]}, {"floor": 1}, {"floor": ""}, {OURS: "absent"})
@@ -145,7 +147,7 @@ def test_records_compare_with_ours_by_the_measure_of_the_case() -> None:
 
 
 def test_table() -> None:
-    missed = replace(RECORD, contestant="other", comparison=Comparison("speedup", Quartiles(1.2, 1.1, 1.3), 1.3, 1.6))
+    missed = replace(RECORD, contestant="other", comparison=RivalTimes("speedup", Quartiles(1.2, 1.1, 1.3), 1.3, 1.6))
     text = markdown([replace(RECORD, contestant=OURS, comparison=None), RECORD, missed], ["fp8: no time left."], 7.5)
     assert text.count("op/fp32/M=16") == 1  # a case is named once
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
@@ -275,8 +277,8 @@ def die_on_one(context: RankContext) -> None:
 
 
 def test_a_case_from_end_to_end() -> None:
-    case = Case("small/fp32", small_case, {"elements": 64}, {"late": Rival(TIME_RATIO, bar=1.0)})
-    wrong = Case("small/wrong", wrong_case, {})
+    case = BenchCase("small/fp32", small_case, {"elements": 64}, {"late": Rival(TIME_RATIO, bar=1.0)})
+    wrong = BenchCase("small/wrong", wrong_case, {})
     said: list[str] = []
     (ran, records), (failed, none) = cpu.run([case, wrong], rounds=3, say=said.append)
     assert (ran, failed) == (case, wrong)

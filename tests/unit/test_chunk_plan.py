@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from fused_tp.transport.chunk_plan import Plan, gather_plan, scatter_plan
+from fused_tp.transport.chunk_plan import ChunkPlan, gather_plan, scatter_plan
 
-Make = Callable[[tuple[int, ...], int, int], Plan]
+Make = Callable[[tuple[int, ...], int, int], ChunkPlan]
 COUNTS = [
     *([n] * w for w in (1, 2, 3, 4, 5, 8) for n in (0, 1, 2, 7)),
     [3, 3, 1],

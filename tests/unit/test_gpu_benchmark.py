@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu, gpu_attention, gpu_collectives, gpu_timing
-from benchmarks.case import MICROSECONDS, OURS, Case, Makers, Rival
+from benchmarks.case import MICROSECONDS, OURS, BenchCase, Makers, Rival
 from benchmarks.gpu_timing import Budget, GpuContext, assert_near, checked_rows
 from benchmarks.local_ranks import run_local
-from benchmarks.results import Machine, Record, records_of
+from benchmarks.results import MeasuredMachine, Record, records_of
 from benchmarks.runner import Times, run_case
 from benchmarks.table import markdown
 from fused_tp.runtime.availability import unavailable
@@ -29,7 +29,7 @@ from tests.native.doubles.libraries import build_doubles, doubles
 pytestmark = pytest.mark.full
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-MACHINE = Machine("a processor", "AVX2", 8, "a GPU, sm_90, 132 SMs")
+MACHINE = MeasuredMachine("a processor", "AVX2", 8, "a GPU, sm_90, 132 SMs")
 
 
 class Clock:
@@ -52,8 +52,8 @@ def test_budget() -> None:
     assert budget.fits(40)  # faster than planned is luck
 
 
-def case(name: str, seconds: float = 10.0) -> Case:
-    return Case(name, lambda *_, **__: {}, {"world_size": 2}, {"copy": Rival(MICROSECONDS, 12.0)}, seconds)
+def case(name: str, seconds: float = 10.0) -> BenchCase:
+    return BenchCase(name, lambda *_, **__: {}, {"world_size": 2}, {"copy": Rival(MICROSECONDS, 12.0)}, seconds)
 
 
 def test_cases_that_fail_or_do_not_fit_do_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ def test_cases_that_fail_or_do_not_fit_do_not_end_a_run(monkeypatch: pytest.Monk
     said: list[str] = []
     ran: list[str] = []
 
-    def measure(one: Case) -> dict[str, str]:
+    def measure(one: BenchCase) -> dict[str, str]:
         ran.append(one.name)
         clock.seconds += 10
         if one.name == "bad":
@@ -240,12 +240,12 @@ def interpreted_cases(_group: dist.ProcessGroup) -> tuple[list[tuple[list[str], 
         patch.setattr(gpu_attention, "TOKENS", 24)
         for module, maker, parameters, _ in INTERPRETED:
             make = getattr(importlib.import_module(f"benchmarks.{module}"), maker)
-            times = run_case(context, Case("tiny", make, parameters), 2)
+            times = run_case(context, BenchCase("tiny", make, parameters), 2)
             results.append((list(times.seconds), [len(seconds) for seconds in times.seconds.values()]))
         from benchmarks import gpu_matmul
 
         patch.setattr(gpu_matmul.Fused, "expected", lambda self, rank: (slice(None), torch.ones(40, 48).double()))
-        tiny = Case("tiny", gpu_matmul.rank_contestants, {**TINY, "op": "reduce-scatter", "world_size": 1})
+        tiny = BenchCase("tiny", gpu_matmul.rank_contestants, {**TINY, "op": "reduce-scatter", "world_size": 1})
         with pytest.raises(AssertionError) as raised:
             run_case(context, tiny, 2)
     return results, str(raised.value)
@@ -296,7 +296,7 @@ def latency_without_check(context: GpuContext, **parameters: Any) -> Makers:
 
 def test_cases_of_collectives(native: GpuContext) -> None:
     def run(make: Any, **parameters: Any) -> Times:
-        return run_case(native, Case("tiny", make, {**parameters, "world_size": 1}), 2)
+        return run_case(native, BenchCase("tiny", make, {**parameters, "world_size": 1}), 2)
 
     for op in gpu_collectives.EXCHANGES:
         for nbytes in (1 << 10, 24 << 10):
@@ -320,7 +320,7 @@ def test_cases_of_collectives(native: GpuContext) -> None:
 
 @pytest.mark.parametrize("op", gpu_collectives.EXCHANGES)
 def test_wrong_sums_and_lost_bytes_are_noticed(native: GpuContext, op: str) -> None:
-    exchange = gpu_collectives.Exchange(native, op, 1 << 12, 2)
+    exchange = gpu_collectives.CollectiveInputs(native, op, 1 << 12, 2)
     first, second = exchange.inputs[0]
     if op == "all-gather":
         results = [torch.cat([first, second])] * 2
@@ -354,7 +354,7 @@ def test_bytes_that_must_be_moved() -> None:
 def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = {"op": "two-shot", "nbytes": 1 << 10, "world_size": 1}
     monkeypatch.setattr(gpu_collectives, "native_kernels_available", lambda arch: unavailable("they were not built"))
-    one = Case("exchange/two-shot", gpu_collectives.exchange_contestants, parameters)
+    one = BenchCase("exchange/two-shot", gpu_collectives.exchange_contestants, parameters)
     with pretended_gpu() as context:
         _, skipped = gpu.run_all([one], Budget(1000), lambda case: run_case(context, case, 2).skipped)
     assert len(skipped) == 1 and "library of device kernels, and they were not built" in skipped[0]

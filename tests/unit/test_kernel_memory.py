@@ -12,15 +12,15 @@ from dataclasses import replace
 import pytest
 
 from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
-from fused_tp.transport.symm_mem import Facts, judged
+from fused_tp.transport.symm_mem import SymmMemFacts, judged
 
 pytestmark = pytest.mark.full
 
 PROCESS = ("pid:[1]", 10)
-RANKS = [Facts("host", PROCESS, f"gpu{rank}", 90, 132) for rank in range(3)]
+RANKS = [SymmMemFacts("host", PROCESS, f"gpu{rank}", 90, 132) for rank in range(3)]
 
 
-def changed(rank: int, **fields: object) -> list[Facts]:
+def changed(rank: int, **fields: object) -> list[SymmMemFacts]:
     return [replace(fact, **fields) if r == rank else fact for r, fact in enumerate(RANKS)]
 
 
@@ -40,7 +40,7 @@ SHARED = [replace(fact, gpu="gpu0", overlapping=True) for fact in RANKS]  # torc
         (changed(1, problem="its GPU is sm_75; kernels need sm_80 or later"), "rank 1: its GPU is sm_75"),
     ],
 )
-def test_whether_ranks_can(facts: list[Facts], said: str) -> None:
+def test_whether_ranks_can(facts: list[SymmMemFacts], said: str) -> None:
     found = judged(facts)
     assert bool(found) == (not said) and said in found.reason
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from fused_tp.transport import symm_mem
-from fused_tp.transport.symm_mem import Facts, shared_sms
+from fused_tp.transport.symm_mem import SymmMemFacts, shared_sms
 from fused_tp.transport.workspace import Workspaces
 
 pytestmark = pytest.mark.full
@@ -183,14 +183,14 @@ def test_a_deadline_beyond_what_kernels_can_count(monkeypatch: pytest.MonkeyPatc
 
 
 def test_ranks_of_one_gpu_have_a_share_of_it_each() -> None:
-    def facts(*gpus: tuple[str, int]) -> list[Facts]:
-        return [Facts("host", ("pids", number), gpu, 90, sms) for number, (gpu, sms) in enumerate(gpus)]
+    def facts(*gpus: tuple[str, int]) -> list[SymmMemFacts]:
+        return [SymmMemFacts("host", ("pids", number), gpu, 90, sms) for number, (gpu, sms) in enumerate(gpus)]
 
     assert shared_sms(facts(("a", 132), ("b", 132))) == 132
     assert shared_sms(facts(("a", 132), ("a", 132))) == 66
     assert shared_sms(facts(("a", 132), ("b", 60), ("a", 132))) == 60
     assert shared_sms(facts(*[("a", 2)] * 3)) == 1
-    assert shared_sms([Facts("host", ("pids", number), sms=3) for number in range(2)]) == 3
+    assert shared_sms([SymmMemFacts("host", ("pids", number), sms=3) for number in range(2)]) == 3
 
 
 def test_ops_of_one_local_rank_take_turns_with_each_other_only() -> None:

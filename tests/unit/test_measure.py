@@ -17,7 +17,7 @@ from fused_tp.cli.plan import measured
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
 from fused_tp.planning.hardware import MACHINES, Machine
-from fused_tp.planning.measure import FEW, LAYERS, MANY, Sizes, machine_of
+from fused_tp.planning.measure import FEW, LAYERS, MANY, LlamaSizes, machine_of
 from fused_tp.training.run import TrainingRun
 from fused_tp.training.settings import TrainSettings
 from tests.workers import run_fresh
@@ -48,7 +48,7 @@ def machine(ranks: int) -> Machine:
     return machine_of(SECONDS, MANY["cpu"], ranks, like)
 
 
-def layers(machine: Machine, sizes: Sizes, **spread: int) -> float:
+def layers(machine: Machine, sizes: LlamaSizes, **spread: int) -> float:
     """Predicted seconds of all layers."""
     forward, backward = CostModel(
         shape=sizes.shape,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.transport.nccl import Facts, judged, own_facts
+from fused_tp.transport.nccl import NcclFacts, judged, own_facts
 from tests.native.doubles import libraries
 from tests.native_build import build_program, output_of, require_sanitizer, use_nccl
 
@@ -100,8 +100,8 @@ def test_watchdog_communicators_and_pipelines_have_no_races() -> None:
     assert libraries.run_races() == "no race"
 
 
-def facts(gpu: str = "", version: int = 22907, problem: str = "") -> Facts:
-    return Facts(("pid:[1]", 1), gpu, version, "", problem)
+def facts(gpu: str = "", version: int = 22907, problem: str = "") -> NcclFacts:
+    return NcclFacts(("pid:[1]", 1), gpu, version, "", problem)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def facts(gpu: str = "", version: int = 22907, problem: str = "") -> Facts:
         ([facts("a", 22907), facts("b", 22703)], "different versions of NCCL: 2.27.3, 2.29.7"),
     ],
 )
-def test_whether_ranks_can(told: list[Facts], said: str) -> None:
+def test_whether_ranks_can(told: list[NcclFacts], said: str) -> None:
     found = judged(told)
     assert bool(found) == (not said) and said in found.reason
 

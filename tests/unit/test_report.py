@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fused_tp.cli.main import main
-from fused_tp.training.exposure import Report, analyze
+from fused_tp.training.exposure import ExposureReport, analyze
 from fused_tp.training.intervals import Intervals
 from fused_tp.training.traces import read_traces
 
@@ -42,7 +42,7 @@ def write(folder: Path, *ranks: list[dict[str, Any]], groups: Any = (TP,), world
     return folder
 
 
-def report_of(folder: Path) -> Report:
+def report_of(folder: Path) -> ExposureReport:
     return analyze(read_traces([folder]))
 
 

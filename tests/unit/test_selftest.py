@@ -30,7 +30,7 @@ from fused_tp.selftest.steps import (
     UNABLE,
     WRONG,
     Outcome,
-    Step,
+    SelftestStep,
     affordable,
     run_steps,
 )
@@ -38,8 +38,10 @@ from fused_tp.selftest.steps import (
 YES, NO = ("true",), ("false",)
 
 
-def step(name: str, code: str, *, least: float = 0.1, limit: float = 20.0, rank: int = 0, gpu: bool = True) -> Step:
-    return Step(name, [sys.executable, "-c", code, RESULT], least, limit, rank, needs_gpu=gpu)
+def step(
+    name: str, code: str, *, least: float = 0.1, limit: float = 20.0, rank: int = 0, gpu: bool = True
+) -> SelftestStep:
+    return SelftestStep(name, [sys.executable, "-c", code, RESULT], least, limit, rank, needs_gpu=gpu)
 
 
 # The step starts a child process, which must not outlive it.
@@ -52,7 +54,7 @@ time.sleep(60)
 FINDS = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'note': '3 are right'}))"
 
 
-def run(steps: list[Step], out: Path, seconds: float = 60.0, **how: object) -> tuple[list[Outcome], list[str]]:
+def run(steps: list[SelftestStep], out: Path, seconds: float = 60.0, **how: object) -> tuple[list[Outcome], list[str]]:
     lines: list[str] = []
     return list(run_steps(steps, out, seconds, lines.append, alive=how.pop("alive", YES), **how)), lines  # type: ignore[arg-type]
 
@@ -133,7 +135,7 @@ from pathlib import Path
 spec = importlib.util.spec_from_file_location("steps", sys.argv[1])
 steps = sys.modules["steps"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(steps)
-hangs = steps.Step("hangs", [sys.executable, "-c", sys.argv[3], steps.RESULT], 1, 60, 0, needs_gpu=False)
+hangs = steps.SelftestStep("hangs", [sys.executable, "-c", sys.argv[3], steps.RESULT], 1, 60, 0, needs_gpu=False)
 list(steps.run_steps([hangs], Path(sys.argv[2]), 60, print))
 """
     process = subprocess.Popen(
@@ -161,7 +163,7 @@ def test_notes_of_steps(tmp_path: Path) -> None:
         step("crashes", writes + "sys.exit(9)"),
         step("cannot", writes + f"sys.exit({UNABLE})"),
         step("late", writes + "import time; sys.stdout.flush(); time.sleep(60)", limit=1.5),
-        Step("no program", [str(tmp_path / "none")], 0.1, 5, 0),
+        SelftestStep("no program", [str(tmp_path / "none")], 0.1, 5, 0),
         step("says much", "print('x' * 1000000); print('end')"),
     ]
     outcomes, _ = run(steps, tmp_path)
@@ -222,10 +224,10 @@ def test_cases_behind_one_that_raises_run_in_a_new_process(tmp_path: Path, monke
 
     tried: list[str] = []
 
-    def judge(case: kernels.Case, device: object) -> kernels.Verdict:
+    def judge(case: kernels.KernelCase, device: object) -> kernels.CaseVerdict:
         tried.append(case.name)
         bad = case.op == "one_shot"
-        return kernels.Verdict("AcceleratorError: CUDA error" * bad, bad, 30.0 if bad else 1.0)
+        return kernels.CaseVerdict("AcceleratorError: CUDA error" * bad, bad, 30.0 if bad else 1.0)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "judge", judge)
@@ -421,7 +423,7 @@ def test_a_result_of_an_earlier_call_is_no_result(monkeypatch: pytest.MonkeyPatc
 
     use_library(cpu_device_library())
     try:
-        case = kernels.Case("", "collectives", 2, torch.bfloat16, ((8, 16, 0), (3, 16, 0)), 3)
+        case = kernels.KernelCase("", "collectives", 2, torch.bfloat16, ((8, 16, 0), (3, 16, 0)), 3)
         assert not kernels.check(case, torch.device("cpu"))
         monkeypatch.setattr(kernel_calls._Natives, "all_gather", stale)
         assert "call 2: " in kernels.check(case, torch.device("cpu"))

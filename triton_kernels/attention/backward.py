@@ -54,7 +54,7 @@ from .launch import (
     launch_tiles,
     mask_of,
 )
-from .tiles import Step, key_tiles, query_tiles
+from .tiles import StepMask, key_tiles, query_tiles
 
 
 class Queries(NamedTuple):
@@ -256,7 +256,7 @@ def flash_backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    step: Step,
+    step: StepMask,
     terms: Terms,
     *,
     d_slopes: Tensor | None = None,

@@ -34,14 +34,14 @@ ODD = (
 )
 
 
-class Heads(NamedTuple):
+class HeadsTensor(NamedTuple):
     """A tensor [B, S, H, D] or [B, H, S] with a dense last dim, and the strides of its other dims."""
 
     ptr: Any
     strides: Any
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """The rows [S, D] of one head."""
 
     ptr: Any
@@ -98,7 +98,7 @@ class Tile(NamedTuple):
     full_end: Any
 
 
-class Seen(NamedTuple):
+class SeenKeys(NamedTuple):
     """Vectors over the rows of a tile: the interval that a row sees, its place (slopes) and its index (dropout)."""
 
     first: Any
@@ -107,7 +107,7 @@ class Seen(NamedTuple):
     index: Any
 
 
-class Constants(NamedTuple):
+class AttentionConstants(NamedTuple):
     """The constexpr `C` of an attention kernel."""
 
     D: int
@@ -162,8 +162,10 @@ def masked_block(index, begin, full_begin, full_end, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of(x, batch, head):
-    """The `Rows` of a head of x [B, S, H, D]."""
-    return Rows(x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[2], x.strides[1])
+    """The `HeadRows` of a head of x [B, S, H, D]."""
+    return HeadRows(
+        x.ptr + tl.cast(batch, tl.int64) * x.strides[0] + tl.cast(head, tl.int64) * x.strides[2], x.strides[1]
+    )
 
 
 @triton.jit
@@ -174,7 +176,7 @@ def vector_of(x, batch, head):
 
 @triton.jit
 def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """(pointers, mask) [BLOCK, PADDED] of `Rows` from `row` on, before `end`, of WIDTH elements."""
+    """(pointers, mask) [BLOCK, PADDED] of `HeadRows` from `row` on, before `end`, of WIDTH elements."""
     lines = tl.arange(0, BLOCK)[:, None]
     columns = tl.arange(0, PADDED)[None, :]
     pointers = rows.ptr + tl.cast(row, tl.int64) * rows.stride + (lines * rows.stride + columns)
@@ -186,7 +188,7 @@ def block_pointers(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAD
 
 @triton.jit
 def load_block(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """Block [BLOCK, PADDED] of `Rows`, zeros from `end` on and beyond WIDTH."""
+    """Block [BLOCK, PADDED] of `HeadRows`, zeros from `end` on and beyond WIDTH."""
     pointers, mask = block_pointers(rows, row, end, WIDTH, BLOCK, PADDED)
     return tl.load(pointers, mask=mask, other=0.0)
 
@@ -195,7 +197,7 @@ def load_block(rows, row, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED:
 def load_whole(
     x, rows, batch, head, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, TMA: tl.constexpr
 ):
-    """Block [BLOCK, PADDED] of `Rows`, all of which exist; with TMA `x` is a descriptor of [B, H, S, D]."""
+    """Block [BLOCK, PADDED] of `HeadRows`, all of which exist; with TMA `x` is a descriptor of [B, H, S, D]."""
     if TMA:
         return x.load([batch, head, row, 0]).reshape(BLOCK, PADDED)
     else:
@@ -232,7 +234,7 @@ def add_block(rows, values, row, end, WIDTH: tl.constexpr):
 def _add_columns(rows, values, row, end, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     COUNT: tl.constexpr = values.shape[1]
     LEFT: tl.constexpr = WIDTH - FIRST if WIDTH - FIRST < COUNT else COUNT
-    columns = Rows(rows.ptr + FIRST, rows.stride)
+    columns = HeadRows(rows.ptr + FIRST, rows.stride)
     pointers, mask = block_pointers(columns, row, end, LEFT, values.shape[0], COUNT)
     tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + values, mask=mask)
 
@@ -253,7 +255,7 @@ def load_lse(base, row, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_seen(first, last, mask, row, row_end, C: tl.constexpr):
-    """`Seen` of the queries of a tile."""
+    """`SeenKeys` of the queries of a tile."""
     first_key = load_vector(first, row, row_end, C.ROWS, 0)
     last_key = load_vector(last, row, row_end, C.ROWS, 0)
     place = first_key
@@ -262,7 +264,7 @@ def load_seen(first, last, mask, row, row_end, C: tl.constexpr):
         place = load_vector(mask.places, row, row_end, C.ROWS, 0)
     if C.DROPOUT:
         query = load_vector(mask.q_indices, row, row_end, C.ROWS, 0)
-    return Seen(first_key, last_key, place, query)
+    return SeenKeys(first_key, last_key, place, query)
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------

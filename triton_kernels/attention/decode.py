@@ -27,7 +27,7 @@ from torch import Tensor
 from ..cache_keys import fix_cache_keys
 from ..device import kind_of, on_device, sms_of
 from ..language import rounded
-from .blocks import Score, Seen
+from .blocks import Score, SeenKeys
 from .configs import AttentionConfig, decode_config, padded
 from .forward import finished, fold, no_keys
 from .launch import Terms, check_rows, constants, heads_of
@@ -37,7 +37,7 @@ _FEWEST_BLOCKS = 4  # of keys in a part; with fewer, merging the parts costs mor
 ODD = ("kv_heads", "group", "new", "tiles", "splits", "span", "page_size", "pages_stride")
 
 
-class Parts(NamedTuple):
+class SplitParts(NamedTuple):
     """Partial results of several programs for one tile: fp32 [tiles, splits, ROWS], weighted [..., PADDED_DV]."""
 
     weighted: Any
@@ -77,7 +77,7 @@ def parts_kernel(
     if C.ALIBI:
         slope = tl.load(scores.slopes + head, mask=there, other=0.0)[:, None]
         place = tl.load(places + batch * new + number, mask=there, other=0)
-    seen = Seen(first_key, last_key, place, number)
+    seen = SeenKeys(first_key, last_key, place, number)
     score = Score(slope, scores.scale, scores.softcap, 1.0, batch, 0, 0, 0, 0)
 
     n, sums, values = no_keys(C)
@@ -201,7 +201,9 @@ def flash_decode(
     parts = None
     if splits > 1:
         rows = (programs, splits, config.rows)
-        parts = Parts(*(q.new_empty(size, dtype=torch.float32) for size in ((*rows, padded(v_head_dim)), rows, rows)))
+        parts = SplitParts(
+            *(q.new_empty(size, dtype=torch.float32) for size in ((*rows, padded(v_head_dim)), rows, rows))
+        )
     shape = {"kv_heads": kv_heads, "group": group, "new": new, "tiles": tiles, "splits": splits}
     c = constants(config, q, v, terms)
     with on_device(q):

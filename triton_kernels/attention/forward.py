@@ -10,8 +10,8 @@ is by powers of 2 and rounds nothing, so the number of steps, blocks and launche
 state holds n * ln 2 (`highest`); reading it recovers n exactly. A step of a ring reads the state and writes it; the
 first step does not read it (FIRST). A single step has no state: it writes out and lse, with the sinks.
 
-A mask is an interval of keys for each query (`tiles.Step`): causal, windows, packed documents, different lengths, and
-any part of these that belongs to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer heads, v
+A mask is an interval of keys for each query (`tiles.StepMask`): causal, windows, packed documents, different lengths,
+and any part of these that belongs to a rank. Tensors are [batch, seq, heads, head_dim]; k and v may have fewer heads, v
 another head dim.
 
 A key that a query does not see changes no bit of its results as long as it is finite. NaN and infinities in k or v
@@ -64,7 +64,7 @@ from .launch import (
     launch_tiles,
     mask_of,
 )
-from .tiles import Step, query_tiles
+from .tiles import StepMask, query_tiles
 
 State = tuple[Tensor, Tensor, Tensor]
 
@@ -210,7 +210,7 @@ def flash_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    step: Step,
+    step: StepMask,
     terms: Terms,
     state: State,
     *,
@@ -237,7 +237,7 @@ def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    step: Step,
+    step: StepMask,
     terms: Terms,
     *,
     sinks: Tensor | None = None,
@@ -260,7 +260,7 @@ def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    step: Step,
+    step: StepMask,
     terms: Terms,
     results: Mapping[str, Any],
     precision: str,

@@ -21,7 +21,7 @@ from ..device import (
     tma_descriptor,
 )
 from ..language import INTERPRETED
-from .blocks import Constants, Heads, Mask, ScoreArguments
+from .blocks import AttentionConstants, HeadsTensor, Mask, ScoreArguments
 from .configs import MAX_HEAD_DIM, AttentionConfig, attention_config, padded
 
 _L2_BYTES = 16 << 20  # of keys and values that heads in flight share; a third of an H100's L2
@@ -29,7 +29,7 @@ _ROW_STRIDES = 2**31 // 256  # elements; blocks have at most 128 rows, and offse
 
 
 @dataclass(frozen=True)
-class Dropout:
+class DropoutArguments:
     """Probability `p`, `seed` of 63 bits, and the number of this rank's first head among all heads."""
 
     p: float
@@ -44,7 +44,7 @@ class Terms:
     scale: float
     softcap: float = 0.0
     slopes: Tensor | None = None
-    dropout: Dropout | None = None
+    dropout: DropoutArguments | None = None
 
     @property
     def plain(self) -> bool:
@@ -53,7 +53,7 @@ class Terms:
 
     def arguments(self) -> dict[str, Any]:
         """Kernel arguments of the terms: scores, seeds and the like, without `C`."""
-        drop = self.dropout or Dropout(0.0, 0)
+        drop = self.dropout or DropoutArguments(0.0, 0)
         keep_scale = 1.0 / (1.0 - drop.p)
         return {
             "scores": ScoreArguments(dense(self.slopes), float(self.scale), float(self.softcap), keep_scale),
@@ -73,12 +73,12 @@ def constants(
     *,
     tma: bool = False,
     first: bool = False,
-) -> Constants:
+) -> AttentionConstants:
     """The constexpr `C` of an attention kernel."""
     dims = q.shape[3], v.shape[3], padded(q.shape[3]), padded(v.shape[3])
     dropout = terms.dropout is not None and terms.dropout.p > 0.0
     score = terms.softcap != 0.0, terms.slopes is not None, dropout
-    return Constants(*dims, precision, config.rows, config.block, tma, *score, first)
+    return AttentionConstants(*dims, precision, config.rows, config.block, tma, *score, first)
 
 
 def kernel_arguments(
@@ -183,9 +183,9 @@ def descriptors(config: AttentionConfig, *tensors: Tensor) -> tuple[Any, ...]:
     return tuple(tma_descriptor(x.transpose(1, 2), (1, 1, config.block, padded(x.shape[3]))) for x in tensors)
 
 
-def heads_of(x: Tensor) -> Heads:
+def heads_of(x: Tensor) -> HeadsTensor:
     """x as a kernel argument; its last dim is dense."""
-    return Heads(x, x.stride()[:-1])
+    return HeadsTensor(x, x.stride()[:-1])
 
 
 def mask_of(on: Mapping[str, Tensor], first: str, last: str) -> Mask:

@@ -42,7 +42,7 @@ from ..comm.gather import PULLED, READY, GatherWorkspace, LaunchOf, begin_stage,
 from ..comm.signals import flag_at, join, put, wait
 from ..comm.streams import own_streams, queues_are_few
 from ..comm.workspace import DATA_ALIGNMENT, OPS, Handle
-from .blocks import Rows, load_block, rows_of, store_block
+from .blocks import HeadRows, load_block, rows_of, store_block
 from .configs import padded
 from .launch import heads_of
 
@@ -97,8 +97,8 @@ def stage_kernel(
         keys = load_block(rows_of(k, pair // heads, pair % heads), row, end, D, ROWS, PADDED_D)
         values = load_block(rows_of(v, pair // heads, pair % heads), row, end, DV, ROWS, PADDED_DV)
         target = own + tl.cast(pair // per_group, tl.int64) * rows * width + pair % per_group * (D + DV)
-        store_block(Rows(target, width), keys, row, end, D)
-        store_block(Rows(target + D, width), values, row, end, DV)
+        store_block(HeadRows(target, width), keys, row, end, D)
+        store_block(HeadRows(target + D, width), values, row, end, DV)
     end_stage(call, unneeded, WORLD)
 
 
@@ -119,7 +119,7 @@ def relay_kernel(group, chunk, source, last, awaited, freed, ws, rank, WORLD: tl
         tl.store(flag_at(call, rank, VERDICT * WORLD + awaited), tl.where(good, call.epoch, 0))
 
 
-class Chunk(NamedTuple):
+class KeyChunk(NamedTuple):
     """Rows [first, first + rows) of the keys of rank `source`."""
 
     source: int
@@ -141,7 +141,7 @@ class KeysLayout:
 
     rank: int
     rows: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[KeyChunk, ...]
     most: int
     pairs: int
     groups: int

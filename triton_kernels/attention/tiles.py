@@ -23,7 +23,7 @@ from torch import Tensor
 COLUMNS = 6  # row, end of rows, begin, end, begin and end of the blocks without a mask
 
 
-class Step(Protocol):
+class StepMask(Protocol):
     """Mask of `rows` queries over `keys` keys; a step of a ring is one.
 
     `starts`, `stops` and `seen_by` (first, last) are int32 arrays; the breaks are rows before which tokens of the whole
@@ -42,17 +42,17 @@ class Step(Protocol):
     def on(self, device: torch.device) -> dict[str, Tensor]: ...
 
 
-def query_tiles(step: Step, rows: int, block: int, device: torch.device) -> Tensor:
+def query_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:
     """Tiles of `rows` queries against blocks of `block` keys: int32 [tiles, COLUMNS], computed once."""
     return _kept(step, f"query tiles {rows}x{block}", device, step.starts, step.stops, step.q_breaks, rows, block)
 
 
-def key_tiles(step: Step, rows: int, block: int, device: torch.device) -> Tensor:
+def key_tiles(step: StepMask, rows: int, block: int, device: torch.device) -> Tensor:
     """Tiles of `rows` keys against blocks of `block` queries, as `query_tiles`."""
     return _kept(step, f"key tiles {rows}x{block}", device, *step.seen_by, step.k_breaks, rows, block)
 
 
-def _kept(step: Step, name: str, device: torch.device, *of: Any) -> Tensor:
+def _kept(step: StepMask, name: str, device: torch.device, *of: Any) -> Tensor:
     known = step.on(device)
     if name not in known:
         known[name] = torch.from_numpy(tiles_of(*of)).to(device)

@@ -39,7 +39,7 @@ from torch import Tensor
 from ..cache_keys import fix_cache_keys
 from ..language import rounded
 from .ptx import all_reached
-from .signals import EPOCH, Call, begin, flag_at, is_last, look, poll, put, put_all, record, unbroken
+from .signals import EPOCH, SignalledCall, begin, flag_at, is_last, look, poll, put, put_all, record, unbroken
 from .workspace import DATA_ALIGNMENT, OPS, Handle, Workspace
 
 OP = tl.constexpr(OPS.index("all_gather_matmul"))
@@ -93,7 +93,7 @@ def end_stage(call, unneeded, WORLD: tl.constexpr):
 def wait_pulled(call, peer, WORLD: tl.constexpr, OP: tl.constexpr):
     """True once `peer` has read this rank's region of the previous call; otherwise as `wait`."""
     epoch = tl.maximum(call.epoch - 1, 0)
-    before = Call(call.ws, call.rank, epoch)
+    before = SignalledCall(call.ws, call.rank, epoch)
     index = PULLED * WORLD + peer
     seen = look(flag_at(call, call.rank, index))
     if seen < epoch:

@@ -83,7 +83,7 @@ ERROR_GAVE_UP = tl.constexpr(protocol.ERROR_GAVE_UP)
 POLLS_PER_CLOCK = tl.constexpr(32)
 
 
-class Call(NamedTuple):
+class SignalledCall(NamedTuple):
     """One call in a kernel; made by `begin` or `join`."""
 
     ws: Any  # workspace.WorkspaceArguments
@@ -107,7 +107,7 @@ def flag_at(call, rank, index):
 @triton.jit
 def join(ws, rank):
     """The call that an earlier launch of this rank has begun; that launch has also advanced the call number."""
-    return Call(ws, rank, tl.load(ws.state + EPOCH))
+    return SignalledCall(ws, rank, tl.load(ws.state + EPOCH))
 
 
 @triton.jit
@@ -130,8 +130,8 @@ def begin(ws, rank, WORLD: tl.constexpr):
     # A wait of this call may expire before its last program begins, and all programs must decide the same.
     number = tl.where((expired != 0) & (expired < epoch), -epoch, epoch)
     if tl.program_id(0) == 0:
-        release_all(Call(ws, rank, epoch), rank, number, WORLD)
-    return Call(ws, rank, number)
+        release_all(SignalledCall(ws, rank, epoch), rank, number, WORLD)
+    return SignalledCall(ws, rank, number)
 
 
 @triton.jit

@@ -54,7 +54,7 @@ from ..comm.signals import is_last, join, put_all, unbroken, wait
 from ..language import zeros
 from .configs import GemmConfig
 from .launch import Launch, LoadPlan, descriptor, is_swapped, plan_loads
-from .tiles import Matrix, Sizes, add_product, store_result, tile_at
+from .tiles import GemmSizes, Matrix, add_product, store_result, tile_at
 
 # Weights per launch: each has its own loop in the kernel. More weights take several launches.
 MAX_WEIGHTS = 3
@@ -85,7 +85,7 @@ def multiply_shard(x, w, weight, bias_ptr, x_row, y_row, rows, K, first, C: tl.c
     for tile in tl.range(first, tiles, programs, flatten=C.FLATTEN):
         tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, C.GROUP_M)
         total = zeros(C.BLOCK_M, C.BLOCK_N)
-        sizes = Sizes(K, (K, 1), weight.strides)
+        sizes = GemmSizes(K, (K, 1), weight.strides)
         total = add_product(total, x, w, sizes, tile_m, tile_n, rows, weight.n, x_row, C)
         store_result(y, total, bias_ptr, tile_m, tile_n, rows, weight.n, C.SPLIT_STORE)
     return first + tl.cdiv(tl.maximum(tiles - first, 0), programs) * programs - tiles

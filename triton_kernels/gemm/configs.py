@@ -13,7 +13,7 @@ from typing import NamedTuple
 ARCHITECTURES = (80, 90, 100)
 
 
-class Constants(NamedTuple):
+class GemmConstants(NamedTuple):
     """The constexpr `C` of a matmul kernel."""
 
     BLOCK_M: int

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..device import fits_tma as rows_fit_tma
 from ..device import kind_of, tma_descriptor
-from .configs import Constants, FusedConfig, GemmConfig, fused_configs
-from .tiles import Sizes
+from .configs import FusedConfig, GemmConfig, GemmConstants, fused_configs
+from .tiles import GemmSizes
 
 # Most products that one launch adds: the operands of each are arguments of the kernel.
 MAX_PRODUCTS = 4
@@ -128,10 +128,10 @@ class LoadPlan(NamedTuple):
     x_swapped: bool
     w_swapped: bool
 
-    def constants(self, precision: str, *, even_k: bool, flatten: bool = True) -> Constants:
+    def constants(self, precision: str, *, even_k: bool, flatten: bool = True) -> GemmConstants:
         """The kernel's constants. `flatten` False: its loop over tiles cannot be flattened with the one over K."""
         c = self.config
-        return Constants(
+        return GemmConstants(
             *(c.block_m, c.block_n, c.block_k, c.group_m, c.split_store, c.flatten and flatten),
             *(precision, self.tma, self.x_swapped, self.w_swapped, even_k),
         )
@@ -166,7 +166,7 @@ def operand_arguments(products: Sequence[tuple[Tensor, Tensor]], launch: Launch,
             arguments[f"w{i}"] = descriptor(w, (config.block_n, config.block_k))
         else:
             arguments[f"x{i}"], arguments[f"w{i}"] = x, w
-    arguments["sizes"] = tuple(Sizes(x.shape[1], x.stride(), w.stride()) for x, w in products)
+    arguments["sizes"] = tuple(GemmSizes(x.shape[1], x.stride(), w.stride()) for x, w in products)
     even_k = all(x.shape[1] % config.block_k == 0 for x, _ in products)
     # Triton flattens two loops into one, not three.
     c = plan.constants(launch.precision, even_k=even_k, flatten=flatten and len(products) == 1)

@@ -10,7 +10,7 @@ mask is the same for all of K, so it costs nothing in the loop; a mask along K i
 wrapping rows around with `% M`, as many kernels do, loses the vector loads along M and N that transposed views need.
 Offsets are 64-bit: a tensor may have more than 2^31 elements.
 
-Kernels take their constants as one constexpr, `C`, a `configs.Constants`.
+Kernels take their constants as one constexpr, `C`, a `configs.GemmConstants`.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ..cache_keys import fix_cache_keys
 from ..language import dot, halves, rounded, zeros
 
 
-class Sizes(NamedTuple):
+class GemmSizes(NamedTuple):
     """K and strides of one product x @ w^T."""
 
     k: Any

@@ -39,7 +39,7 @@ class KernelQuery:
     backward: bool = False
 
 
-class Saved(NamedTuple):
+class StepRows(NamedTuple):
     """Tensors that the backward of some rows reads: of queries q, out, grad_out [B, Sq, H, D or Dv], lse and row_sums
     [B, H, Sq]; of keys k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]. lse, row_sums and out cover all keys."""
 
@@ -51,10 +51,12 @@ class Saved(NamedTuple):
     grad_out: Tensor
     row_sums: Tensor
 
-    def part(self, rows: slice, keys: slice) -> Saved:
+    def part(self, rows: slice, keys: slice) -> StepRows:
         """Views of some rows of queries and of keys."""
         q, out, grad_out = (x[:, rows] for x in (self.q, self.out, self.grad_out))
-        return Saved(q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], grad_out, self.row_sums[..., rows])
+        return StepRows(
+            q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], grad_out, self.row_sums[..., rows]
+        )
 
 
 class Sums(NamedTuple):
@@ -108,7 +110,7 @@ class AttentionKernel(ABC):
         return None
 
     @abstractmethod
-    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
         """Add this step's terms to `sums`: with p = exp(score - lse) over these keys and p' = p after dropout,
 
             dv = p'^T grad_out,  dscore = p' * (grad_out v^T) - p * row_sums,  dq = scale * dcap * dscore k, and so on.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
 from fused_tp.attention.kernels.torch_flash import plain_enough
 from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
@@ -85,7 +85,7 @@ class NativeCpu(AttentionKernel):
             self.isa,
         )
 
-    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
         q = saved.q
         # Autograd may pass gradients that are expanded, or of another dtype.
         grad_out = saved.grad_out.to(q.dtype)

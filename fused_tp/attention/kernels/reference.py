@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, Saved, Sums
+from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
 from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
@@ -32,7 +32,7 @@ class Shape(Enum):
 
 
 @dataclass(frozen=True)
-class Tile:
+class ReferenceTile:
     """Queries [q_start, q_stop) against keys [k_start, k_stop) of a step."""
 
     shape: Shape
@@ -50,7 +50,7 @@ class Tile:
         return slice(self.k_start, self.k_stop)
 
 
-def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Tile]:
+def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[ReferenceTile]:
     """Yield FULL or MASKED tiles of at most these sizes that cover all seen keys; skip tiles without any."""
     for q_start in range(0, step.rows, row_limit):
         q_stop = min(q_start + row_limit, step.rows)
@@ -59,7 +59,7 @@ def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[Tile]:
             k_stop = min(k_start + key_limit, int(stops[-1]))
             if ((starts < k_stop) & (stops > k_start) & (stops > starts)).any():
                 masked = bool((starts > k_start).any() or (stops < k_stop).any())
-                yield Tile(Shape.MASKED if masked else Shape.FULL, q_start, q_stop, k_start, k_stop)
+                yield ReferenceTile(Shape.MASKED if masked else Shape.FULL, q_start, q_stop, k_start, k_stop)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Reference(AttentionKernel):
             weighted = (p if of_block.kept is None else p * of_block.kept) @ _keys_first(v[:, block.keys], p.dtype)
             rows.weighted.mul_(_heads_last(before.unsqueeze(-1))).add_(_heads_last(weighted))
 
-    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
         q, k, v, _, lse, grad_out, row_sums = saved
         dq, dk, dv, d_slopes = sums
         for block in self._blocks(step, q):
@@ -117,12 +117,14 @@ class Reference(AttentionKernel):
             dk[:, keys] += (d_scores.mT @ q_block).sum(2).transpose(1, 2)
             dv[:, keys] += (left.mT @ g).sum(2).transpose(1, 2)
 
-    def _blocks(self, step: Step, q: Tensor) -> Iterator[Tile]:
+    def _blocks(self, step: Step, q: Tensor) -> Iterator[ReferenceTile]:
         keys = min(_KEYS, step.keys)
         return blocks(step, max(16, _MOST_SCORES // (q.shape[0] * q.shape[2] * keys)), keys)
 
 
-def _probabilities(step: Step, how: Scores, block: Tile, q: Tensor, k: Tensor, dtype: torch.dtype) -> _Probabilities:
+def _probabilities(
+    step: Step, how: Scores, block: ReferenceTile, q: Tensor, k: Tensor, dtype: torch.dtype
+) -> _Probabilities:
     on = step.on(q.device)
     scores = _rows_first(q[:, block.rows], k, dtype) @ _keys_first(k[:, block.keys], dtype).mT
     scores *= how.scale

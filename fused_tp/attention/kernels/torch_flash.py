@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
-from fused_tp.attention.kernels.reference import REFERENCE, Shape, Tile
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
+from fused_tp.attention.kernels.reference import REFERENCE, ReferenceTile, Shape
 from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
@@ -38,10 +38,10 @@ _FEWEST_ROWS = 64
 _MOST_ROWS = 2048  # of a band whose ends both go up: kernels that cannot skip waste half of its triangles
 
 
-_known: WeakKeyDictionary[Step, tuple[Tile, ...]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Step, tuple[ReferenceTile, ...]] = WeakKeyDictionary()
 
 
-def tiles(step: Step) -> tuple[Tile, ...]:
+def tiles(step: Step) -> tuple[ReferenceTile, ...]:
     """Disjoint tiles that together cover all seen keys of a step; cached."""
     found = _known.get(step)
     if found is None:
@@ -49,9 +49,9 @@ def tiles(step: Step) -> tuple[Tile, ...]:
     return found
 
 
-def _tiles(step: Step) -> Iterator[Tile]:
+def _tiles(step: Step) -> Iterator[ReferenceTile]:
     if step.is_full:
-        yield Tile(Shape.FULL, 0, step.rows, 0, step.keys)
+        yield ReferenceTile(Shape.FULL, 0, step.rows, 0, step.keys)
         return
     waiting = 0  # the first row of short runs that no tile covers yet
     for start, stop in _runs(step):
@@ -75,7 +75,7 @@ def _runs(step: Step) -> Iterator[tuple[int, int]]:
     yield from itertools.pairwise(bounds)
 
 
-def _band(step: Step, start: int, stop: int) -> Iterator[Tile]:
+def _band(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
     starts, stops = step.starts, step.stops
     width = int((stops[start:stop] - starts[start:stop]).min())
     rising = bool(starts[stop - 1] > starts[start])
@@ -87,22 +87,22 @@ def _band(step: Step, start: int, stop: int) -> Iterator[Tile]:
         yield from _trapezoid(step, first, min(first + rows, stop))
 
 
-def _trapezoid(step: Step, start: int, stop: int) -> Iterator[Tile]:
+def _trapezoid(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
     low, lowest_end = int(step.starts[stop - 1]), int(step.stops[start])
     if step.starts[start] < low:
-        yield Tile(Shape.UPPER, start, stop - 1, int(step.starts[start]), low)
+        yield ReferenceTile(Shape.UPPER, start, stop - 1, int(step.starts[start]), low)
     if step.stops[stop - 1] > lowest_end:
         lowest_end -= 1
-        yield Tile(Shape.LOWER, start, stop, lowest_end, int(step.stops[stop - 1]))
+        yield ReferenceTile(Shape.LOWER, start, stop, lowest_end, int(step.stops[stop - 1]))
     if lowest_end > low:
-        yield Tile(Shape.FULL, start, stop, low, lowest_end)
+        yield ReferenceTile(Shape.FULL, start, stop, low, lowest_end)
 
 
-def _masked(step: Step, start: int, stop: int) -> Iterator[Tile]:
+def _masked(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
     seeing = np.flatnonzero(step.stops[start:stop] > step.starts[start:stop])
     if len(seeing):
         first, last = start + int(seeing[0]), start + int(seeing[-1])
-        yield Tile(Shape.MASKED, first, last + 1, int(step.starts[first]), int(step.stops[last]))
+        yield ReferenceTile(Shape.MASKED, first, last + 1, int(step.starts[first]), int(step.stops[last]))
 
 
 def plain_enough(query: KernelQuery) -> Availability:
@@ -145,7 +145,7 @@ class TorchFlash(AttentionKernel):
         out, lse = self._forward(queries, keys, values, Shape.LOWER in shapes, scores.scale)
         return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse.contiguous()
 
-    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
         """Add this step's terms. The kernels compute `row_sums` from grad_out and out, so lse must have no gradient."""
         sums = sums._replace(d_slopes=None)
         for tile in tiles(step):
@@ -179,11 +179,11 @@ class TorchFlash(AttentionKernel):
         """Return (dq, dk, dv)."""
 
 
-def _part(step: Step, tile: Tile) -> Step:
+def _part(step: Step, tile: ReferenceTile) -> Step:
     return step.part(tile.q_start, tile.q_stop, tile.k_start, tile.k_stop)
 
 
-def _turner(tile: Tile) -> Callable[[Tensor], Tensor]:
+def _turner(tile: ReferenceTile) -> Callable[[Tensor], Tensor]:
     """Function that reverses the tokens (dim 1) of an upper triangle, which makes it a lower one; else the identity."""
     return (lambda x: x.flip(1)) if tile.shape is Shape.UPPER else (lambda x: x)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, Saved, Sums
+from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
 from fused_tp.attention.kernels.torch_flash import TORCH_CUDA
 from fused_tp.attention.plan import Step
 from fused_tp.attention.softmax import SoftmaxState
@@ -61,7 +61,7 @@ class TritonFlash(AttentionKernel):
         result: tuple[Tensor, Tensor] = _kernels().flash_attention(q, k, v, step, terms_of(scores), sinks=scores.sinks)
         return result
 
-    def backward(self, step: Step, scores: Scores, saved: Saved, sums: Sums) -> None:
+    def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
         """Add this step's terms, with the same bits in every run."""
         _kernels().flash_backward(
             saved.grad_out,
@@ -92,7 +92,7 @@ def terms_of(scores: Scores) -> Any:
     """Convert `scores` to the type that the kernels take."""
     kernels = _kernels()
     drop = scores.dropout
-    dropout = None if drop is None else kernels.Dropout(drop.p, drop.seed, drop.first_head)
+    dropout = None if drop is None else kernels.DropoutArguments(drop.p, drop.seed, drop.first_head)
     return kernels.Terms(scores.scale, scores.softcap, scores.alibi_slopes, dropout)
 
 
