@@ -382,7 +382,8 @@ def test_tune_checks_with_threads_where_there_is_one_gpu(
     assert "--ranks is 4 and --dtypes is fp16" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("wrong", [False, True])
 def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of the device kernels, which run in their CPU build here; wrong sums are detected."""
     import torch
