@@ -121,13 +121,14 @@ def compared(
         yield outcome
         run = _CutRun(whole, outcome, tp, cp)
         refusal = run.run()
-        ranks = of_all_ranks(meshes, "outputs of the cut model", [run.error, refusal])
+        of_dtype = BOUNDS.get(whole.dtype, BOUNDS[torch.bfloat16])
+        ranks = of_all_ranks(meshes, "outputs of the cut model", [run.error, refusal, of_dtype])
         if refusals := [one[1] for one in ranks if one[1]]:
             _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}", meshes)
             return
-        # The maximum over ranks: all take the same decision even if their processors round differently.
-        error, bound = max(one[0] for one in ranks), BOUNDS.get(whole.dtype, BOUNDS[torch.bfloat16])
-        if bound < error < float("inf") and whole.dtype.itemsize < 4:
+        # The maximum over ranks: all take the same decision even if their processors or settings round differently.
+        error, bound = (max(one[field] for one in ranks) for field in (0, 2))
+        if BOUNDS[torch.float32] < bound < error < float("inf"):
             rounding = max(of_all_ranks(meshes, "rounding errors of the cut model", run.error_of_rounding()))
             bound = max(bound, ROUNDING_FACTOR * rounding)
         if bound > LARGEST_BOUND:

@@ -31,7 +31,8 @@ T = TypeVar("T")
 _ErrorT = TypeVar("_ErrorT", bound=FusedTPError)
 
 ANSWER_SECONDS = 2.0  # limit for reads and writes while an error is handled
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0005, 0.05  # between two looks at the store
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.0001, 0.05  # between two polls of the store
+_PAUSE_PER_RANK_SECONDS = 5e-5  # so that all ranks of a large group together send it at most 20,000 polls a second
 _SLICE_SECONDS = 0.5  # a wait inside the store notices neither Ctrl-C nor the death of a peer
 _FIRST_SLICE_SECONDS = 0.1
 _LOST_SECONDS = 0.4  # a rank whose connection has been closed for this long has died, or left
@@ -288,9 +289,9 @@ class _StoreExchange:
             left = self._deadline - time.monotonic()
             try:
                 value = self._ask(partial(self._polled, rank, max(min(left, self._slice), 0.01)))
-            except RuntimeError as error:  # the store has died, and raises at once
+            except RuntimeError as error:
                 cause: RuntimeError | None = error
-                time.sleep(0.01)
+                time.sleep(0.01)  # a store that has died raises at once
             else:
                 if value is not None:
                     return value
@@ -303,11 +304,12 @@ class _StoreExchange:
         """Return the value of `rank`, or None if it has not arrived within `seconds`."""
         # Not `store.wait`: torch writes two warnings to stderr each time one ends without a value.
         key, end, pause = self._key(store, rank), time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
+        longest = max(_LONGEST_PAUSE_SECONDS, _PAUSE_PER_RANK_SECONDS * self._group.size)
         while not store.check([key]):
             if time.monotonic() >= end:
                 return None
             time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)  # later than the value by half of the wait at most
+            pause = min(1.5 * pause, longest)  # delays the result by about half of the wait at most
         return store.get(key)
 
     def _ask(self, question: Callable[[dist.Store], T]) -> T:

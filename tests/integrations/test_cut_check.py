@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
-from fused_tp.integrations import model_check
+from fused_tp.integrations import cut_check, model_check
 from fused_tp.integrations.parallelize import parallelize
 from tests.integrations.models import SIZES, make, make_tokens, mesh_of
 from tests.workers import on_ranks
@@ -303,6 +303,21 @@ def test_bf16_and_experts(group: dist.ProcessGroup) -> None:
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: output + output.mean(1, keepdim=True))
     with pytest.raises(ValueError, match=WRONG):
         parallelize(model, cp)
+
+
+@on_ranks(2)
+def test_rounding_that_a_model_amplifies(group: dist.ProcessGroup) -> None:
+    """In 16 bit: measured on the cut model, after its output was off by more than the bound of the dtype."""
+    tp = mesh_of(group, 1, 2)["tp"]
+
+    def amplifier() -> nn.Module:
+        model = Block().bfloat16()
+        model.register_forward_hook(lambda module, args, output: (25 * output).sin())
+        return model
+
+    parallelize(amplifier(), tp, plan=PLAN, verify=True)
+    with mock.patch.object(cut_check, "ROUNDING_FACTOR", 0.0), pytest.raises(ValueError, match=WRONG):
+        parallelize(amplifier(), tp, plan=PLAN)
 
 
 @on_ranks(2)

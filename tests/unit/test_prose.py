@@ -15,7 +15,7 @@ CLAUSE = re.compile(
     r"That|Those|Such|So|It|They|There|Here|And|But|Else|Not|Nothing|Also|Only)\s"
 )
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-# Names in pages that are those of other libraries, and in no code of this one.
+# Names in pages that occur in no code of this package: other libraries' names, and the example of a naming rule.
 FOREIGN = IDENTIFIER.findall("""
     DistributedAttention EnforceNotMet LongContextAttention PipelineModule SequentialMLP TorchTrainer _distributed_c10d
     _low_contention_ _varlen_func buffer_seq_dims connectFullMesh get_thd_batch_on_this_cp_rank model_provider
