@@ -178,7 +178,7 @@ def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, ShardedLayout]) -> N
 
 
 def _plain_cuts(model: nn.Module) -> Iterator[tuple[int, ShardedLayout]]:
-    """Yield (id, Cut) of each plain parameter of `model`."""
+    """Yield (id, ShardedLayout) of each plain parameter of `model`."""
     for module in model.modules():
         for name, cut in vars(module).get(CUTS, {}).items():
             parameter = module._parameters.get(name)
@@ -187,7 +187,7 @@ def _plain_cuts(model: nn.Module) -> Iterator[tuple[int, ShardedLayout]]:
 
 
 def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError if the optimizer was made before its model was made parallel."""
+    """Raise ValueError if the optimizer trains nothing: it was made before `parallelize`, or of other parameters."""
     name = type(optimizer).__name__
     replaced = [_replaced[parameter] for parameter in parameters if parameter in _replaced] if _replaced else []
     if replaced:
