@@ -204,8 +204,8 @@ class ShmTransport:
     ) -> Tensor:
         """Return the sum over ranks of the terms that `write(term)` writes to a tensor of `shape`, which is not empty.
 
-        Term and result share memory of the pool, like the tensors of `empty`, and peers read it in place. If the pool is
-        full, the result is a copy.
+        Term and result share memory of the pool, like the tensors of `empty`, and peers read it in place. If the pool
+        is full, the result is a copy.
 
         Args:
             op: name of the op; must agree on all ranks, as must `shape` and `dtype`.

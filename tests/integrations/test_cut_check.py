@@ -307,7 +307,7 @@ def test_bf16_and_experts(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_rounding_that_a_model_amplifies(group: dist.ProcessGroup) -> None:
-    """In 16 bit: measured on the cut model, after its output was off by more than the bound of the dtype."""
+    """Rounding in 16 bit is measured on the cut model if its output is off by more than the bound of the dtype."""
     tp = mesh_of(group, 1, 2)["tp"]
 
     def amplifier() -> nn.Module:
