@@ -110,7 +110,7 @@ class SequenceSharding:
         self.whole_blocks: list[str] = []  # names of blocks that run on the whole sequence, see `whole_blocks`
         self.expert_blocks: list[str] = []  # names of blocks with experts that run on this rank's tokens
         # Modules in front of the layers and behind them that see the whole sequence, and where it is split and joined:
-        # see `Plan`.
+        # see `ShardingPlan`.
         self.in_front: frozenset[str] = frozenset()
         self.splits = False
         self.joins = ""

@@ -85,7 +85,7 @@ def queries_kernel(
     seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of tiles of queries, and the term of each in d_slopes [tiles, batch, heads]. Tensors are `Heads`."""
+    """Compute dq of tiles of queries, and their terms in d_slopes [tiles, batch, heads]. Tensors are `HeadsTensor`."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end, end = tile.batch, tile.head, tile.row, tile.row_end, tile.end
     k_rows = rows_of(k, batch, head // shared)
@@ -153,7 +153,7 @@ def keys_kernel(
     seed_low, seed_high, dropped_below, first_head,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of tiles of keys; `heads` is the number of key heads. Tensors are `Heads`."""
+    """Compute dk and dv of tiles of keys; `heads` is the number of key heads. Tensors are `HeadsTensor`."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, kv_head, row, row_end, begin, end = tile.batch, tile.head, tile.row, tile.row_end, tile.begin, tile.end
     full_begin, full_end = tile.full_begin, tile.full_end

@@ -54,7 +54,7 @@ def parts_kernel(
     """Program (tile of a key head of a text, part) computes one part: `span` of the keys that its rows see.
 
     It stores its result to `parts`, or, if it is the only part (`found` is not None), out and lse to `found`. q, k, v
-    and found are `Heads`.
+    and found are `HeadsTensor`.
     """
     ROWS: tl.constexpr = C.ROWS
     BLOCK: tl.constexpr = C.BLOCK
@@ -137,7 +137,7 @@ def packed_heads(index, kv_heads, group, new, tiles, ROWS: tl.constexpr):
 
 @triton.jit
 def packed_rows(x, batch, number, head):
-    """Pointers to the rows of a tile in x [batch, new, heads, ...], `Heads`."""
+    """Pointers to the rows of a tile in x [batch, new, heads, ...], `HeadsTensor`."""
     return x.ptr + (tl.cast(batch, tl.int64) * x.strides[0] + number.to(tl.int64) * x.strides[1] + head * x.strides[2])
 
 

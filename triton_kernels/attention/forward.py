@@ -85,7 +85,7 @@ def forward_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """`shared` query heads read each key head; k_tma and v_tma are descriptors with TMA. q, k, v, out and lse are
-    `Heads`. Either state is None, or out, lse and sinks are; sinks may always be None."""
+    `HeadsTensor`. Either state is None, or out, lse and sinks are; sinks may always be None."""
     tile = program_tile(tiles, tile_count, heads, batch_heads, together)
     batch, head, row, row_end = tile.batch, tile.head, tile.row, tile.row_end
     rows = rows_of(k, batch, head // shared), rows_of(v, batch, head // shared)

@@ -189,7 +189,7 @@ def heads_of(x: Tensor) -> HeadsTensor:
 
 
 def mask_of(on: Mapping[str, Tensor], first: str, last: str) -> Mask:
-    """The vectors of a `Step`, or of a ring's chunks, as a kernel argument."""
+    """The vectors of a `StepMask`, or of a ring's chunks, as a kernel argument."""
     return Mask(on[first], on[last], on["places"], on["q_indices"], on["k_indices"])
 
 
