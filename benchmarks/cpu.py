@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fused_tp.cli import at_least, make_folder, positive
-from fused_tp.runtime.settings import table_path
+from fused_tp.core.settings import table_path
 
 from . import cpu_attention, cpu_block, cpu_experts, cpu_matmul
 from .case import BenchCase, select

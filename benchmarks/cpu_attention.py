@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_tp.runtime.settings import environment
+from fused_tp.core.settings import environment
 
 from .case import DTYPES, EFFICIENCY, OURS, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from fused_tp.runtime.settings import environment
+from fused_tp.core.settings import environment
 
 from .case import DTYPES, OURS, SPEEDUP, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext

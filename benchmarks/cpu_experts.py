@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import grouped_mm
 
 from fused_tp import parallelize
-from fused_tp.integrations.experts import route
-from fused_tp.schedules.grouped import grouped_linear, grouped_weight_grad
+from fused_tp.backends.grouped import grouped_linear, grouped_weight_grad
+from fused_tp.parallelizing.experts import route
 
 from .case import DTYPES, EFFICIENCY, OURS, TIME_RATIO, BenchCase, Contestant, Makers, Rival, assert_close
 from .ranks import RankContext
@@ -25,7 +25,7 @@ TOKENS, EXPERTS, TOP_K = 1024, 8, 2
 SMALL, MIXTRAL = (2048, 2048), (4096, 14336 // 2)
 ALONE = "its matmuls alone"
 PLAN = {"experts": "moe_tp_experts", "experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise"}
-# transformers calls torch's grouped_mm, fused_tp in fp32 another library (see fused_tp.schedules.gemm). Comparing with
+# transformers calls torch's grouped_mm, fused_tp in fp32 another library (see fused_tp.backends.gemm). Comparing with
 # fused_tp's own matmuls separates that gain from the overhead around them.
 OUR_ALONE = "fused_tp's matmuls alone"
 GLOO = "transformers' + gloo"

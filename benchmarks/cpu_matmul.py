@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from fused_tp.transport.base import all_gather_single, reduce_scatter_single
+from fused_tp.core.pending import all_gather_single, reduce_scatter_single
 
 from . import rivals_deepspeed
 from .case import DTYPES, OURS, TIME_RATIO, BenchCase, Contestant, Maker, Makers, Rival, Unavailable, checked
 from .ranks import RankContext
 
 if TYPE_CHECKING:  # it needs the native core
-    from fused_tp.transport.shm import ShmTransport
+    from fused_tp.backends.shared_memory.shm import ShmTransport
 
 FEATURES = 4096
 ALL_REDUCE_BYTES = tuple(1024 * 4**i for i in range(9))  # 1 KiB to 64 MiB
@@ -27,7 +27,7 @@ FEW_ROWS = 16  # up to here, reading a weight takes far longer than multiplying 
 BEST = (("bf16", 1), ("fp32", 16))  # cases that gain most by reading a weight once
 LAYERS = 4  # number of weights used in turn with few rows: more than caches hold
 ALONE = "matmul alone"
-# In fp32 and with few rows fused_tp calls another matmul library than torch (see fused_tp.schedules.gemm). Contestants
+# In fp32 and with few rows fused_tp calls another matmul library than torch (see fused_tp.backends.gemm). Contestants
 # with OUR_ALONE use it, too, which separates that gain from the gain by overlapping.
 OUR_ALONE = "fused_tp's matmul alone"
 GLOO = "matmul + gloo"
@@ -82,9 +82,9 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
 
     def ours() -> Contestant:
         import fused_tp
-        from fused_tp.runtime.dispatch import DispatchKey
-        from fused_tp.runtime.group import resolve_group
-        from fused_tp.schedules.registry import decide
+        from fused_tp.backends.registry import decide
+        from fused_tp.core.dispatch import DispatchKey
+        from fused_tp.core.group import resolve_group
 
         k, n = (features, None) if op == "all_gather_matmul" else (None, features)
         key = DispatchKey(op, x.dtype, x.device, rows, k, n)
@@ -107,7 +107,7 @@ def matmul(context: RankContext, op: str, dtype: str, rows: int, features: int =
         return y_shard_m
 
     def our_linear() -> Callable[[Tensor, Tensor], Tensor]:
-        from fused_tp.schedules.gemm import linear
+        from fused_tp.backends.gemm import linear
 
         return linear
 
@@ -169,8 +169,8 @@ def all_reduce(context: RankContext, nbytes: int) -> Makers:
 
 def shared_memory() -> ShmTransport:
     """Shared-memory transport of all ranks; raises Unavailable if there is none."""
-    from fused_tp.runtime.group import resolve_group
-    from fused_tp.transport.shm import shm_availability, shm_transport
+    from fused_tp.backends.shared_memory.shm import shm_availability, shm_transport
+    from fused_tp.core.group import resolve_group
 
     group = resolve_group(None)
     transport = shm_transport(group)

@@ -23,9 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_tp.attention.kernels.triton import TRITON, terms_of
 from fused_tp.attention.layout import TokenLayout
-from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring import Backward, Forward, LocalRing, RingCall, RingSaved, fp32_accumulator
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionMask, Scores
 
 from .case import OURS, SPEEDUP, BenchCase, Contestant, Makers, Rival, Unavailable

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fused_tp
-from fused_tp.transport.native_kernels import native_kernels_available
+from fused_tp.backends.cuda.native_kernels import native_kernels_available
 
 from .case import MICROSECONDS, OURS, SPEEDUP, TIME_RATIO, BenchCase, Contestant, Makers, Rival, Unavailable
 from .gpu_ranks import Driven, normal
@@ -159,7 +159,7 @@ class DeviceRanks(Driven):
             del kept
 
         def prepare(rank: LocalRank) -> Any:
-            from fused_tp.transport.device_collectives import DeviceCollectives
+            from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 
             collectives = DeviceCollectives(rank)
             with rank.in_turn():

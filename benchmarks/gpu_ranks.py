@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fused_tp.schedules.base import DimShards, GatherMatmul
+from fused_tp.backends.schedule import DimShards, GatherMatmul
 
 from .gpu_timing import GpuContext, each
 from .local_ranks import LocalRank, assumed_gpu, run_local
@@ -49,8 +49,8 @@ class CopiedGather:
     """all_gather_matmul of one rank, with shards that arrive by copy engines while the matmul runs."""
 
     def __init__(self, rank: LocalRank) -> None:
-        from fused_tp.schedules.fused_kernel import FusedKernel
-        from fused_tp.transport.copy_engine import CopyEngine
+        from fused_tp.backends.copy_engine.copy_engine import CopyEngine
+        from fused_tp.backends.cuda.fused_kernel import FusedKernel
 
         self.rank = rank
         self.engine: Any = _Recorded(rank) if assumed_gpu() else CopyEngine(rank)

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
     _together()
     with _watched(options.trace, options.case, rank):
         for number in range(options.steps):
-            with fused_tp.runtime.tracing.span("step", number):
+            with fused_tp.core.tracing.span("step", number):
                 step()
         if device.type == "cuda":
             torch.cuda.synchronize()

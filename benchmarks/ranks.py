@@ -72,8 +72,8 @@ class RankContext:
         """
         import torch.distributed as dist
 
-        from fused_tp.runtime.group import resolve_group
-        from fused_tp.transport.shm import shm_transport
+        from fused_tp.backends.shared_memory.shm import shm_transport
+        from fused_tp.core.group import resolve_group
 
         dist.barrier()
         shared = shm_transport(resolve_group(None))
@@ -114,7 +114,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._folder = tempfile.TemporaryDirectory(prefix="fused_tp_bench_")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        from fused_tp.runtime.settings import environment
+        from fused_tp.core.settings import environment
 
         context = mp.get_context("spawn")  # fork would inherit the parent's thread pools and settings
         values = dict(_ENVIRONMENT)

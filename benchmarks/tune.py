@@ -26,8 +26,8 @@ import torch
 
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import choose_kernel
-from fused_tp.runtime import dispatch, settings
-from fused_tp.runtime.settings import environment
+from fused_tp.core import dispatch, settings
+from fused_tp.core.settings import environment
 
 from .case import DTYPES, BenchCase, Contestant, Makers, paired, slowest
 from .cpu_matmul import operands, shared_memory

@@ -1,4 +1,4 @@
-// Element types of the native core. The numbers are shared with fused_tp/transport/shm.py.
+// Element types of the native core. The numbers are shared with fused_tp/backends/shared_memory/shm.py.
 #pragma once
 
 #include <cstddef>

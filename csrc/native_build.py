@@ -58,7 +58,7 @@ class SettingError(ValueError):
 
 
 def switch(name: str) -> bool | None:
-    """True or False if a variable is on or off, None if it is not set; the words are `fused_tp.runtime.settings`'."""
+    """True or False if a variable is on or off, None if it is not set; the words are `fused_tp.core.settings`'."""
     text = os.environ.get(name, "")
     word = text.strip().lower()
     if word in ("1", "true", "on", "yes"):
@@ -196,7 +196,7 @@ class CudaBuild:
 
     @property
     def built_for(self) -> str:
-        """Description that is compiled into the library; `fused_tp.transport.native_kernels` reads it."""
+        """Description that is compiled into the library; `fused_tp.backends.cuda.native_kernels` reads it."""
         names = [f"sm_{arch.name}" for arch in self.archs]
         names += [f"compute_{arch.number}" for arch in self.archs if arch.ptx]
         return f"{' '.join(names)}, nvcc {self.version}"

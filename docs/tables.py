@@ -17,12 +17,12 @@ from xml.etree import ElementTree
 
 import torch
 
-from fused_tp.integrations import plan
+from fused_tp.backends.registry import SCHEDULES
+from fused_tp.core import dispatch
+from fused_tp.core.settings import SETTINGS
+from fused_tp.parallelizing import shard_plan as plan
 from fused_tp.planning import published
 from fused_tp.planning.hardware import MACHINES
-from fused_tp.runtime import dispatch
-from fused_tp.runtime.settings import SETTINGS
-from fused_tp.schedules.registry import SCHEDULES
 from tests.integrations.models import FAMILIES, OWN_SIZES
 
 # Public names of ops, and their names in the registry.

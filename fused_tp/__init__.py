@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fused_tp.core.checkout import find_folders
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.ops.all_gather_grouped_matmul import all_gather_grouped_matmul
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
@@ -29,16 +31,14 @@ from fused_tp.ops.sequence_balance import sequence_balance
 from fused_tp.ops.split_backward import split_backward
 from fused_tp.ops.ulysses_attention import ulysses_attention
 from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
-from fused_tp.runtime.checkout import find_folders
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 
 if TYPE_CHECKING:
     from fused_tp import nn
     from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
-    from fused_tp.integrations.grad_sync import no_sync, sync_gradients
-    from fused_tp.integrations.mesh import fsdp_mesh, make_mesh
-    from fused_tp.integrations.model_check import is_parallelized
-    from fused_tp.integrations.parallelize import parallelize
+    from fused_tp.parallelizing.checks.model_check import is_parallelized
+    from fused_tp.parallelizing.grad_sync import no_sync, sync_gradients
+    from fused_tp.parallelizing.mesh import fsdp_mesh, make_mesh
+    from fused_tp.parallelizing.parallelize import parallelize
     from fused_tp.pipelining.pipeline import pipeline
     from fused_tp.planning.build import build
     from fused_tp.planning.config import ParallelConfig
@@ -54,13 +54,13 @@ _LAZY = {
     "FusedSequenceParallel": "fused_tp.integrations.dtensor",
     "ParallelConfig": "fused_tp.planning.config",
     "build": "fused_tp.planning.build",
-    "fsdp_mesh": "fused_tp.integrations.mesh",
-    "is_parallelized": "fused_tp.integrations.model_check",
-    "make_mesh": "fused_tp.integrations.mesh",
+    "fsdp_mesh": "fused_tp.parallelizing.mesh",
+    "is_parallelized": "fused_tp.parallelizing.checks.model_check",
+    "make_mesh": "fused_tp.parallelizing.mesh",
     "nn": "fused_tp.nn",
-    "no_sync": "fused_tp.integrations.grad_sync",
-    "sync_gradients": "fused_tp.integrations.grad_sync",
-    "parallelize": "fused_tp.integrations.parallelize",
+    "no_sync": "fused_tp.parallelizing.grad_sync",
+    "sync_gradients": "fused_tp.parallelizing.grad_sync",
+    "parallelize": "fused_tp.parallelizing.parallelize",
     "pipeline": "fused_tp.pipelining.pipeline",
     "recommend": "fused_tp.planning.recommend",
 }

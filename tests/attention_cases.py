@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fused_tp.attention.layout import all_tokens
 from fused_tp.attention.spec import Dropout
+from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.ops.ring_attention import ring_attention
-from fused_tp.transport.torch_dist import TorchDist
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 from tests.workers import run_ranks

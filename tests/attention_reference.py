@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
 from fused_tp.attention.layout import Tokens
-from fused_tp.attention.plan import Step, make_step
+from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.core.pending import accumulate_dtype
 from tests.reference import seeded
 
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import fused_tp
-from fused_tp.runtime.settings import environment
+from fused_tp.core.settings import environment
 from tests import faults
 from tests.distributed import test_failures
 from tests.distributed.shm_tools import core_resources

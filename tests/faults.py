@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.runtime.errors import FusedTPError
+from fused_tp.core.errors import FusedTPError
 from tests.late import give_up, wait_for_those_who_gave_up
 from tests.native.doubles.libraries import build_doubles, doubles
 from tests.workers import Outcome, fresh_ranks

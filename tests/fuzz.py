@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import fused_tp
 from fused_tp.attention.layout import all_tokens
-from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules import gemm
+from fused_tp.backends import gemm
+from fused_tp.core.partition import shard_sizes
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import assert_within_dtype_error, rms_norm64
 from tests.workers import device_mesh, error_of, run_ranks

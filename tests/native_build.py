@@ -28,7 +28,9 @@ from types import ModuleType
 
 import pytest
 
-from fused_tp.transport import copy_engine, native_kernels, nccl
+from fused_tp.backends.copy_engine import copy_engine
+from fused_tp.backends.cuda import native_kernels
+from fused_tp.backends.nccl import nccl
 
 REPOSITORY = Path(__file__).parent.parent
 INSTALLED = native_kernels.LIBRARY

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.shm import ShmTransport, shm_transport
+from fused_tp.backends.shared_memory.shm import ShmTransport, shm_transport
+from fused_tp.core.group import resolve_group
 from tests.workers import fresh_ranks
 
 MEMBERS = ((0, 1, 2), (1, 2, 3))

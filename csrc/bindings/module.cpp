@@ -37,7 +37,7 @@ namespace {
 
 void translate_errors(std::exception_ptr pending) {
   const auto raise = [](const char* python_class, const std::exception& error) {
-    py::set_error(py::module_::import("fused_tp.runtime.errors").attr(python_class), error.what());
+    py::set_error(py::module_::import("fused_tp.core.errors").attr(python_class), error.what());
   };
   try {
     if (pending) std::rethrow_exception(pending);

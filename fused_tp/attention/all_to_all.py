@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.layout import Tokens
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.device import DeviceSchedule
-from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.shm import ShmTransport
-from fused_tp.transport.torch_dist import TorchDist
+from fused_tp.backends.cuda.device_schedule import DeviceSchedule
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.backends.schedule import Schedule
+from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.backends.shared_memory.shm import ShmTransport
+from fused_tp.core.pending import accumulate_dtype
 
 Places = tuple[range, ...]
 Shape = tuple[int, ...]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.layout import BlockCyclicLayout, Ints, Tokens
-from fused_tp.runtime import settings
-from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.runtime.group import Group
-from fused_tp.schedules.registry import ALL_TO_ALL, select_schedule
-from fused_tp.transport.base import check_equal, checksum
+from fused_tp.backends.registry import ALL_TO_ALL, select_schedule
+from fused_tp.core import settings
+from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.group import Group
+from fused_tp.core.pending import check_equal, checksum
 
 
 class CacheRows(Protocol):

@@ -28,11 +28,11 @@ from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
 from fused_tp.attention.kernels.select import forced_kernel
 from fused_tp.attention.kernels.triton import launchable, terms_of
 from fused_tp.attention.layout import BlockCyclicLayout, Tokens
-from fused_tp.attention.plan import Step, make_step
+from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionMask, Scores
-from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.symm_mem import is_capturing
+from fused_tp.backends.cuda.symm_mem import is_capturing
+from fused_tp.core.pending import accumulate_dtype
 
 _T = TypeVar("_T")
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
-from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, keys_of_step
+from fused_tp.attention.ring_plan import RingPlan, Rows, Step, compact_index, expand_index, keys_of_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
 from fused_tp.attention.spec import Scores
-from fused_tp.runtime.tracing import span
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.core.pending import accumulate_dtype
+from fused_tp.core.tracing import span
 
 OP = "ring_attention"
 # In bf16 three buffers of a chunk's gradients (fp32) and two of its keys take as much memory as one shard's K/V.

@@ -18,15 +18,15 @@ from torch import Tensor
 from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import forced_kernel
 from fused_tp.attention.kernels.triton import TRITON, launchable, terms_of
-from fused_tp.attention.plan import RingPlan, keys_of_step
 from fused_tp.attention.ring import OP, Gradients, Ring, RingCall, RingSaved
 from fused_tp.attention.ring_messages import MessageRing
-from fused_tp.runtime import settings
-from fused_tp.runtime.availability import Availability, unavailable
-from fused_tp.runtime.group import Group, GroupSlot
-from fused_tp.runtime.tracing import span
-from fused_tp.schedules.fused_kernel import FusedKernel
-from fused_tp.transport.store import agree
+from fused_tp.attention.ring_plan import RingPlan, keys_of_step
+from fused_tp.backends.cuda.fused_kernel import FusedKernel
+from fused_tp.core import settings
+from fused_tp.core.availability import Availability, unavailable
+from fused_tp.core.group import Group, GroupSlot
+from fused_tp.core.store import agree
+from fused_tp.core.tracing import span
 
 _FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])  # values of FUSED_TP_ATTENTION, in order of use
 _RELAYS = 1  # multiprocessors left to the kernels between the copies

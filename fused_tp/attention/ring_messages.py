@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fused_tp.attention.plan import Rows
 from fused_tp.attention.ring import (
     OP,
     Backward,
@@ -40,9 +39,10 @@ from fused_tp.attention.ring import (
     from_wire,
     parts_of,
 )
-from fused_tp.runtime import settings
-from fused_tp.transport.base import After, Done, Pending, accumulate_dtype
-from fused_tp.transport.torch_dist import TorchDist
+from fused_tp.attention.ring_plan import Rows
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.core import settings
+from fused_tp.core.pending import After, Done, Pending, accumulate_dtype
 
 Pair = tuple[Tensor, Tensor]
 _BYTES_AT_A_TIME = 64 << 20  # of gathered keys

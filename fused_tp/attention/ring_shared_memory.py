@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.ring import Chunk, KVExchange, KVView, RingCall, SteppedRing, add_to, from_wire, parts_of
-from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.shm import ShmCall, ShmTransport
+from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport
+from fused_tp.core.pending import accumulate_dtype
 
 _ALIGNMENT = 64  # a cache line, and the widest vector
 _KEYS_READABLE = 1

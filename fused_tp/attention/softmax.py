@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.core.pending import accumulate_dtype
 
 _ROWS = 1024
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fused_tp.attention.layout import TokenLayout
-from fused_tp.runtime.partition import SymInt
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.core.partition import SymInt
+from fused_tp.core.pending import accumulate_dtype
 
 Ints = NDArray[np.int64]
 UNLIMITED = -1

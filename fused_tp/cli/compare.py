@@ -22,7 +22,7 @@ from typing import Any
 
 from fused_tp.cli import at_least, make_folder
 from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
-from fused_tp.runtime.settings import environment
+from fused_tp.core.settings import environment
 
 PLAIN = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}  # matmul, then a collective of torch.distributed
 WARMUP = 2  # untimed first steps: they allocate memory, connect ranks and choose schedules

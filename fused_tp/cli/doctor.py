@@ -26,12 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fused_tp.backends.autotune import kept_files
+from fused_tp.backends.cuda import cuda_driver, native_kernels
+from fused_tp.backends.registry import forced_schedule, fused_kernels_on
+from fused_tp.core import dispatch, settings
+from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.ops.explain import explain_for
-from fused_tp.runtime import dispatch, settings
-from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
-from fused_tp.schedules.autotune import kept_files
-from fused_tp.schedules.registry import forced_schedule, fused_kernels_on
-from fused_tp.transport import cuda_driver, native_kernels
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 

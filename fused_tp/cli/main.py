@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from fused_tp.cli import shipped_module
-from fused_tp.runtime.errors import FusedTPError
+from fused_tp.core.errors import FusedTPError
 
 COMMANDS = {
     "train": "pretrain or finetune a transformers model on text, over any ranks",

@@ -121,7 +121,7 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
 def _started(rank: int, job: Job[Any], port: int, launcher: int, folder: Path) -> None:
     import torch.distributed as dist
 
-    from fused_tp.runtime.settings import timeout_seconds
+    from fused_tp.core.settings import timeout_seconds
 
     end_with(launcher)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_seconds()))
@@ -151,7 +151,7 @@ def _run_rank(job: Job[Any], rank: int, local_rank: int, launched: tuple[dist.St
     import torch
     import torch.distributed as dist
 
-    from fused_tp.runtime.settings import timeout_seconds
+    from fused_tp.core.settings import timeout_seconds
 
     torch.set_num_threads(job.threads)
     backend = "gloo"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fused_tp.cli import at_least
-from fused_tp.runtime.settings import timeout_seconds
+from fused_tp.core.settings import timeout_seconds
 
 if TYPE_CHECKING:
     from fused_tp.training.settings import TrainSettings

@@ -126,8 +126,8 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from fused_tp.core.settings import autotune, environment
     from fused_tp.ops.verify import verify
-    from fused_tp.runtime.settings import autotune, environment
 
     say: Callable[[str], None] = print_now if dist.get_rank() == 0 else lambda line: None
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -162,11 +162,11 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
     import torch
     import torch.distributed as dist
 
+    from fused_tp.backends.autotune import told_choices
+    from fused_tp.core.group import resolve_group
     from fused_tp.ops.all_gather_matmul import all_gather_matmul
     from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
     from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
-    from fused_tp.runtime.group import resolve_group
-    from fused_tp.schedules.autotune import told_choices
 
     group = dist.group.WORLD
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from fused_tp.integrations.mesh import ORDER, make_mesh
-from fused_tp.integrations.model_check import is_parallelized
 from fused_tp.nn import original_shapes
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader
+from fused_tp.parallelizing.checks.model_check import is_parallelized
+from fused_tp.parallelizing.mesh import ORDER, make_mesh
 
 T = TypeVar("T", bound=type)
 

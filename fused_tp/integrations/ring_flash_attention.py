@@ -40,10 +40,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fused_tp.core.group import group_identity
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.attention_arguments import on_host
 from fused_tp.ops.ring_attention import ring_attention
-from fused_tp.runtime.group import group_identity
 
 Found: TypeAlias = "Tensor | tuple[Tensor, Tensor, None]"
 

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
-from fused_tp.integrations.model_check import MARK
-from fused_tp.integrations.sequence import Parallelism
 from fused_tp.nn import clip_grad_norm_, original_shapes
 from fused_tp.nn.optimizers import CUTS
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader
+from fused_tp.parallelizing.checks.model_check import MARK
+from fused_tp.parallelizing.sequence_sharding import Parallelism
 
 T = TypeVar("T", bound=type)
 
@@ -144,7 +144,7 @@ class _ParallelTrainer:
         if settings is not None:
             _check_settings(settings, parallelism)
         if kwargs.get("peft_config") is not None and parallelism.tp_mesh is not None:  # an argument of TRL's trainers
-            from fused_tp.integrations.peft import parallel_config
+            from fused_tp.parallelizing.peft import parallel_config
 
             kwargs["peft_config"] = parallel_config(model, kwargs["peft_config"])
         self._cuts_logits = parallelism.cp_mesh is not None or parallelism.loss_parallel

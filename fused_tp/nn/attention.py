@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fused_tp.attention.layout import check_layout, local_length
-from fused_tp.nn.cache import ContextCache, KVCache, PagedContextKVCache
+from fused_tp.core.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
+from fused_tp.nn.kv_cache import ContextCache, KVCache, PagedContextKVCache
 from fused_tp.nn.linear import (
     ColumnParallelLinear,
     RepeatedColumnLinear,
@@ -34,7 +35,6 @@ from fused_tp.ops.collectives import copy_to_group
 from fused_tp.ops.context_parallel_decode import DecodeArguments, decode
 from fused_tp.ops.ring_attention import attention_over
 from fused_tp.ops.sequence import SEQUENCE_POSITIONS, sequence_positions, shard_sequence, unshard_sequence
-from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_identity, resolve_group
 
 Rope = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fused_tp.core.group import resolve_group
+from fused_tp.core.store import exchange
 from fused_tp.nn.sharding import as_dtensor, as_dtensors, parts_dims
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.store import exchange
 
 
 def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: str | None = None) -> dict[str, Tensor]:

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils.stateless import _reparametrize_module
 
+from fused_tp.core.group import GroupLike
 from fused_tp.nn.optimizers import CUTS
 from fused_tp.nn.sharding import Memo, PartsCut, check_mesh, local, shard_parameter
 from fused_tp.ops.collectives import copy_to_group
-from fused_tp.runtime.group import GroupLike
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

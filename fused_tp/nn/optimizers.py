@@ -12,7 +12,7 @@ not finite. Both know the models whose ranks share parameters, and refuse or cor
 | plain parts: reduced or clipped as if a part were a whole  | ValueError                                      |
 | a gradient scaler: one rank's gradients are not finite     | all ranks that share the model skip the step    |
 
-All but the last run at the steps that `fused_tp.runtime.checks.is_due` selects, counted for each optimizer.
+All but the last run at the steps that `fused_tp.core.checks.is_due` selects, counted for each optimizer.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fused_tp.core.checks import FIRST_CALLS, is_due
+from fused_tp.core.errors import RankMismatchError, listed
+from fused_tp.core.group import resolve_group
+from fused_tp.core.pending import checksum
+from fused_tp.core.store import exchange
 from fused_tp.nn.elementwise import differs_on_dtensors, differs_on_parts
 from fused_tp.ops.collectives import all_reduce
-from fused_tp.runtime.checks import FIRST_CALLS, is_due
-from fused_tp.runtime.errors import RankMismatchError, listed
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.base import checksum
-from fused_tp.transport.store import exchange
 
 _log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fused_tp.core.partition import shard_range
 from fused_tp.nn.optimizers import CUTS, ShardedLayout, install, note_replaced, watch
 from fused_tp.nn.single_device_writes import write_as_one_process
 from fused_tp.ops.main_grad import into_main_grad
-from fused_tp.runtime.partition import shard_range
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

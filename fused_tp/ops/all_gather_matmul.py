@@ -7,6 +7,10 @@ from typing import Any, Literal, NamedTuple, overload
 
 from torch import Tensor
 
+from fused_tp.backends.gemm import weight_grad
+from fused_tp.backends.schedule import GatherMatmul, Schedule
+from fused_tp.core.group import GroupLike, group_identity
+from fused_tp.core.partition import SymInt
 from fused_tp.ops.arguments import (
     as_lists,
     bias_grads,
@@ -18,10 +22,6 @@ from fused_tp.ops.arguments import (
     total_size,
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike, group_identity
-from fused_tp.runtime.partition import SymInt
-from fused_tp.schedules.base import GatherMatmul, Schedule
-from fused_tp.schedules.gemm import weight_grad
 
 
 @overload

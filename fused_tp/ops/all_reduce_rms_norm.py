@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_tp.backends.gemm import as_rows
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import GroupLike
+from fused_tp.core.pending import accumulate_dtype
 from fused_tp.ops.arguments import check_like, check_shape, check_tensor, checked_number
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.gemm import as_rows
-from fused_tp.transport.base import accumulate_dtype
 
 
 def all_reduce_rms_norm(

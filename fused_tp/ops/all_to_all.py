@@ -13,13 +13,13 @@ from torch import Tensor
 from fused_tp.attention.all_to_all import Swap, TensorShare, all_to_all_by, places_of
 from fused_tp.attention.layout import all_tokens, local_length
 from fused_tp.attention.spec import AttentionArguments
+from fused_tp.backends.registry import ALL_TO_ALL
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import Group, group_by_name
+from fused_tp.core.pending import accumulate_dtype, checksum
+from fused_tp.core.tracing import span
 from fused_tp.ops.attention_arguments import annotate_mismatch, checked_arguments, describe
 from fused_tp.ops.op import OPS, AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import Group, group_by_name
-from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import ALL_TO_ALL
-from fused_tp.transport.base import accumulate_dtype, checksum
 
 OP = "ulysses_attention"
 

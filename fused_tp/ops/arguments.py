@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from fused_tp.runtime.partition import shard_range
-from fused_tp.schedules.gemm import bias_grad
-from fused_tp.schedules.grouped import Routing
+from fused_tp.backends.gemm import bias_grad
+from fused_tp.backends.grouped import Routing
+from fused_tp.core.partition import shard_range
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from fused_tp.attention.layout import check_layout, local_length
 from fused_tp.attention.spec import UNLIMITED, AttentionArguments, AttentionMask
+from fused_tp.core.errors import RankMismatchError
+from fused_tp.core.pending import checksum
 from fused_tp.ops.arguments import (
     check_bool,
     check_device,
@@ -27,8 +29,6 @@ from fused_tp.ops.arguments import (
     checked_number,
     is_int,
 )
-from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.transport.base import checksum
 
 if TYPE_CHECKING:
     from typing_extensions import Required

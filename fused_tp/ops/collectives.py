@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd import Function
 
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import GroupLike, group_by_name, group_identity
+from fused_tp.core.partition import SymInt, shard_range, shard_sizes
 from fused_tp.ops.arguments import any_dim, check_tensor, resized, total_size
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.partition import SymInt, shard_range, shard_sizes
-from fused_tp.schedules.base import Schedule
 
 
 def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:

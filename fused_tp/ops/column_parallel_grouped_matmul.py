@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fused_tp.backends.grouped import GroupedProduct, Routing, grouped_linear, grouped_weight_grad
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.ops.arguments import checked_grouped, example_routing
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike, group_identity
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.grouped import GroupedProduct, Routing, grouped_linear, grouped_weight_grad
 
 
 def column_parallel_grouped_matmul(

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 
+from fused_tp.backends.gemm import linear, weight_grad
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, spread
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike, group_identity
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.gemm import linear, weight_grad
 
 
 @overload

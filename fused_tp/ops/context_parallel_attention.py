@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
+from fused_tp.core.group import ALONE, check_mesh_order, group_identity
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     OutAndLseKeywords,
@@ -17,7 +18,6 @@ from fused_tp.ops.attention_arguments import (
     with_keywords,
 )
 from fused_tp.ops.ulysses_attention import attention_by_heads
-from fused_tp.runtime.group import ALONE, check_mesh_order, group_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

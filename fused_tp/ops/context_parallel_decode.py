@@ -22,6 +22,10 @@ from fused_tp.attention.kernels.base import KernelQuery
 from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.layout import DEFAULT_BLOCK, BlockCyclicLayout
 from fused_tp.attention.spec import CHECKED, Scores
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core import settings
+from fused_tp.core.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
+from fused_tp.core.pending import accumulate_dtype, check_equal, checksum
 from fused_tp.ops.arguments import autocast_dtype, cast, check_bool, check_int, check_integers
 from fused_tp.ops.attention_arguments import (
     SCORE_KEYWORDS,
@@ -36,10 +40,6 @@ from fused_tp.ops.attention_arguments import (
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op
 from fused_tp.ops.ring_attention import new_results
-from fused_tp.runtime import settings
-from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
-from fused_tp.schedules.base import Schedule
-from fused_tp.transport.base import accumulate_dtype, check_equal, checksum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

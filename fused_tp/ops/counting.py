@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.layout import BlockCyclicLayout
-from fused_tp.runtime.group import GroupName, group_by_name
+from fused_tp.core.group import GroupName, group_by_name
 
 # torch's name of the collective behind each key of dispatch; a ring counts one for each of its W - 1 steps.
 _KINDS = {

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fused_tp.backends.registry import ALL_TO_ALL
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import GroupLike
+from fused_tp.core.partition import SymInt
 from fused_tp.ops.arguments import check_tensor, checked_sizes
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike
-from fused_tp.runtime.partition import SymInt
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import ALL_TO_ALL
 
 
 def exchange_rows(x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], *, group: GroupLike) -> Tensor:

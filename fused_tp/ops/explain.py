@@ -18,15 +18,10 @@ from fused_tp.attention.kernels.select import choose_kernel
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available, fused_ring_available_in
-from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
-from fused_tp.ops.arguments import any_dim, check_linear, check_tensor, checked_grouped, example_routing
-from fused_tp.ops.op import OPS, DispatchKey, Op
-from fused_tp.runtime import settings
-from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
-from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.autotune import kept_choice, measures, told
-from fused_tp.schedules.gemm import few_rows_reason
-from fused_tp.schedules.registry import (
+from fused_tp.backends.autotune import kept_choice, measures, told
+from fused_tp.backends.gemm import few_rows_reason
+from fused_tp.backends.messages.torch_dist import backend_of
+from fused_tp.backends.registry import (
     ALONE,
     SCHEDULES,
     Decision,
@@ -36,9 +31,14 @@ from fused_tp.schedules.registry import (
     decide,
     forced_schedule,
 )
-from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.shm import shm_serves
-from fused_tp.transport.torch_dist import backend_of
+from fused_tp.backends.shared_memory.shm import shm_serves
+from fused_tp.core import settings
+from fused_tp.core.availability import AVAILABLE, Availability, unavailable
+from fused_tp.core.group import GroupLike, resolve_group
+from fused_tp.core.pending import accumulate_dtype
+from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
+from fused_tp.ops.arguments import any_dim, check_linear, check_tensor, checked_grouped, example_routing
+from fused_tp.ops.op import OPS, DispatchKey, Op
 
 
 @dataclass(frozen=True)

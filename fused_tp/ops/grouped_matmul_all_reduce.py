@@ -8,12 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, example_routing
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike
-from fused_tp.runtime.partition import SymInt
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.grouped import (
+from fused_tp.backends.grouped import (
     GroupedProduct,
     Routing,
     grouped_linear,
@@ -21,6 +16,11 @@ from fused_tp.schedules.grouped import (
     scaled,
     scaled_grads,
 )
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import GroupLike
+from fused_tp.core.partition import SymInt
+from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, example_routing
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 
 def grouped_matmul_all_reduce(

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fused_tp.ops.arguments import any_dim, check_rows, checked_grouped, checked_sizes, example_routing
-from fused_tp.ops.grouped_matmul_all_reduce import grads_of_rows
-from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike, group_by_name
-from fused_tp.runtime.partition import SymInt, shard_sizes
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.grouped import (
+from fused_tp.backends.grouped import (
     GroupedProduct,
     Routing,
     grouped_linear,
     scaled_grads,
 )
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import GroupLike, group_by_name
+from fused_tp.core.partition import SymInt, shard_sizes
+from fused_tp.ops.arguments import any_dim, check_rows, checked_grouped, checked_sizes, example_routing
+from fused_tp.ops.grouped_matmul_all_reduce import grads_of_rows
+from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 
 def grouped_matmul_reduce_scatter(

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fused_tp.backends.gemm import bias_grad, linear, weight_grad
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core.group import GroupLike
 from fused_tp.ops.arguments import checked_linear
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.gemm import bias_grad, linear, weight_grad
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: GroupLike) -> Tensor:

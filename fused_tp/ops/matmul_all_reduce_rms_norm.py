@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fused_tp.backends.gemm import weight_grad
+from fused_tp.backends.schedule import Schedule, add_rms_norm
+from fused_tp.core.group import GroupLike
 from fused_tp.ops.all_reduce_rms_norm import check_norm, rms_norm_backward
 from fused_tp.ops.arguments import autocast_dtype, checked_linear
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike
-from fused_tp.schedules.base import Schedule, add_rms_norm
-from fused_tp.schedules.gemm import weight_grad
 
 
 def matmul_all_reduce_rms_norm(

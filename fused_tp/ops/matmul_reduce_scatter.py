@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fused_tp.backends.gemm import bias_grad, weight_grad
+from fused_tp.backends.schedule import GatherMatmul, Schedule
+from fused_tp.core.group import GroupLike, group_by_name
+from fused_tp.core.partition import shard_sizes
 from fused_tp.ops.arguments import checked_linear, resized, token_dim
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime.group import GroupLike, group_by_name
-from fused_tp.runtime.partition import shard_sizes
-from fused_tp.schedules.base import GatherMatmul, Schedule
-from fused_tp.schedules.gemm import bias_grad, weight_grad
 
 
 def matmul_reduce_scatter(

@@ -27,17 +27,17 @@ from torch.autograd import profiler as _profiler
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from fused_tp.backends.autotune import measures, tuned_schedule
+from fused_tp.backends.registry import select_schedule
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core import settings, tracing
+from fused_tp.core.dispatch import DispatchKey as DispatchKey
+from fused_tp.core.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
+from fused_tp.core.subclass import result_kind
+from fused_tp.core.tracing import op_span, recording
 from fused_tp.ops.counting import count_by_modes, count_collectives
 from fused_tp.ops.main_grad import into_main_grad
 from fused_tp.ops.split_backward import apply_split, is_split
-from fused_tp.runtime import settings, tracing
-from fused_tp.runtime.dispatch import DispatchKey as DispatchKey
-from fused_tp.runtime.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
-from fused_tp.runtime.subclass import result_kind
-from fused_tp.runtime.tracing import op_span, recording
-from fused_tp.schedules.autotune import measures, tuned_schedule
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.registry import select_schedule
 
 LIBRARY = torch.library.Library("fused_tp", "DEF")
 AnyGroup: TypeAlias = Any

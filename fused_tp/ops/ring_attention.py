@@ -10,12 +10,21 @@ from torch import Tensor
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
 from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.kernels.triton import TRITON
-from fused_tp.attention.plan import RingPlan, ring_plan
 from fused_tp.attention.ring import OP, LocalRing, Ring, RingCall, RingSaved
 from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
 from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
+from fused_tp.attention.ring_plan import RingPlan, ring_plan
 from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 from fused_tp.attention.spec import AttentionArguments
+from fused_tp.backends.cuda.fused_kernel import FusedKernel
+from fused_tp.backends.local import Local
+from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.schedule import Schedule
+from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.core import settings
+from fused_tp.core.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
+from fused_tp.core.pending import accumulate_dtype, checksum
+from fused_tp.core.tracing import span
 from fused_tp.ops.arguments import autocast_dtype, cast, check_bool
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
@@ -28,15 +37,6 @@ from fused_tp.ops.attention_arguments import (
     with_keywords,
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime import settings
-from fused_tp.runtime.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
-from fused_tp.runtime.tracing import span
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.fused_kernel import FusedKernel
-from fused_tp.schedules.local import Local
-from fused_tp.schedules.plain import Plain
-from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport.base import accumulate_dtype, checksum
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

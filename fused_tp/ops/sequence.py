@@ -11,15 +11,15 @@ from torch import Tensor
 
 from fused_tp.attention.layout import Tokens, all_tokens, check_layout, local_length
 from fused_tp.attention.spec import read_bounds
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core import settings
+from fused_tp.core.errors import RankMismatchError
+from fused_tp.core.group import GroupLike, group_by_name, group_identity
+from fused_tp.core.partition import SymInt
+from fused_tp.core.pending import check_equal, checksum
 from fused_tp.ops.arguments import any_dim, check_bool, check_int, check_local, resized
 from fused_tp.ops.attention_arguments import on_host, total_length
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime import settings
-from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.partition import SymInt
-from fused_tp.schedules.base import Schedule
-from fused_tp.transport.base import check_equal, checksum
 
 # Dtypes that every transport supports; any other (bool, complex, float8, ...) is sent as bytes.
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fused_tp.attention.layout import all_tokens, check_layout
 from fused_tp.attention.spec import AttentionMask, read_bounds
+from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.attention_arguments import checked_window, on_host
-from fused_tp.runtime.group import GroupLike, group_identity
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.spec import AttentionArguments
+from fused_tp.core.group import ALONE, GroupIdentity, GroupLike, group_identity
 from fused_tp.ops.all_to_all import (
     HEADS_TO_SEQUENCE,
     OP,
@@ -31,7 +32,6 @@ from fused_tp.ops.attention_arguments import (
     with_keywords,
 )
 from fused_tp.ops.ring_attention import RING_ATTENTION, checked_call
-from fused_tp.runtime.group import ALONE, GroupIdentity, GroupLike, group_identity
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fused_tp.backends.autotune import EVERYWHERE, checksum, difference, known_problem, set_right, set_wrong, usable
+from fused_tp.core import settings
+from fused_tp.core.errors import FusedTPError
+from fused_tp.core.group import GroupLike, resolve_group
+from fused_tp.core.store import exchange
 from fused_tp.ops import collectives
 from fused_tp.ops.all_gather_matmul import all_gather_matmul
 from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
 from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
 from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from fused_tp.ops.ring_attention import ring_attention
-from fused_tp.runtime import settings
-from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import GroupLike, resolve_group
-from fused_tp.schedules.autotune import EVERYWHERE, checksum, difference, known_problem, set_right, set_wrong, usable
-from fused_tp.transport.store import exchange
 
 LATE_SECONDS = 0.02
 LATE_CYCLES = 20_000_000  # GPU cycles

@@ -8,6 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fused_tp.backends.gemm import as_rows
+from fused_tp.backends.schedule import Schedule
+from fused_tp.core import settings
+from fused_tp.core.group import GroupLike, group_by_name, group_identity
+from fused_tp.core.partition import SymInt, shard_range
+from fused_tp.core.pending import accumulate_dtype, check_equal, checksum
 from fused_tp.ops.arguments import (
     check_device,
     check_int,
@@ -18,12 +24,6 @@ from fused_tp.ops.arguments import (
     total_size,
 )
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
-from fused_tp.runtime import settings
-from fused_tp.runtime.group import GroupLike, group_by_name, group_identity
-from fused_tp.runtime.partition import SymInt, shard_range
-from fused_tp.schedules.base import Schedule
-from fused_tp.schedules.gemm import as_rows
-from fused_tp.transport.base import accumulate_dtype, check_equal, checksum
 
 _REDUCTIONS = ("mean", "sum", "none")
 _STATISTICS = 4  # numbers per token that ranks exchange, see _local_stats

@@ -20,21 +20,25 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from fused_tp.integrations.batch_check import BatchCheck, of_all_ranks
-from fused_tp.integrations.cut_check import check_verify, compared
-from fused_tp.integrations.grad_sync import is_dealt, take_mean
-from fused_tp.integrations.hf import is_transformers_model
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.parts_check import check_equal_steps
-from fused_tp.integrations.plan import Style, resolve_plan
-from fused_tp.integrations.readers import forward_mentions
-from fused_tp.integrations.sequence import PASSES_ON
-from fused_tp.integrations.state_dict import check_buffers, load_full_state_dict, materialize
+from fused_tp.core.checks import is_due
+from fused_tp.core.errors import FusedTPError
+from fused_tp.core.partition import shard_range
 from fused_tp.nn.grad_norm import clip_by_norm_, grad_norm
 from fused_tp.nn.optimizers import steps_of, watch
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.ops.split_backward import split_backward
-from fused_tp.pipelining.cut import (
+from fused_tp.parallelizing.checks.batch_check import BatchCheck, of_all_ranks
+from fused_tp.parallelizing.checks.parts_check import check_equal_steps
+from fused_tp.parallelizing.checks.sharding_check import check_verify, compared
+from fused_tp.parallelizing.grad_sync import is_dealt, take_mean
+from fused_tp.parallelizing.hf.hf_model import is_transformers_model
+from fused_tp.parallelizing.parallelize import parallelize
+from fused_tp.parallelizing.readers import forward_mentions
+from fused_tp.parallelizing.sequence_sharding import PASSES_ON
+from fused_tp.parallelizing.shard_plan import Style, resolve_plan
+from fused_tp.parallelizing.state_dict import check_buffers, load_full_state_dict, materialize
+from fused_tp.pipelining.schedules import ScheduleKind, find_schedule
+from fused_tp.pipelining.stages import (
     PROBE_TOKENS,
     Boundary,
     ModelLayers,
@@ -45,11 +49,7 @@ from fused_tp.pipelining.cut import (
     take_stages,
     with_zeros,
 )
-from fused_tp.pipelining.schedules import ScheduleKind, find_schedule
 from fused_tp.pipelining.timeline import Recorder, Span
-from fused_tp.runtime.checks import is_due
-from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.partition import shard_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

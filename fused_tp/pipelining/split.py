@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fused_tp.integrations.outputs import tensors_in
 from fused_tp.ops.split_backward import DeferredWeightGradients
+from fused_tp.parallelizing.outputs import tensors_in
 
 
 def dw_builder(module: nn.Module) -> Callable[[], Callable[[], None]]:

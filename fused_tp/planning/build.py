@@ -13,13 +13,13 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations.hf import is_transformers_model
-from fused_tp.integrations.mesh import fsdp_mesh, make_mesh
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.plan import EXPERTS, Style, resolve_plan
-from fused_tp.pipelining.cut import container_name
+from fused_tp.parallelizing.hf.hf_model import is_transformers_model
+from fused_tp.parallelizing.mesh import fsdp_mesh, make_mesh
+from fused_tp.parallelizing.parallelize import parallelize
+from fused_tp.parallelizing.shard_plan import EXPERTS, Style, resolve_plan
 from fused_tp.pipelining.pipeline import Loss, Pipeline, pipeline
 from fused_tp.pipelining.schedules import SCHEDULES
+from fused_tp.pipelining.stages import container_name
 from fused_tp.planning.config import ParallelConfig
 
 

@@ -19,10 +19,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from fused_tp.core.errors import listed
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.schedules import find_schedule, kind_of
 from fused_tp.planning.model_shape import ModelShape
-from fused_tp.runtime.errors import listed
 
 SIZES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # order of make_mesh, from outermost to innermost
 RECOMPUTE = ("none", "full")

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fused_tp.core.errors import listed
 from fused_tp.planning.config import read_mapping
-from fused_tp.runtime.errors import listed
 
 PRECISIONS = ("bf16", "fp8", "fp32")
 _NUMBERS = ("float", "int", "float | None")  # types of the numeric fields

@@ -37,15 +37,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from fused_tp.integrations.parallelize import parallelize
+from fused_tp.backends import gemm
 from fused_tp.nn.grad_norm import clip_grad_norm_
 from fused_tp.ops.collectives import all_gather, reduce_scatter
 from fused_tp.ops.ring_attention import ring_attention
+from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, StepTime
 from fused_tp.planning.hardware import HardwareConstants, Machine
 from fused_tp.planning.model_shape import ModelShape
-from fused_tp.schedules import gemm
 
 ROUNDS, SECONDS = 8, 0.2  # each round times each case for SECONDS; the best counts, as other programs disturb it least
 LAYERS, VOCABULARY = 4, 16

@@ -25,10 +25,13 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from fused_tp.integrations.experts import takes_routing
-from fused_tp.integrations.hf import INTERFACE, check_transformers_model
-from fused_tp.integrations.layers import check_layers
-from fused_tp.integrations.plan import (
+from fused_tp.core.errors import listed
+from fused_tp.nn.linear import features_of, is_conv1d
+from fused_tp.parallelizing.experts import takes_routing
+from fused_tp.parallelizing.hf.hf_model import INTERFACE, check_transformers_model
+from fused_tp.parallelizing.layers import check_layers
+from fused_tp.parallelizing.sequence_sharding import Parallelism
+from fused_tp.parallelizing.shard_plan import (
     HEAD_PROJECTIONS,
     ShardingPlan,
     check_experts,
@@ -42,13 +45,10 @@ from fused_tp.integrations.plan import (
     spec_of,
     value_of,
 )
-from fused_tp.integrations.sequence import Parallelism
-from fused_tp.integrations.whole_blocks import find_blocks
-from fused_tp.nn.linear import features_of, is_conv1d
-from fused_tp.pipelining.cut import container_name
+from fused_tp.parallelizing.whole_blocks import find_blocks
+from fused_tp.pipelining.stages import container_name
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.model_shape import Attention, Block, Layer, ModelShape, Weights
-from fused_tp.runtime.errors import listed
 
 # Names in the code of an attention class that does not get its function from transformers' interface.
 _SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention"}

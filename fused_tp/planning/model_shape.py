@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fused_tp.runtime.errors import listed
+from fused_tp.core.errors import listed
 
 if TYPE_CHECKING:
     from fused_tp.planning.config import ParallelConfig

@@ -28,13 +28,13 @@ from torch import Tensor
 
 from fused_tp.attention.kernels.triton import terms_of
 from fused_tp.attention.layout import TokenLayout, Tokens
-from fused_tp.attention.plan import make_step, ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, Scores
+from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 from fused_tp.benchmarks.gpu_ranks import normal, prepare, prepare_copied
 from fused_tp.benchmarks.local_ranks import LocalGroup, LocalRank
-from fused_tp.runtime.partition import shard_range
-from fused_tp.transport.device_collectives import DeviceCollectives
+from fused_tp.core.partition import shard_range
 from fused_tp.triton_kernels.attention.backward import flash_backward
 from fused_tp.triton_kernels.attention.forward import flash_attention
 from fused_tp.triton_kernels.attention.launch import Terms

@@ -71,7 +71,7 @@ def copy_ceiling(device: torch.device) -> float:
 
 
 def driver_attributes(device: torch.device) -> dict[str, Any]:
-    from fused_tp.transport.cuda_driver import cuda_version, device_attribute
+    from fused_tp.backends.cuda.cuda_driver import cuda_version, device_attribute
 
     index = device.index or 0
     return {"version": cuda_version(), **{name: device_attribute(one, index) for name, one in ATTRIBUTES.items()}}
@@ -108,8 +108,8 @@ def memory_operations(device: torch.device, *, graph: bool) -> str:
 
 
 def device_library(device: torch.device) -> str:
-    from fused_tp.transport import native_kernels
-    from fused_tp.transport.device_collectives import sum_into
+    from fused_tp.backends.cuda import native_kernels
+    from fused_tp.backends.cuda.device_collectives import sum_into
 
     major, minor = torch.cuda.get_device_capability(device)
     available = native_kernels.native_kernels_available(10 * major + minor)

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as data_worker
 
-from fused_tp.integrations.batch_check import of_all_ranks
+from fused_tp.core.errors import RankMismatchError
 from fused_tp.ops.arguments import check_bool, check_int
-from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.parallelizing.checks.batch_check import of_all_ranks
 
 DP_DIMS = ("dp_replicate", "dp_shard", "ep")  # dims of make_mesh along which batches differ
 _OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "persistent_workers"}

@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_tp.integrations.batch_check import suspended
-from fused_tp.integrations.hf import is_transformers_model
-from fused_tp.integrations.mesh import make_mesh
-from fused_tp.integrations.module_outputs import (
+from fused_tp.core.settings import environment
+from fused_tp.ops.arguments import check_int
+from fused_tp.ops.op import OPS
+from fused_tp.parallelizing.checks.batch_check import suspended
+from fused_tp.parallelizing.checks.module_outputs import (
     OutputComparison,
     Outputs,
     RankPart,
@@ -32,12 +33,11 @@ from fused_tp.integrations.module_outputs import (
     recorded,
     relative_error,
 )
-from fused_tp.ops.arguments import check_int
-from fused_tp.ops.op import OPS
+from fused_tp.parallelizing.hf.hf_model import is_transformers_model
+from fused_tp.parallelizing.mesh import make_mesh
 from fused_tp.pipelining.pipeline import Pipeline, count_targets
 from fused_tp.planning import build as planning
 from fused_tp.planning.config import ParallelConfig
-from fused_tp.runtime.settings import environment
 from fused_tp.training.batches import data_parallel_place
 from fused_tp.training.check_report import CheckReport
 

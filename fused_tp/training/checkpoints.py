@@ -42,16 +42,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from fused_tp.core.errors import FusedTPError, listed
+from fused_tp.core.group import resolve_group
+from fused_tp.core.pending import start_thread
+from fused_tp.core.store import exchange
 from fused_tp.nn.checkpoint import OriginalShapes
 from fused_tp.nn.in_original_shape import InOriginalShape
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader, check_plain, load_plain, refused_kind
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.pipeline import Pipeline
-from fused_tp.runtime.errors import FusedTPError, listed
-from fused_tp.runtime.group import resolve_group
 from fused_tp.training.batches import DistributedBatches
-from fused_tp.transport.base import start_thread
-from fused_tp.transport.store import exchange
 
 COMPLETE = "complete.pt"  # the last file of a checkpoint
 _NAME = re.compile(r"step-(\d+)")

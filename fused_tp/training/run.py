@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Subset
 
-from fused_tp.integrations.grad_sync import no_sync
-from fused_tp.integrations.mesh import make_mesh
+from fused_tp.core import tracing
 from fused_tp.nn.grad_norm import clip_grad_norm_, scale_gradients_
+from fused_tp.parallelizing.grad_sync import no_sync
+from fused_tp.parallelizing.mesh import make_mesh
 from fused_tp.pipelining.pipeline import Pipeline, count_targets, takes_target_count
 from fused_tp.planning.build import build
 from fused_tp.planning.model_count import count_model, make_on_meta
 from fused_tp.planning.model_shape import ModelShape
-from fused_tp.runtime import tracing
 from fused_tp.training.batches import DistributedBatches
 from fused_tp.training.checkpoints import CheckpointManager
 from fused_tp.training.profile import StepProfiler

@@ -65,7 +65,7 @@ def test_the_library_shows_one_symbol_and_says_what_it_is_for(measured: CudaMeas
 
 def test_it_can_be_loaded_without_a_driver(measured: CudaMeasured) -> None:
     core = pytest.importorskip("fused_tp._core")
-    from fused_tp.transport.native_kernels import built_for
+    from fused_tp.backends.cuda.native_kernels import built_for
 
     kernels = core.DeviceKernels(str(measured.library))
     built = built_for(measured.library)

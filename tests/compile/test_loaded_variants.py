@@ -22,11 +22,11 @@ from torch import Tensor
 
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.attention.layout import TokenLayout
-from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout
+from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionMask
-from fused_tp.transport.copy_engine import CopyEngine
-from fused_tp.transport.workspace import LONGEST_SECONDS
+from fused_tp.backends.copy_engine.copy_engine import CopyEngine
+from fused_tp.backends.cuda.workspace import LONGEST_SECONDS
 from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import gather
 from fused_tp.triton_kernels.comm.arrivals import Arrivals

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fused_tp.attention.kernels.triton import terms_of
 from fused_tp.attention.layout import TokenLayout, Tokens
-from fused_tp.attention.plan import make_step, ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.ring_plan import make_step, ring_plan
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from fused_tp.triton_kernels.attention import backward, decode, forward, ring_forward, ring_keys
 from fused_tp.triton_kernels.attention import launch as attention_launch

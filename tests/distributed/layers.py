@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fused_tp.core.partition import shard_range
 from fused_tp.nn import RotaryEmbedding
-from fused_tp.runtime.partition import shard_range
 from tests.attention_reference import dense_attention, dense_mask
 from tests.reference import seeded
 

@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.local_ranks import LocalSymmetricMemory
-from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.runtime.group import resolve_group
-from fused_tp.runtime.partition import shard_range
-from fused_tp.schedules import copy_engine, nccl_pipeline, pipelined, registry, shared_memory
-from fused_tp.schedules.base import GatherMatmul, Schedule
-from fused_tp.transport import torch_dist
-from fused_tp.transport.base import sum_in_rank_order
-from fused_tp.transport.symm_mem import CpuSymmetricMemory
+from fused_tp.backends import registry
+from fused_tp.backends.copy_engine import copy_engine_schedule as copy_engine
+from fused_tp.backends.cuda.symm_mem import CpuSymmetricMemory
+from fused_tp.backends.messages import pipelined, torch_dist
+from fused_tp.backends.nccl import nccl_pipeline
+from fused_tp.backends.schedule import GatherMatmul, Schedule
+from fused_tp.backends.shared_memory import shared_memory
+from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.group import resolve_group
+from fused_tp.core.partition import shard_range
+from fused_tp.core.pending import sum_in_rank_order
 from tests.distributed.symm_mem_double import symm_mem_on_cpu
 from tests.native.doubles.libraries import DOUBLES, build_doubles, double_knobs, doubles
 from tests.reference import assert_within_dtype_error, matmul64, seeded

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.runtime.group import Group, resolve_group
-from fused_tp.transport import shm
-from fused_tp.transport.base import accumulate_dtype
-from fused_tp.transport.shm import ShmTransport, shm_availability, shm_transport
-from fused_tp.transport.store import STORES, BoundedStore
+from fused_tp.backends.shared_memory import shm
+from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
+from fused_tp.core.group import Group, resolve_group
+from fused_tp.core.pending import accumulate_dtype
+from fused_tp.core.store import STORES, BoundedStore
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)

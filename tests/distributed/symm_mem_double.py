@@ -17,10 +17,10 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor
 
-from fused_tp.runtime.group import group_by_name
-from fused_tp.transport import symm_mem
-from fused_tp.transport import torch_symm_mem as transport
-from fused_tp.transport.symm_mem import CpuSymmetricMemory
+from fused_tp.backends.cuda import symm_mem
+from fused_tp.backends.cuda.symm_mem import CpuSymmetricMemory
+from fused_tp.backends.torch_symm_mem import torch_symm_mem as transport
+from fused_tp.core.group import group_by_name
 
 PYTHON_OPS = (
     "fused_all_gather_matmul",

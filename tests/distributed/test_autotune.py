@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 import fused_tp
+from fused_tp.backends import autotune, registry
+from fused_tp.backends.gemm import Product
+from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.torch_dist import torch_dist
+from fused_tp.backends.schedule import GatherMatmul
 from fused_tp.cli import doctor
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import autotune, registry
-from fused_tp.schedules.base import GatherMatmul
-from fused_tp.schedules.gemm import Product
-from fused_tp.schedules.plain import Plain
-from fused_tp.transport.torch_dist import torch_dist
+from fused_tp.core.group import resolve_group
 from tests.reference import seeded
 from tests.workers import fresh_ranks
 

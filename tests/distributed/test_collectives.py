@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.core.partition import shard_range
+from fused_tp.core.pending import Pending
 from fused_tp.ops import collectives
-from fused_tp.runtime.partition import shard_range
-from fused_tp.transport.base import Pending
-from fused_tp.transport.torch_dist import TorchDist
 from tests.distributed.schedule_cases import VARIANTS, run_variant
 from tests.reference import assert_within_dtype_error, seeded
 from tests.workers import device_mesh, on_ranks, run_fresh, run_ranks

@@ -21,11 +21,11 @@ from torch import Tensor
 if find_spec("fused_tp._core") is None:
     pytest.skip("needs the native core: pip install -e .", allow_module_level=True)
 
-from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.copy_engine import CopyEngineSchedule
-from fused_tp.schedules.registry import SCHEDULES
-from fused_tp.transport.symm_mem import GroupMemory
+from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
+from fused_tp.backends.cuda.symm_mem import GroupMemory
+from fused_tp.backends.registry import SCHEDULES
+from fused_tp.core.errors import FusedTPError
+from fused_tp.core.group import resolve_group
 from tests.distributed.schedule_cases import CPU, ranks_on, step
 from tests.faults import failure_of
 from tests.late import give_up, wait_for_those_who_gave_up
@@ -66,7 +66,7 @@ OPS = ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_r
 @contextmanager
 def results_of_calls() -> Iterator[list[Tensor]]:
     """Collect the result tensors of calls, including calls that raise."""
-    from fused_tp.transport.copy_engine import CopyCall
+    from fused_tp.backends.copy_engine.copy_engine import CopyCall
 
     kept: list[Tensor] = []
     real = CopyCall.finish

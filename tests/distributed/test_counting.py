@@ -64,7 +64,7 @@ def test_modes_count_what_ops_send_and_compute(group: Any, schedule: str | None)
 @on_ranks(2)
 def test_modes_count_ops_of_the_library(group: Any) -> None:
     x, w = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
-    name = fused_tp.runtime.group.resolve_group(group).name
+    name = fused_tp.core.group.resolve_group(group).name
     with CommDebugMode() as comm, FlopCounterMode(display=False) as counter:
         y = torch.ops.fused_tp.matmul_reduce_scatter(x, w, None, scatter_dim=0, group=name)
         y.sum().backward()

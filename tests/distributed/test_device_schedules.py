@@ -20,16 +20,16 @@ from torch import Tensor
 
 import fused_tp
 from benchmarks.local_ranks import LocalRank, run_local
-from fused_tp.runtime.availability import Availability
-from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.runtime.partition import shard_range, shard_sizes
-from fused_tp.schedules.device import DeviceSchedule
-from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.device_plans import NORMED_ALGORITHMS
-from fused_tp.transport.symm_mem import CpuSymmetricMemory, group_memory
-from fused_tp.transport.torch_dist import torch_dist
-from fused_tp.transport.workspace import Workspaces
+from fused_tp.backends.cuda.device_collectives import DeviceCollectives
+from fused_tp.backends.cuda.device_plans import NORMED_ALGORITHMS
+from fused_tp.backends.cuda.device_schedule import DeviceSchedule
+from fused_tp.backends.cuda.symm_mem import CpuSymmetricMemory, group_memory
+from fused_tp.backends.cuda.workspace import Workspaces
+from fused_tp.backends.messages.torch_dist import torch_dist
+from fused_tp.core.availability import Availability
+from fused_tp.core.errors import FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.core.group import resolve_group
+from fused_tp.core.partition import shard_range, shard_sizes
 from tests.distributed import test_tp_ops as cases
 from tests.distributed.schedule_cases import ALGORITHMS, CPU, multicast, ranks_on, schedule_on
 from tests.distributed.shm_tools import summed

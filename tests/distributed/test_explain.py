@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
+from fused_tp.backends import registry
+from fused_tp.core.dispatch import DispatchKey
 from fused_tp.ops.explain import explain_for, tensor_arguments
 from fused_tp.ops.op import OPS
-from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.schedules import registry
 from tests.distributed.test_every_op import calls, public_ops
 from tests.workers import run_ranks
 

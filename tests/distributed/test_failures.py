@@ -27,15 +27,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.runtime.errors import PeerLostError, RankMismatchError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.runtime.settings import environment
-from fused_tp.schedules import base, copy_engine, hierarchical, nccl_pipeline, pipelined, plain, shared_memory
-from fused_tp.schedules.copy_engine import CopyEngineSchedule
-from fused_tp.schedules.device import DeviceSchedule
-from fused_tp.transport import torch_dist as torch_dist_module
-from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.torch_dist import torch_dist
+from fused_tp.backends import schedule as base
+from fused_tp.backends.copy_engine import copy_engine_schedule as copy_engine
+from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
+from fused_tp.backends.cuda.device_collectives import DeviceCollectives
+from fused_tp.backends.cuda.device_schedule import DeviceSchedule
+from fused_tp.backends.hierarchical import hierarchical
+from fused_tp.backends.messages import pipelined, plain
+from fused_tp.backends.messages import torch_dist as torch_dist_module
+from fused_tp.backends.messages.torch_dist import torch_dist
+from fused_tp.backends.nccl import nccl_pipeline
+from fused_tp.backends.shared_memory import shared_memory
+from fused_tp.core.errors import PeerLostError, RankMismatchError
+from fused_tp.core.group import resolve_group
+from fused_tp.core.settings import environment
 from tests.beside import beside
 from tests.distributed.schedule_cases import CPU, low_limits
 from tests.distributed.shm_tools import core_resources

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.schedules.grouped import Routing
+from fused_tp.backends.grouped import Routing
 from tests.distributed.schedule_cases import NEEDS_CORE, VARIANTS, run_variant
 from tests.distributed.test_tp_ops import check, leaf, own_part
 from tests.reference import gradients64, refuses, seeded

@@ -18,18 +18,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from fused_tp.backends import registry
+from fused_tp.backends.hierarchical import hierarchical
+from fused_tp.backends.hierarchical import two_level as hosts_module
+from fused_tp.backends.hierarchical.hierarchical import Hierarchical
+from fused_tp.backends.hierarchical.two_level import Hosts, error_of_group, hosts_of, ranks_per_host
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.backends.registry import select_schedule
+from fused_tp.backends.shared_memory import shm
+from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.errors import FusedTPError
+from fused_tp.core.group import Group, resolve_group
+from fused_tp.core.store import made_together
 from fused_tp.ops import collectives
-from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import Group, resolve_group
-from fused_tp.schedules import hierarchical, registry
-from fused_tp.schedules.hierarchical import Hierarchical
-from fused_tp.schedules.registry import select_schedule
-from fused_tp.transport import shm
-from fused_tp.transport import two_level as hosts_module
-from fused_tp.transport.store import made_together
-from fused_tp.transport.torch_dist import TorchDist
-from fused_tp.transport.two_level import Hosts, error_of_group, hosts_of, ranks_per_host
 from tests.beside import beside
 from tests.distributed.schedule_cases import every_method, movements, same_sum
 from tests.distributed.test_tp_ops import all_cases

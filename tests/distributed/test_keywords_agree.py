@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fused_tp
-from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.core.errors import RankMismatchError
 from tests.distributed.schedule_cases import NEEDS_CORE
 from tests.workers import error_of, on_ranks
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fused_tp.core.partition import shard_range
 from fused_tp.nn import ContextKVCache, KVCache, PagedContextKVCache, ParallelAttention, RotaryEmbedding
 from fused_tp.nn.attention import check_heads
 from fused_tp.ops.sequence import shard_sequence, unshard_sequence
-from fused_tp.runtime.partition import shard_range
 from tests.distributed.layers import EXACT, HEAD_DIM, HEADS, HIDDEN, Attention, assert_same
 from tests.reference import refuses, seeded
 from tests.workers import device_mesh, fresh_ranks, on_ranks, run_fresh, run_ranks

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.nccl_pipeline import NcclPipeline
-from fused_tp.transport.chunk_plan import gather_plan, scatter_plan
-from fused_tp.transport.nccl import NcclDist, nccl_dist
+from fused_tp.backends.nccl.chunk_plan import gather_plan, scatter_plan
+from fused_tp.backends.nccl.nccl import NcclDist, nccl_dist
+from fused_tp.backends.nccl.nccl_pipeline import NcclPipeline
+from fused_tp.core.group import resolve_group
 from tests.distributed.schedule_cases import CPU, ranks_on, step
 from tests.faults import NOTICE_SECONDS, failure_of
 from tests.native.doubles.libraries import Stream, double_knobs, load_doubles

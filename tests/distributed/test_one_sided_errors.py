@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.attention import ring
-from fused_tp.runtime.errors import FusedTPError, RankMismatchError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.shared_memory import SharedMemory
-from fused_tp.transport.shm import ShmCall, ShmTransport, shm_transport
+from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, shm_transport
+from fused_tp.core.errors import FusedTPError, RankMismatchError
+from fused_tp.core.group import resolve_group
 from tests.late import interrupted_after
 from tests.workers import fresh_ranks, run_ranks
 

@@ -15,11 +15,11 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_tp
+from fused_tp.backends.shared_memory.shm import shm_transport
+from fused_tp.core.errors import FusedTPError
+from fused_tp.core.group import _slots, resolve_group
+from fused_tp.core.settings import environment
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
-from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import _slots, resolve_group
-from fused_tp.runtime.settings import environment
-from fused_tp.transport.shm import shm_transport
 from tests.distributed.shm_tools import new_tag, own_group, own_transport, ranks_of
 from tests.late import interrupted_after
 from tests.reference import seeded

@@ -22,10 +22,10 @@ from fused_tp import ring_attention, shard_sequence, ulysses_attention, unshard_
 from fused_tp.attention.ring import Backward
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionArguments
+from fused_tp.backends.shared_memory.shm import ShmTransport
+from fused_tp.core.errors import RankMismatchError
 from fused_tp.ops.attention_arguments import checked_arguments
 from fused_tp.ops.ring_attention import RING_ATTENTION, RING_ATTENTION_BACKWARD
-from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.transport.shm import ShmTransport
 from tests.attention_cases import (
     FEATURES,
     ROUTES,

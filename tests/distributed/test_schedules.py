@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused_tp.schedules import copy_engine, nccl_pipeline
-from fused_tp.schedules.base import GatherMatmul
+from fused_tp.backends.copy_engine import copy_engine_schedule as copy_engine
+from fused_tp.backends.nccl import nccl_pipeline
+from fused_tp.backends.schedule import GatherMatmul
 from tests.distributed.schedule_cases import at_random, every_method, own, ranks_on, schedule_on, stalled_until
 from tests.native.doubles.libraries import double_knobs
 from tests.reference import seeded

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.runtime.group import resolve_group
-from fused_tp.runtime.partition import shard_sizes
+from fused_tp.core.group import resolve_group
+from fused_tp.core.partition import shard_sizes
 from tests.distributed.shm_tools import (
     FLOATS,
     INTEGERS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.core.errors import RankMismatchError
 from tests.distributed.shm_tools import new_tag, own_transport
 from tests.workers import error_of, run_ranks
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport import shm
-from fused_tp.transport.symm_mem import CpuSymmetricMemory
+from fused_tp.backends.cuda.symm_mem import CpuSymmetricMemory
+from fused_tp.backends.shared_memory import shm
+from fused_tp.core.errors import FusedTPError
+from fused_tp.core.group import resolve_group
 from tests.distributed.shm_tools import core_resources, new_tag, own_transport, transport_of, with_store
 from tests.workers import fresh_ranks, run_ranks
 

@@ -14,6 +14,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fused_tp
+from fused_tp.backends.messages.torch_dist import torch_dist
+from fused_tp.core.group import GroupName, resolve_group
 from fused_tp.ops.all_gather_matmul import ALL_GATHER_MATMUL
 from fused_tp.ops.column_parallel_matmul import COLUMN_PARALLEL_MATMUL
 from fused_tp.ops.matmul_all_reduce import MATMUL_ALL_REDUCE
@@ -21,8 +23,6 @@ from fused_tp.ops.matmul_all_reduce_rms_norm import MATMUL_ALL_REDUCE_RMS_NORM
 from fused_tp.ops.matmul_reduce_scatter import MATMUL_REDUCE_SCATTER
 from fused_tp.ops.op import Op
 from fused_tp.pipelining import dw_builder
-from fused_tp.runtime.group import GroupName, resolve_group
-from fused_tp.transport.torch_dist import torch_dist
 from tests.reference import seeded
 from tests.workers import error_of, on_ranks
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.gloo import closed_peers
-from fused_tp.transport.store import exchange
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.core.gloo import closed_peers
+from fused_tp.core.group import resolve_group
+from fused_tp.core.store import exchange
 from tests.beside import beside
 from tests.distributed.shm_tools import with_store
 from tests.faults import NOTICE_SECONDS

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fused_tp import all_gather_matmul, explain, matmul_all_reduce
-from fused_tp.schedules import gemm
+from fused_tp.backends import gemm
 from tests.workers import on_ranks
 
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.runtime.errors import FusedTPError, PeerLostError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.gloo import close_connections, closed_peers, on_host
-from fused_tp.transport.torch_dist import TorchDist, torch_dist
+from fused_tp.backends.messages.torch_dist import TorchDist, torch_dist
+from fused_tp.core.errors import FusedTPError, PeerLostError
+from fused_tp.core.gloo import close_connections, closed_peers, on_host
+from fused_tp.core.group import resolve_group
 from tests.beside import beside
 from tests.workers import Outcome, fresh_ranks, run_ranks
 
@@ -77,7 +77,7 @@ def test_the_default_device_is_of_no_matter(outcome: list[Outcome]) -> None:
 
 def shift_between_two_of_three(group: Any) -> list[int]:
     """Sizes of the groups that create a communicator before a shift over torch's NCCL, here emulated by gloo."""
-    with mock.patch("fused_tp.transport.torch_dist.backend_of", lambda group, device_type: "nccl"):
+    with mock.patch("fused_tp.backends.messages.torch_dist.backend_of", lambda group, device_type: "nccl"):
         transport, rank = TorchDist(resolve_group(group), "cpu"), dist.get_rank(group)
     met, real = [], dist.all_reduce
 
@@ -145,7 +145,7 @@ def ring_by_way_of_the_host(group: Any, by_host: bool) -> list[Tensor]:
 
     with (
         mock.patch.object(transport, "_by_host", by_host),
-        mock.patch("fused_tp.transport.torch_dist.on_host", note),
+        mock.patch("fused_tp.backends.messages.torch_dist.on_host", note),
         mock.patch.dict("os.environ", {"FUSED_TP_SCHEDULE": "pipelined"}),
     ):
         out = fused_tp.ring_attention(q, k, v, group=group, causal=True)

@@ -22,16 +22,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_tp
+from fused_tp.backends import autotune, registry
+from fused_tp.backends.cuda import symm_mem
+from fused_tp.backends.schedule import GatherMatmul
+from fused_tp.backends.torch_symm_mem import torch_symm_mem as transport
+from fused_tp.backends.torch_symm_mem import torch_symm_mem_schedule as schedules
+from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
+from fused_tp.core.errors import RankMismatchError
+from fused_tp.core.group import resolve_group
 from fused_tp.ops.explain import explain_for
 from fused_tp.ops.verify import verify
-from fused_tp.runtime.errors import RankMismatchError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import autotune, registry
-from fused_tp.schedules import torch_symm_mem as schedules
-from fused_tp.schedules.base import GatherMatmul
-from fused_tp.transport import symm_mem
-from fused_tp.transport import torch_symm_mem as transport
-from fused_tp.transport.torch_symm_mem import TorchSymmMem
 from tests.distributed.schedule_cases import CPU, NEEDS_CORE, own, run_variant, schedule_on
 from tests.distributed.symm_mem_double import CALLED, KERNELS, PYTHON_OPS, symm_mem_on_cpu
 from tests.distributed.test_tp_ops import MATMULS, all_cases, matmul_case, rms_norm_case

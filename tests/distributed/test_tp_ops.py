@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.runtime.partition import shard_range
+from fused_tp.core.partition import shard_range
 from tests.distributed.schedule_cases import NEEDS_CORE, SCHEDULES, VARIANTS, run_variant
 from tests.reference import assert_within_dtype_error, gradients64, matmul64, refuses, rms_norm64, seeded
 from tests.workers import on_ranks, run_ranks

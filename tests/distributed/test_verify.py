@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
+from fused_tp.backends import autotune
+from fused_tp.backends.cuda import fused_kernel
+from fused_tp.backends.cuda.symm_mem import GroupMemory
+from fused_tp.backends.gemm import Product
+from fused_tp.backends.messages.plain import Plain
 from fused_tp.cli.main import main
+from fused_tp.core.errors import FusedTPError
+from fused_tp.core.group import resolve_group
 from fused_tp.ops import verify
-from fused_tp.runtime.errors import FusedTPError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import autotune, fused_kernel
-from fused_tp.schedules.gemm import Product
-from fused_tp.schedules.plain import Plain
-from fused_tp.transport.symm_mem import GroupMemory
 from tests.distributed.schedule_cases import multicast
 from tests.distributed.test_autotune import OtherBits, Quick, Uneven, Wrong, only
 from tests.native.doubles.libraries import doubles

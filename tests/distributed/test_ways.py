@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 import fused_tp
-from fused_tp.runtime import dispatch
-from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules import registry
-from fused_tp.schedules.registry import SCHEDULES, select_schedule
-from fused_tp.transport import symm_mem
-from fused_tp.transport.store import exchange
+from fused_tp.backends import registry
+from fused_tp.backends.cuda import symm_mem
+from fused_tp.backends.registry import SCHEDULES, select_schedule
+from fused_tp.core import dispatch
+from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.group import resolve_group
+from fused_tp.core.store import exchange
 from tests.workers import run_ranks
 
 GPU_ONLY = {

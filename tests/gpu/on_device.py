@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.base import GatherMatmul
-from fused_tp.transport.base import Pending, sum_in_rank_order
+from fused_tp.backends.schedule import GatherMatmul
+from fused_tp.core.group import resolve_group
+from fused_tp.core.pending import Pending, sum_in_rank_order
 from tests.reference import seeded
 
 OPS = (
@@ -173,7 +173,7 @@ def public_ops_on(device: torch.device) -> Iterator[None]:
 
 def why_not(group: Any, schedule: str, device: torch.device) -> str | None:
     """Reason that `group` cannot use `schedule` on `device`, or None. Collective over the group."""
-    from fused_tp.schedules.registry import SCHEDULES
+    from fused_tp.backends.registry import SCHEDULES
 
     spec = SCHEDULES.get(schedule)
     if spec is None:

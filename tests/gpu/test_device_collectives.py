@@ -19,11 +19,11 @@ from torch import Tensor
 
 import fused_tp
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
-from fused_tp.runtime.availability import Availability
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport import native_kernels
-from fused_tp.transport.device_collectives import DeviceCollectives
-from fused_tp.transport.symm_mem import group_memory
+from fused_tp.backends.cuda import native_kernels
+from fused_tp.backends.cuda.device_collectives import DeviceCollectives
+from fused_tp.backends.cuda.symm_mem import group_memory
+from fused_tp.core.availability import Availability
+from fused_tp.core.group import resolve_group
 from tests.distributed import test_device_schedules as checks
 from tests.gpu.on_device import Graph, OnDevice, device_of, environment, unwrapped, why_not
 from tests.native_build import cpu_device_library, use_library

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fused_tp.backends.registry import SCHEDULES
 from fused_tp.cli.tune import CHECKED
+from fused_tp.core.group import resolve_group
 from fused_tp.ops.verify import verify
-from fused_tp.runtime.group import resolve_group
-from fused_tp.schedules.registry import SCHEDULES
 from tests.distributed import test_copy_engine_schedule as engine_checks
 from tests.distributed.schedule_cases import at_random, every_method, torch_ops
 from tests.distributed.test_nccl_pipeline import movements_case

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from examples.llama import Llama, LlamaConfig
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.state_dict import load_full_state_dict
 from fused_tp.nn import gather_state_dict
 from fused_tp.nn.sharding import parts_dims
+from fused_tp.parallelizing.parallelize import parallelize
+from fused_tp.parallelizing.state_dict import load_full_state_dict
 from tests.workers import on_ranks
 
 VOCAB = 67  # odd: the ranks' vocabulary shards differ in length

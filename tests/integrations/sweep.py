@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
-from fused_tp.integrations.parallelize import parallelize
+from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.planning.small_config import VOCABULARY, draw_values, small_config
 from tests.integrations.models import full
 from tests.workers import RanksFailed, run_ranks

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.integrations.parallelize import parallelize
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
     LAYOUTS,
     assert_near,
@@ -181,7 +181,7 @@ def test_chunks_are_told_from_windows_and_refused() -> None:
         sliding_window_causal_mask_function,
     )
 
-    from fused_tp.integrations.hf_attention import Window, _as_window
+    from fused_tp.parallelizing.hf.hf_attention import Window, _as_window
 
     with pytest.raises(ValueError, match="chunks of 4 tokens"):
         _as_window(chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int)), 4)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
-from fused_tp.integrations import cut_check, model_check
-from fused_tp.integrations.parallelize import parallelize
+from fused_tp.parallelizing.checks import model_check
+from fused_tp.parallelizing.checks import sharding_check as cut_check
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import SIZES, make, make_tokens, mesh_of
 from tests.workers import on_ranks
 

@@ -27,11 +27,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.plan import _own_plan, resolve_plan
-from fused_tp.integrations.state_dict import load_full_state_dict
-from fused_tp.integrations.whole_blocks import find_blocks
 from fused_tp.nn import gather_state_dict, original_shapes
+from fused_tp.parallelizing.parallelize import parallelize
+from fused_tp.parallelizing.shard_plan import _own_plan, resolve_plan
+from fused_tp.parallelizing.state_dict import load_full_state_dict
+from fused_tp.parallelizing.whole_blocks import find_blocks
 from tests.integrations.models import (
     assert_equal_states,
     assert_near,

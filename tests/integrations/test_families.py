@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.integrations.parallelize import parallelize
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
     assert_near,
     assert_same_calls,

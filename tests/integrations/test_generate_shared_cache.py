@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.integrations.families import FAMILIES, Family
-from fused_tp.integrations.parallelize import parallelize
+from fused_tp.parallelizing.hf.families import FAMILIES, Family
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import FAMILIES as MADE
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
 from tests.integrations.sweep import make_model
@@ -29,7 +29,7 @@ PROMPT = 9
 @contextmanager
 def blocks_of(tokens: int) -> Iterator[None]:
     """Set a small block size, so that short texts are sharded over several ranks."""
-    from fused_tp.integrations import hf_cache
+    from fused_tp.parallelizing.hf import hf_cache
 
     before, hf_cache.BLOCK = hf_cache.BLOCK, tokens
     try:

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations.grad_sync import GradientSync
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.core.errors import RankMismatchError
+from fused_tp.parallelizing.grad_sync import GradientSync
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
 from tests.workers import on_ranks
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.state_layers import CONVOLUTION, STATE_LAYERS, called_by, find_state_layers, runs_of
+from fused_tp.parallelizing.hf.state_layers import CONVOLUTION, STATE_LAYERS, called_by, find_state_layers, runs_of
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
     LAYOUTS,
     assert_near,

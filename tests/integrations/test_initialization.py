@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fused_tp.integrations.parallelize import parallelize
 from fused_tp.nn import gather_state_dict
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
 from tests.reference import refuses
 from tests.workers import on_ranks

@@ -14,8 +14,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 
 import fused_tp
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.torch_dist import torch_dist
+from fused_tp.backends.messages.torch_dist import torch_dist
+from fused_tp.core.group import resolve_group
 from tests.integrations.models import assert_same_gradients, copy_of, make, make_tokens, mesh_of
 from tests.workers import error_of, on_ranks
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from fused_tp.integrations.parallelize import parallelize
 from fused_tp.nn import ColumnParallelLinear, gather_state_dict
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
     LAYOUTS,
     assert_near,

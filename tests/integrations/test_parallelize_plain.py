@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.checkpoint import checkpoint
 
 from examples.llama import KVCache, Llama, LlamaConfig
-from fused_tp.integrations import layers
-from fused_tp.integrations.parallelize import parallelize
+from fused_tp.parallelizing import layers
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
     assert_near,
     assert_same_calls,

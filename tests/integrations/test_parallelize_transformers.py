@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 
 import fused_tp
 from fused_tp import RankMismatchError
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.state_dict import load_full_state_dict, save_whole
+from fused_tp.core import settings
 from fused_tp.nn import gather_state_dict
-from fused_tp.runtime import settings
+from fused_tp.parallelizing.parallelize import parallelize
+from fused_tp.parallelizing.state_dict import load_full_state_dict, save_whole
 from tests.integrations.models import (
     LAYOUTS,
     assert_equal_states,

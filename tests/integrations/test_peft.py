@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.state_dict import load_full_state_dict
+from fused_tp.core.errors import RankMismatchError
 from fused_tp.nn import gather_state_dict
 from fused_tp.nn.sharding import parts_dims
-from fused_tp.runtime.errors import RankMismatchError
+from fused_tp.parallelizing.parallelize import parallelize
+from fused_tp.parallelizing.state_dict import load_full_state_dict
 from tests.integrations.models import (
     LAYOUTS,
     assert_equal_states,
@@ -37,7 +37,7 @@ from tests.workers import on_ranks
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
 peft = pytest.importorskip("peft", reason="peft is not installed; pip install peft")
 
-from fused_tp.integrations.peft import ParallelLoraLinear, parallel_config, save_pretrained  # noqa: E402
+from fused_tp.parallelizing.peft import ParallelLoraLinear, parallel_config, save_pretrained  # noqa: E402
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LLAMA = {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]}

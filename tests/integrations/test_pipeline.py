@@ -21,10 +21,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fused_tp
+from fused_tp.backends.messages.torch_dist import torch_dist
+from fused_tp.core.group import resolve_group
 from fused_tp.pipelining import Pipeline, Span, bubble, draw, dw_builder, share_out
 from fused_tp.pipelining.schedules import SCHEDULES
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.torch_dist import torch_dist
 from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens, parts_dims
 from tests.integrations.sweep import make_model
 from tests.reference import seeded

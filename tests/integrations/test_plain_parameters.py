@@ -125,7 +125,7 @@ def test_state(group: dist.ProcessGroup) -> None:
         for name, t in gather_state_dict(parallel).items():
             torch.testing.assert_close(t, whole.state_dict()[name], rtol=0, atol=0)
         other = scaled(make(family), 1.5)
-        fused_tp.integrations.state_dict.load_full_state_dict(parallel, other.state_dict())
+        fused_tp.parallelizing.state_dict.load_full_state_dict(parallel, other.state_dict())
         wanted = other(input_ids=tokens).logits
         torch.testing.assert_close(parallel(input_ids=tokens).logits, wanted, rtol=1e-4, atol=1e-5)
         # Copies, pickles and moves keep the information about sharding.
@@ -195,7 +195,7 @@ def test_distributed_data_parallel(group: dist.ProcessGroup) -> None:
 def test_adapters(group: dist.ProcessGroup) -> None:
     """LoRA adapters added before parallelize, and after it."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed; pip install peft")
-    from fused_tp.integrations.peft import parallel_config
+    from fused_tp.parallelizing.peft import parallel_config
 
     def adapted(model: nn.Module, prepare: Any = lambda config: config) -> Any:
         torch.manual_seed(1)

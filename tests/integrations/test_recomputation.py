@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations.forward_shard import running_forward
-from fused_tp.integrations.parallelize import parallelize
+from fused_tp.parallelizing.forward_shard import running_forward
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
     LAYOUTS,
     assert_near,

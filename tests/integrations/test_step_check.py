@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused_tp.integrations.parallelize import parallelize
-from fused_tp.integrations.step_check import StepCheck
 from fused_tp.nn import gather_state_dict
+from fused_tp.parallelizing.checks.step_check import StepCheck
+from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import make, make_tokens, mesh_of
 from tests.integrations.test_cut_check import PLAN, Block, llama, log_lines
 from tests.workers import on_ranks

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport.symm_mem import allocate_cpu
+from fused_tp.backends.cuda.symm_mem import allocate_cpu
+from fused_tp.core.group import resolve_group
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from tests import workers
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.runtime.group import resolve_group
+from fused_tp.backends.cuda.symm_mem import allocate_cpu
+from fused_tp.core.group import resolve_group
 from fused_tp.selftest.kernel_calls import (
     DIRECT,
     RINGS,
@@ -27,7 +28,6 @@ from fused_tp.selftest.kernel_calls import (
     sum_call,
     workspace_kind,
 )
-from fused_tp.transport.symm_mem import allocate_cpu
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.gemm.configs import GemmConfig
 from fused_tp.triton_kernels.gemm.launch import Launch

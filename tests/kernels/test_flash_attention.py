@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fused_tp.attention.layout import Tokens
-from fused_tp.attention.plan import Step, make_step
+from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
 from tests.attention_reference import dense, dense_attention

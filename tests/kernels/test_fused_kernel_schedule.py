@@ -19,7 +19,7 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 import fused_tp
-from fused_tp.schedules import fused_kernel
+from fused_tp.backends.cuda import fused_kernel
 from tests import faults
 from tests.distributed import test_tp_ops as cases
 from tests.distributed.test_device_schedules import kernels_of_ops
@@ -53,7 +53,7 @@ def by_copy_engines(group: Any, of: Callable[..., Any], *args: Any) -> Any:
 
 def all_cases_by_copy_engines(group: Any, dtype: str) -> list[str]:
     """Check all cases; return the ops that called the copy engines."""
-    from fused_tp.transport.copy_engine import CopyEngine
+    from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 
     asked: list[str] = []
     real = CopyEngine.call
@@ -198,7 +198,7 @@ def from_table(group: Any) -> tuple[str, str]:
 
 def where_one_lacks_it(group: Any) -> tuple[tuple[str, str], str]:
     """Explanations from a table on a group where all ranks have Triton, and on one where rank 1 lacks it."""
-    from fused_tp.schedules import registry
+    from fused_tp.backends import registry
 
     os.environ.pop("FUSED_TP_SCHEDULE", None)
     everybody = from_table(group)

@@ -22,8 +22,8 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 import fused_tp
-from fused_tp.runtime.errors import FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.runtime.group import resolve_group
+from fused_tp.core.errors import FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.core.group import resolve_group
 from tests.attention_cases import DOCUMENTS, Case, case, check_all, results_of
 from tests.faults import NOTICE_SECONDS
 from tests.kernels.ranks import interpreted, interpreted_ranks
@@ -84,8 +84,8 @@ def test_features(way: str, world_size: int, names: list[str], small: bool) -> N
 
 def ring_calls(group: Any, timeout_seconds: float) -> tuple[list[Any], Any]:
     """One call for each mask of the GPU tests, and a workspace for them."""
+    from fused_tp.backends.cuda.symm_mem import allocate_cpu
     from fused_tp.selftest.kernel_calls import ring_call
-    from fused_tp.transport.symm_mem import allocate_cpu
     from fused_tp.triton_kernels.attention import ring_keys
 
     rank = SimpleNamespace(rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), sms=5)

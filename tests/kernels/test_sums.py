@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.runtime.partition import shard_range
+from fused_tp.core.partition import shard_range
 from fused_tp.triton_kernels.gemm import gemm_all_reduce as reduces
 from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as scatters
 from fused_tp.triton_kernels.gemm.configs import GemmConfig

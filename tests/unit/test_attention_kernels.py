@@ -39,9 +39,9 @@ from fused_tp.attention.kernels.torch_flash import TORCH_CPU
 from fused_tp.attention.layout import Tokens
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionMask, Dropout, Scores
+from fused_tp.core import dispatch
+from fused_tp.core.availability import AVAILABLE, unavailable
 from fused_tp.ops.explain import explain_for
-from fused_tp.runtime import dispatch
-from fused_tp.runtime.availability import AVAILABLE, unavailable
 from tests.attention_reference import Gradients, Inputs, backward, forward, one_step, whole_reference
 from tests.attention_reference import kernel_inputs as inputs
 from tests.native_build import REPOSITORY, build_program, native_build, output_of, require_sanitizer

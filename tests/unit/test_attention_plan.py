@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from fused_tp.attention import ring_fused
 from fused_tp.attention.all_to_all import TensorShare, places_of
 from fused_tp.attention.layout import LAYOUTS, OF_DOCUMENTS, TokenLayout, Tokens, all_tokens, local_length
-from fused_tp.attention.plan import RingPlan, Rows, Step, compact_index, expand_index, make_step
 from fused_tp.attention.ring_fused import kv_chunks
+from fused_tp.attention.ring_plan import RingPlan, Rows, Step, compact_index, expand_index, make_step
 from fused_tp.attention.spec import AttentionMask, read_bounds
 from tests.attention_reference import dense
 

@@ -13,8 +13,8 @@ import torch
 from benchmarks import cpu, tune
 from benchmarks.tune import challenge, retuned
 from fused_tp.cli.main import main
+from fused_tp.core import dispatch
 from fused_tp.ops.explain import explain_for
-from fused_tp.runtime import dispatch
 
 pytestmark = pytest.mark.full
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fused_tp.transport.chunk_plan import ChunkPlan, gather_plan, scatter_plan
+from fused_tp.backends.nccl.chunk_plan import ChunkPlan, gather_plan, scatter_plan
 
 Make = Callable[[tuple[int, ...], int, int], ChunkPlan]
 COUNTS = [

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 from tests.late import interrupted_after
 from tests.native.doubles import libraries
 from tests.workers import fresh_ranks, on_ranks

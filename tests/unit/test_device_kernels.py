@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_tp.runtime.partition import shard_range
-from fused_tp.transport.shm import dtype_number
+from fused_tp.backends.shared_memory.shm import dtype_number
+from fused_tp.core.partition import shard_range
 from fused_tp.triton_kernels.comm import protocol
 from tests.native_build import (
     GPU_ON_CPU,

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fused_tp.backends.cuda import cuda_driver, native_kernels
 from fused_tp.cli import doctor
 from fused_tp.cli.main import COMMANDS, main
+from fused_tp.core.availability import AVAILABLE
 from fused_tp.ops.explain import explain_for
-from fused_tp.runtime.availability import AVAILABLE
-from fused_tp.transport import cuda_driver, native_kernels
 
 pytestmark = pytest.mark.full
 

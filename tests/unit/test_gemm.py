@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fused_tp
-from fused_tp.schedules import gemm
+from fused_tp.backends import gemm
 from tests.reference import assert_within_dtype_error, matmul64, seeded
 
 

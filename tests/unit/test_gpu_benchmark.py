@@ -21,7 +21,7 @@ from benchmarks.local_ranks import run_local
 from benchmarks.results import MeasuredMachine, Record, records_of
 from benchmarks.runner import Times, run_case
 from benchmarks.table import markdown
-from fused_tp.runtime.availability import unavailable
+from fused_tp.core.availability import unavailable
 from fused_tp.triton_kernels.comm import streams
 from tests.kernels.ranks import interpreted_ranks
 from tests.native.doubles.libraries import build_doubles, doubles

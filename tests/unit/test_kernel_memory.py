@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from fused_tp.transport.peer_watch import PeerWatch, own_process, watchable
-from fused_tp.transport.symm_mem import SymmMemFacts, judged
+from fused_tp.backends.cuda.symm_mem import SymmMemFacts, judged
+from fused_tp.core.peer_watch import PeerWatch, own_process, watchable
 
 pytestmark = pytest.mark.full
 

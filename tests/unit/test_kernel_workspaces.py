@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.local_ranks import LocalRank, run_local
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.transport import symm_mem
-from fused_tp.transport.symm_mem import SymmMemFacts, shared_sms
-from fused_tp.transport.workspace import Workspaces
+from fused_tp.backends.cuda import symm_mem
+from fused_tp.backends.cuda.symm_mem import SymmMemFacts, shared_sms
+from fused_tp.backends.cuda.workspace import Workspaces
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 
 pytestmark = pytest.mark.full
 

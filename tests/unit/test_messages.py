@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fused_tp.transport import gloo
-from fused_tp.transport.failure import RankStatus, StartedCall
-from fused_tp.transport.gloo import Messages, outlive
-from fused_tp.transport.torch_dist import TorchDist
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.core import gloo
+from fused_tp.core.failure import RankStatus, StartedCall
+from fused_tp.core.gloo import Messages, outlive
 
 
 class Work:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fused_tp.runtime import settings
+from fused_tp.core import settings
 from tests.native_build import native_build
 
 pytestmark = pytest.mark.full

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.schedules.device import DeviceSchedule
-from fused_tp.transport import cuda_driver, native_kernels
-from fused_tp.transport.native_kernels import BuiltFor, native_kernels_available
+from fused_tp.backends.cuda import cuda_driver, native_kernels
+from fused_tp.backends.cuda.device_schedule import DeviceSchedule
+from fused_tp.backends.cuda.native_kernels import BuiltFor, native_kernels_available
 from fused_tp.triton_kernels.comm import protocol
 from fused_tp.triton_kernels.comm.workspace import needed_bytes
 from tests.native_build import GPU_ON_CPU, REPOSITORY, build_program, build_shared, output_of, use_library

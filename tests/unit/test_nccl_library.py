@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.transport.nccl import NcclFacts, judged, own_facts
+from fused_tp.backends.nccl.nccl import NcclFacts, judged, own_facts
 from tests.native.doubles import libraries
 from tests.native_build import build_program, output_of, require_sanitizer, use_nccl
 

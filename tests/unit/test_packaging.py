@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_tp.transport.native_kernels import built_for
+from fused_tp.backends.cuda.native_kernels import built_for
 from tests.native_build import native_build, prebuild
 from tests.workers import REPOSITORY
 
@@ -340,7 +340,7 @@ def test_device_kernels_that_fail_or_are_off_leave_the_core(native_tree: tuple[P
 TWO_RANKS = """
 import torch, torch.distributed as dist
 import fused_tp
-from fused_tp.transport.native_kernels import built_for
+from fused_tp.backends.cuda.native_kernels import built_for
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -14,11 +14,11 @@ from torch import Tensor
 from fused_tp.attention import decode
 from fused_tp.attention.kernels.reference import REFERENCE
 from fused_tp.attention.layout import BlockCyclicLayout, TokenLayout
-from fused_tp.attention.plan import ring_plan
 from fused_tp.attention.ring_fused import keys_layout, kv_chunks
+from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.spec import AttentionArguments, AttentionMask, Scores
+from fused_tp.backends.local import Local
 from fused_tp.ops.attention_arguments import checked_arguments
-from fused_tp.schedules.local import Local
 
 ring_attention = import_module("fused_tp.ops.ring_attention")  # the module; the op has the same name
 decode_op = import_module("fused_tp.ops.context_parallel_decode")

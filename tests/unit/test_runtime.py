@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
 from fused_tp.cli.main import main
+from fused_tp.core import dispatch, settings
+from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.group import check_mesh_order, group_by_name, resolve_group
+from fused_tp.core.partition import shard_range, shard_sizes
+from fused_tp.core.pending import sum_in_rank_order
 from fused_tp.ops.explain import explain_for, tensor_arguments
-from fused_tp.runtime import dispatch, settings
-from fused_tp.runtime.dispatch import DispatchKey
-from fused_tp.runtime.group import check_mesh_order, group_by_name, resolve_group
-from fused_tp.runtime.partition import shard_range, shard_sizes
-from fused_tp.transport.base import sum_in_rank_order
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 7, 8, 12, 13])

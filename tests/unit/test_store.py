@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from fused_tp.runtime.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
-from fused_tp.runtime.group import resolve_group
-from fused_tp.transport import failure, shm
-from fused_tp.transport import store as store_module
-from fused_tp.transport.failure import RankStatus, StatusBoard, late_ranks
-from fused_tp.transport.store import BoundedStore, exchange
+from fused_tp.backends.shared_memory import shm
+from fused_tp.core import failure
+from fused_tp.core import store as store_module
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.core.failure import RankStatus, StatusBoard, late_ranks
+from fused_tp.core.group import resolve_group
+from fused_tp.core.store import BoundedStore, exchange
 from tests.distributed.shm_tools import with_store
 from tests.workers import run_ranks
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fused_tp.core import tracing
+from fused_tp.core.tracing import label, span
 from fused_tp.ops import all_gather_matmul, column_parallel_matmul, matmul_all_reduce
-from fused_tp.runtime import tracing
-from fused_tp.runtime.tracing import label, span
 from tests.workers import run_ranks
 
 

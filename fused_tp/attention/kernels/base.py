@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.attention.plan import Step
+from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
-from fused_tp.runtime.availability import AVAILABLE, Availability
+from fused_tp.core.availability import AVAILABLE, Availability
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
 from fused_tp.attention.kernels.torch_flash import plain_enough
-from fused_tp.attention.plan import Step
+from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
-from fused_tp.runtime import dispatch, settings
-from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
-from fused_tp.transport.base import accumulate_dtype
+from fused_tp.core import dispatch, settings
+from fused_tp.core.availability import AVAILABLE, Availability, unavailable
+from fused_tp.core.pending import accumulate_dtype
 
 try:
     import fused_tp._core as _core

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
-from fused_tp.attention.plan import Step
+from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
 

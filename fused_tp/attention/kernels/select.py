@@ -19,7 +19,7 @@ from fused_tp.attention.kernels.reference import REFERENCE
 from fused_tp.attention.kernels.torch_flash import TORCH_CPU, TORCH_CUDA
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.spec import Scores
-from fused_tp.runtime import settings
+from fused_tp.core import settings
 
 KERNELS: dict[str, AttentionKernel] = {
     kernel.name: kernel for kernel in (NATIVE, TRITON, TORCH_CUDA, TORCH_CPU, REFERENCE)

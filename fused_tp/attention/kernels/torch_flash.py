@@ -27,10 +27,10 @@ from torch.nn.functional import pad
 
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
 from fused_tp.attention.kernels.reference import REFERENCE, ReferenceTile, Shape
-from fused_tp.attention.plan import Step
+from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
-from fused_tp.runtime.availability import AVAILABLE, Availability, unavailable
+from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 
 _CUDA_MAX_HEAD_DIM = 256
 # Shorter runs of rows are not worth calls of their own; with their neighbours they form one masked tile.

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery, StepRows, Sums
 from fused_tp.attention.kernels.torch_flash import TORCH_CUDA
-from fused_tp.attention.plan import Step
+from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
-from fused_tp.runtime.availability import AVAILABLE, Availability, has_triton, unavailable
+from fused_tp.core.availability import AVAILABLE, Availability, has_triton, unavailable
 
 
 def launchable(query: KernelQuery) -> Availability:

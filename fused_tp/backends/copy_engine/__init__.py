@@ -1,0 +1,1 @@
+"""The GPU's copy engines over symmetric memory."""

@@ -1,0 +1,203 @@
+"""Schedule `copy_engine`: library matmuls overlap with block copies by the GPU's copy engines.
+
+- all_gather_matmul: the own shard is multiplied first, the others by distance, as they arrive.
+- matmul_reduce_scatter: the farthest rank's block is multiplied first and sent while the next one is multiplied; the
+  own block is last. The terms are summed in float32 in rank order, as in every schedule.
+- matmul_all_reduce: the same, then the sums are gathered. It runs in chunks of rows: one chunk is multiplied while the
+  previous one is summed and gathered.
+
+torch's asynchronous tensor parallelism does the same with symmetric memory (`torch.distributed._symmetric_memory`, the
+decomposition of Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models", ASPLOS 2023). This schedule adds deadlines, any number of ranks, any sizes, and CUDA graphs. No kernel waits
+for a peer, so all multiprocessors multiply.
+
+`meanwhile` runs on the caller's stream, after the last block that is sent and before the first wait: it fills the time
+in which the last blocks travel. On a stream of its own it would only compete with the matmuls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.copy_engine.copy_engine import CopyCall, CopyEngine, Scatter
+from fused_tp.backends.cuda.device_collectives import sum_into
+from fused_tp.backends.gemm import Product, as_rows, sum_of_products
+from fused_tp.backends.messages.plain import KernelSchedule, Plain, gather_blocks
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work, rank_offsets
+from fused_tp.core.partition import shard_range, shard_sizes
+from fused_tp.core.pending import After, Pending
+from fused_tp.core.tracing import span
+
+CHUNK_BYTES = 4 << 20  # a smaller chunk of an all-reduce gains less than its flags and events cost
+MAX_CHUNKS = 4
+
+
+class CopyEngineSchedule(KernelSchedule):
+    """The ops of one group as library matmuls and block copies.
+
+    `plain` runs the ops without such a form, sums of whole tensors that all ranks get; None if the ranks are threads.
+    `chunks`: number of chunks of an all-reduce; None: by its size.
+    """
+
+    name = "copy_engine"
+
+    def __init__(self, engine: CopyEngine, plain: Plain | None, chunks: int | None = None) -> None:
+        without = "Ranks that are threads of one process have no sums of whole tensors by copy engines."
+        super().__init__(engine, plain, without)
+        self.engine = engine
+        self.chunks = chunks
+        # By distance, so that no two ranks start with the same peer.
+        self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
+        return gather_blocks(x_shard, cut, self._gathered)
+
+    def _gathered(self, flat: Tensor) -> Pending[Tensor]:
+        """Gather all ranks' `flat` [n] in rank order: [W * n]."""
+        out = flat.new_empty(self.world_size * flat.numel())
+        places = out.view(self.world_size, flat.numel())
+        call = self.engine.call("all_gather", gather_bytes=flat.nbytes)
+        with span("all_gather", flat, self.name), call:
+            call.gather(flat, list(places.unbind()))
+            places[self.rank].copy_(flat)
+        started = _stream_of(flat)
+
+        def finish() -> Tensor:
+            with call:
+                call.finish(out)
+            if (stream := _stream_of(flat)) != started and stream is not None:
+                flat.record_stream(stream)
+                out.record_stream(stream)
+            return out
+
+        return After(finish)
+
+    # -- steps of an op -----------------------------------------------------------------------------------------------
+
+    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+        return self.fallback if op == "reduce_scatter" and not dtype.is_floating_point else None
+
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+        blocks = rows.split(cut.counts)
+        own = blocks[self.rank]
+        out = torch.empty_like(own)
+        with (
+            span("reduce_scatter", rows, self.name),
+            self.engine.call("reduce_scatter", scatter_bytes=_most_bytes(blocks)) as call,
+        ):
+            scatter = call.scatter()
+            for owner in self._peers:
+                scatter.push(owner, blocks[owner])
+            scatter.terms(own.shape, own.dtype)[self.rank].copy_(own)
+            self._sum(scatter, out, None)
+            call.finish(out)
+        return out
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        counts = cut.counts
+        own = as_rows(asked.x_shard).contiguous()
+        gathered = own.new_empty((sum(counts), cut.shape[-1]))
+        shards = gathered.split(counts)
+        outputs = [own.new_empty((sum(counts), w.shape[0])) for w in asked.weights]
+        parts = [y.split(counts) for y in outputs]
+        with self.engine.call("all_gather_matmul", gather_bytes=_most_bytes(shards)) as call:
+            call.gather(own, shards)
+            for source in (self.rank, *self._peers):
+                if source != self.rank:
+                    call.wait_for(source)
+                with span("all_gather_matmul of the shard of rank", source, self.name):
+                    rows = own if source == self.rank else shards[source]
+                    for part, w, bias in zip(parts, asked.weights, asked.biases, strict=True):
+                        sum_of_products([(rows, w)], bias, out=part[source])
+            if asked.return_gathered:
+                shards[self.rank].copy_(own)
+                call.finish(*outputs, gathered)
+            else:
+                call.finish(*outputs)
+        return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
+
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
+        x, counts, n = products[0][0], cut.counts, cut.shape[-1]
+        partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
+        most_bytes = max(counts) * n * x.element_size()
+        with self.engine.call("matmul_reduce_scatter", scatter_bytes=most_bytes) as call:
+            scatter = self._scatter("matmul_reduce_scatter", call, products, partial, counts)
+            if meanwhile is not None:
+                meanwhile()
+            self._sum(scatter, out, bias)
+            call.finish(out)
+        return out
+
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        x, w = products[0]
+        m, n = len(x), w.shape[0]
+        partial, out = x.new_empty((m, n)), x.new_empty((m, n))
+        count = self._chunks_of(m, n, x)
+        chunks = [shard_range(m, count, number) for number in range(count)]
+        most_bytes = max(shard_sizes(stop - start, self.world_size)[0] for start, stop in chunks) * n * x.element_size()
+        waiting: tuple[Scatter, Tensor] | None = None
+        with self.engine.call("matmul_all_reduce", gather_bytes=most_bytes, scatter_bytes=most_bytes) as call:
+            for number, (start, stop) in enumerate(chunks):
+                counts = shard_sizes(stop - start, self.world_size)
+                part = [(x[start:stop], w) for x, w in products]
+                with span("matmul_all_reduce chunk", number, "of", len(chunks), self.name):
+                    scatter = self._scatter("matmul_all_reduce", call, part, partial[start:stop], counts)
+                if waiting is not None:
+                    # The previous chunk has had the time of a whole matmul to move.
+                    self._share(call, *waiting, bias)
+                waiting = scatter, out[start:stop]
+            if meanwhile is not None:
+                meanwhile()
+            assert waiting is not None
+            self._share(call, *waiting, bias)
+            call.finish(out)
+        return out
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _scatter(
+        self, op: str, call: CopyCall, products: Sequence[Product], partial: Tensor, counts: Sequence[int]
+    ) -> Scatter:
+        """Multiply block by block, rows by owner, and send each to its owner. `partial`: memory for the blocks."""
+        scatter = call.scatter()
+        offsets = rank_offsets(counts)
+        blocks = partial.split(list(counts))
+        for owner in (*reversed(self._peers), self.rank):
+            part = [(x[offsets[owner] : offsets[owner] + counts[owner]], w) for x, w in products]
+            with span(f"{op} of the block of rank", owner, self.name):
+                if owner != self.rank:
+                    sum_of_products(part, out=blocks[owner])
+                    scatter.push(owner, blocks[owner])
+                else:
+                    sum_of_products(part, out=scatter.terms(blocks[owner].shape, partial.dtype)[self.rank])
+        return scatter
+
+    def _sum(self, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
+        """Sum all ranks' terms of this rank's block into `out`."""
+        scatter.receive()
+        sum_into(out, scatter.terms(out.shape, out.dtype), bias)
+        scatter.release()
+
+    def _share(self, call: CopyCall, scatter: Scatter, out: Tensor, bias: Tensor | None) -> None:
+        """Sum this rank's rows of `out` and start to gather the other ranks' rows."""
+        parts = out.split(shard_sizes(out.shape[0], self.world_size))
+        self._sum(scatter, parts[self.rank], bias)
+        call.gather(parts[self.rank], parts)
+
+    def _chunks_of(self, m: int, n: int, x: Tensor) -> int:
+        """Number of chunks, from M, N and the dtype only: K is a shard and may differ between ranks."""
+        chunks = self.chunks or m * n * x.element_size() // CHUNK_BYTES
+        return max(1, min(chunks, MAX_CHUNKS if self.chunks is None else chunks, m // self.world_size))
+
+
+def _most_bytes(tensors: Sequence[Tensor]) -> int:
+    return max(t.nbytes for t in tensors)
+
+
+def _stream_of(t: Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(t.device) if t.is_cuda else None

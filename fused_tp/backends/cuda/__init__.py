@@ -1,0 +1,1 @@
+"""Device kernels over symmetric memory: csrc/cuda and Triton."""

@@ -1,0 +1,263 @@
+"""Collectives by the device kernels of csrc/cuda: one launch each, in memory that all ranks write and read.
+
+Tensors are on the group's device; non-contiguous ones are copied first. All ranks make the same calls: same op, shapes,
+dtypes and algorithm, in the same order. Sums are taken in float32 in rank order and rounded once, together with a bias;
+so every rank has the same bits. Sums of multimem have the switch's order, and a bias is added after rounding.
+
+On a GPU the host never waits: errors that a kernel reports are raised by a later call (see `backends.cuda.workspace`),
+and data that did not arrive is NaN. The CPU build of the kernels, used by tests, blocks, and raises at once.
+
+CUDA graphs: run the same ops once before the capture, so that their workspace exists and is large enough.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.cuda.device_plans import (
+    ALGORITHMS,
+    SUMMED_DTYPES,
+    AllToAllLayout,
+    DevicePlan,
+    Plans,
+    heads_to_sequence,
+    sequence_to_heads,
+    with_dense_heads,
+)
+from fused_tp.backends.cuda.native_kernels import native_kernels, native_kernels_available
+from fused_tp.backends.cuda.symm_mem import KernelMemory
+from fused_tp.backends.cuda.workspace import Workspaces
+from fused_tp.backends.shared_memory.shm import dtype_number
+from fused_tp.core.failure import GroupCalls
+from fused_tp.core.pending import current_stream, sum_in_rank_order
+
+
+class DeviceCollectives(Workspaces):
+    """The collectives of one group on one device. The ops have checked the arguments: tensors to be summed have one
+    shape and a dtype in SUMMED_DTYPES, and a bias [n] has the same values on all ranks.
+
+    `overlapped` leaves SMs to kernels that run at the same time (`device_plans.OVERLAP_BLOCKS`). Every method raises
+    the errors of `Workspaces.use`.
+    """
+
+    def __init__(self, memory: KernelMemory, messages: GroupCalls | None = None) -> None:
+        self._kernels = native_kernels()
+        self._plans = Plans(memory)
+        _preload(self._kernels, memory.device)
+        super().__init__(memory, dict.fromkeys(("device", "overlapped gather"), _workspace_class()), messages)
+
+    # -- sums over ranks ----------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        algorithm: str = "one_shot",
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        overlapped: bool = False,
+    ) -> Tensor:
+        """Return the sum of `x` [..., n] over ranks, plus `bias`, in `out`, which is contiguous and may be `x` itself.
+
+        Raises:
+            ValueError: "multimem" on memory without a multicast address.
+        """
+        plan = self._plans.of("all_reduce", x, algorithm, None, overlapped)
+        terms = x.contiguous()
+        if out is None:
+            out = torch.empty_like(terms)
+        if plan.count:
+            bias = None if bias is None else bias.contiguous()
+            way, places = ALGORITHMS[algorithm], (terms.data_ptr(), out.data_ptr())
+            self._launch("all_reduce", plan, way, *places, plan.count, plan.dtype, _bias(bias), algorithm=algorithm)
+        return out
+
+    def reduce_scatter(
+        self,
+        rows: Tensor,
+        counts: Sequence[int] | None = None,
+        bias: Tensor | None = None,
+        *,
+        overlapped: bool = False,
+    ) -> Tensor:
+        """Return the rows of this rank of the sum of `rows` [M, ..., n] over ranks, plus `bias`.
+
+        Rank r gets counts[r] rows: equally many, with the remainder on the last ranks. None: ceil(M / W).
+        """
+        plan = self._plans.of("reduce_scatter", rows, "", counts, overlapped)
+        rows = rows.contiguous()
+        out = rows.new_empty(plan.shape)
+        if plan.count:
+            bias = None if bias is None else bias.contiguous()
+            places = rows.data_ptr(), out.data_ptr()
+            self._launch("reduce_scatter", plan, *places, plan.count, plan.chunk, plan.dtype, _bias(bias))
+        return out
+
+    def all_reduce_rms_norm(
+        self,
+        partial: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        algorithm: str = "one_shot",
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, new_residual): RMS norm of new_residual = residual + sum of `partial` [..., n] over ranks.
+
+        The norm is taken of the rounded new_residual, in float32, and rounded once. Not available for "multimem".
+        """
+        plan = self._plans.of("all_reduce_rms_norm", partial, algorithm)
+        partial, residual, norm_weight = partial.contiguous(), residual.contiguous(), norm_weight.contiguous()
+        new_residual, normed = torch.empty_like(partial), torch.empty_like(partial)
+        if plan.count:
+            operands = (tensor.data_ptr() for tensor in (residual, norm_weight, normed, new_residual))
+            norm = *operands, plan.count // plan.chunk, plan.chunk, eps
+            self._launch("all_reduce_rms_norm", plan, ALGORITHMS[algorithm], partial.data_ptr(), norm, plan.dtype)
+        return normed, new_residual
+
+    # -- movements ----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, shard: Tensor, counts: Sequence[int] | None = None, *, overlapped: bool = False) -> Tensor:
+        """Concatenate the ranks' shards [m_r, ...], of any dtype, along dim 0.
+
+        Rank r has counts[r] rows: equally many, with the remainder on the last ranks. None: as many as this rank.
+        With `overlapped` it uses a separate workspace: it may be under way while a CUDA graph is replayed.
+        """
+        plan = self._plans.of("all_gather", shard, "", counts, overlapped)
+        shard = shard.contiguous()
+        out = shard.new_empty(plan.shape)
+        if plan.count:
+            if overlapped:  # a capture would use the other workspace instead, which must be large enough by then
+                room = self._plans.of("all_gather", shard, "", counts).nbytes
+                self.reserve("device", room, "all_gather")
+            kind = "overlapped gather" if overlapped else "device"
+            self._launch("all_gather", plan, shard.data_ptr(), out.data_ptr(), plan.count, plan.chunk, kind=kind)
+        return out
+
+    def sequence_to_heads(self, x: Tensor) -> Tensor:
+        """Convert [B, S/W, H, D], this rank's part of the sequence, to [B, S, H/W, D], its share of the heads."""
+        x = with_dense_heads(x)
+        return self._all_to_all(x, *sequence_to_heads(x, self.world_size))
+
+    def heads_to_sequence(self, x: Tensor) -> Tensor:
+        """Convert [B, S, H/W, D], this rank's share of the heads, to [B, S/W, H, D], its part of the sequence."""
+        x = with_dense_heads(x)
+        return self._all_to_all(x, *heads_to_sequence(x, self.world_size))
+
+    def _all_to_all(self, x: Tensor, layout: AllToAllLayout, out_shape: tuple[int, ...]) -> Tensor:
+        plan = self._plans.all_to_all(layout, out_shape)
+        out = x.new_empty(plan.shape)
+        if plan.count:
+            self._launch("all_to_all", plan, x.data_ptr(), out.data_ptr(), tuple(layout))
+        return out
+
+    def _launch(self, op: str, plan: DevicePlan, *arguments: Any, kind: str = "device", algorithm: str = "") -> None:
+        with self.use(kind, plan.nbytes, op) as workspace:
+            if algorithm == "multimem" and not workspace.multicast_address:
+                raise ValueError(
+                    "algorithm is 'multimem', which needs memory with a multicast address (NVLink switches with SHARP, "
+                    "Hopper or later); these ranks have none. Use 'one_shot' or 'two_shot'."
+                )
+            getattr(self._kernels, op)(workspace.native, *arguments, plan.blocks, current_stream(self.device))
+
+
+_preloaded: set[tuple[int, int]] = set()
+_preloading = threading.Lock()
+
+
+def _preload(kernels: Any, device: torch.device) -> None:
+    """Load all kernels on `device`, once: loading at a first launch might wait for a kernel of another rank."""
+    if device.type != "cuda":
+        return
+    with _preloading, torch.cuda.device(device):
+        key = id(kernels), torch.cuda.current_device()
+        if key not in _preloaded:
+            kernels.preload()
+            _preloaded.add(key)
+
+
+def _bias(bias: Tensor | None) -> tuple[int, int]:
+    """Address and length of a bias; zeros without one."""
+    return (0, 0) if bias is None else (bias.data_ptr(), bias.numel())
+
+
+@cache
+def _workspace_class() -> Any:
+    """A workspace of native kernels, on a GPU or, for their CPU build, on the CPU. Made late, to import Triton late."""
+    core = import_module("fused_tp._core")
+    from fused_tp.triton_kernels.comm.workspace import Workspace
+
+    class DeviceWorkspace(Workspace):
+        def __init__(
+            self, buffer: Tensor, handle: Any, *, timeout_seconds: float, rescue: torch.cuda.Stream | None
+        ) -> None:
+            super().__init__(buffer, handle, timeout_seconds=timeout_seconds, counters=0, rescue=rescue)
+            self.native = core.DeviceWorkspace(
+                self.addresses.data_ptr(),
+                self.state.data_ptr(),
+                self.error.data_ptr(),
+                self.half_bytes,
+                self.timeout_ns,
+                self.multicast_address,
+                self.rank,
+                self.world_size,
+            )
+
+        def _begin(self) -> None:
+            native_kernels().barrier(self.native, current_stream(self.buffer.device))
+
+        def _load_begin(self) -> None:
+            """Do nothing: `_preload` has loaded the whole library."""
+
+        @property
+        def timeout_ns(self) -> int:
+            return self._timeout_ns
+
+        @timeout_ns.setter
+        def timeout_ns(self, timeout_ns: int) -> None:
+            self._timeout_ns = timeout_ns
+            native = self.__dict__.get("native")  # not set yet while the constructor runs
+            if native is not None:
+                native.timeout_ns = timeout_ns
+
+    return DeviceWorkspace
+
+
+# -- sums of received terms -------------------------------------------------------------------------------------------
+
+
+def sum_into(out: Tensor, terms: Tensor, bias: Tensor | None = None) -> None:
+    """Write the sum of `terms` [t, ..., n] over dim 0, in its order, plus `bias` [n] to out: float32, rounded once.
+
+    `out` and each of the terms must be contiguous. float64 is added in float64.
+    """
+    if not out.numel():
+        return
+    if out.is_cuda and out.dtype in SUMMED_DTYPES and _has_kernels(out.device.index):
+        bias = None if bias is None else bias.contiguous()
+        with torch.cuda.device(out.device):
+            native_kernels().sum_terms(
+                terms.data_ptr(),
+                terms.shape[0],
+                terms.stride(0),
+                out.data_ptr(),
+                out.numel(),
+                dtype_number(out.dtype),
+                _bias(bias),
+                current_stream(out.device),
+            )
+        return
+    out.copy_(sum_in_rank_order(terms, bias))
+
+
+@cache
+def _has_kernels(index: int) -> bool:
+    """True if the library has code for this GPU: it may have been built for others only."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return native_kernels_available(10 * major + minor).ok

@@ -1,0 +1,175 @@
+"""Plans of device kernels: the arguments of a launch besides addresses, computed once per shape.
+
+An all-to-all also has a layout, the strides of its parts, so that a change of layout on the way costs no extra pass
+over memory. The ops have checked all arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.cuda.symm_mem import KernelMemory
+from fused_tp.backends.shared_memory.shm import dtype_number
+from fused_tp.core import settings
+from fused_tp.core.partition import shard_sizes
+
+# All-reduces by name, with the numbers of csrc/cuda/launchers.h. one_shot: every rank sums all terms; one hop, W times
+# the bytes. two_shot: every rank sums its part and sends it to the others; two hops (Thakur et al., "Optimization of
+# Collective Communication Operations in MPICH", 2005, section 3). multimem: the NVLink switch adds (PTX ISA,
+# multimem.ld_reduce).
+ALGORITHMS = {"one_shot": 0, "two_shot": 1, "multimem": 2}
+# multimem is excluded: a rank would have to fetch its rows from the switch, norm them, and send them as two_shot does.
+NORMED_ALGORITHMS = ("one_shot", "two_shot")
+SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Blocks of a kernel that overlaps with another. One on every SM would leave a matmul no SM until the kernel ends, waits
+# for peers included; and this many saturate NVLink approximately. All ranks must agree on whether they overlap.
+OVERLAP_BLOCKS = 32
+
+_MOST_KEPT = 4096  # sequence lengths may keep changing
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Launch plan, the same for all calls of one shape and, except `shape`, on all ranks."""
+
+    nbytes: int  # size of the workspace
+    blocks: int  # number of blocks of the launch
+    count: int  # number of elements, or of bytes where nothing is summed; 0: nothing to do
+    chunk: int  # number of them per rank, or per row
+    dtype: int  # the core's number of the dtype
+    shape: tuple[int, ...]  # shape of the result on this rank
+
+
+class Plans:
+    """The plans of one group's calls."""
+
+    def __init__(self, memory: KernelMemory) -> None:
+        self._memory = memory
+        self._world_size = memory.world_size
+        self._kept: dict[Hashable, DevicePlan] = {}
+
+    def of(
+        self,
+        op: str,
+        x: Tensor,
+        algorithm: str = "",
+        counts: Sequence[int] | None = None,
+        overlapped: bool = False,
+    ) -> DevicePlan:
+        """The plan of `op` on `x` [M, ..., n]. `counts`: rows of each rank, for an op that moves rows."""
+        key = op, algorithm, counts and tuple(counts), overlapped, x.shape, x.dtype
+        return self._of(key, partial(self._make, op, x, algorithm, counts, overlapped))
+
+    def all_to_all(self, layout: AllToAllLayout, shape: tuple[int, ...]) -> DevicePlan:
+        """The plan of an all-to-all in that layout; `shape` is the shape of its result."""
+        part = layout.part_bytes
+        make = partial(self._plan, "all_to_all", "", self._world_size * part, part, None, shape)
+        return self._of((layout, shape), make)
+
+    def _of(self, key: tuple[Hashable, ...], make: Callable[[], DevicePlan]) -> DevicePlan:
+        key = (settings.sm_margin(), *key)
+        plan = self._kept.get(key)
+        if plan is None:
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            plan = self._kept[key] = make()
+        return plan
+
+    def _make(self, op: str, x: Tensor, algorithm: str, counts: Sequence[int] | None, overlapped: bool) -> DevicePlan:
+        row = prod(x.shape[1:])
+        if op == "all_gather":  # counted in bytes
+            sizes, row = counts or [x.shape[0]] * self._world_size, row * x.element_size()
+            shape = (sum(sizes), *x.shape[1:])
+            return self._plan(op, algorithm, sum(sizes) * row, sizes[0] * row, None, shape, overlapped)
+        chunk, shape = 0, tuple(x.shape)
+        if op == "reduce_scatter":
+            sizes = counts or shard_sizes(x.shape[0], self._world_size)
+            chunk, shape = sizes[0] * row, (sizes[self._memory.rank], *x.shape[1:])
+        elif op == "all_reduce_rms_norm":
+            chunk = x.shape[-1]
+        return self._plan(op, algorithm, x.numel(), chunk, x.dtype, shape, overlapped)
+
+    def _plan(
+        self,
+        op: str,
+        algorithm: str,
+        count: int,
+        chunk: int,
+        summed: torch.dtype | None,
+        shape: tuple[int, ...],
+        overlapped: bool = False,
+    ) -> DevicePlan:
+        if summed is not None and summed not in SUMMED_DTYPES:
+            raise TypeError(f"The tensor has dtype {summed}; sums take float32, bfloat16 and float16.")
+        number = 0 if summed is None else dtype_number(summed)
+        if count == 0:
+            return DevicePlan(0, 0, 0, chunk, number, shape)
+        # On the CPU the blocks are threads, and the margin does not apply.
+        sms = self._memory.sms - (settings.sm_margin() if self._memory.device.type == "cuda" else 0)
+        most = max(1, min(sms, OVERLAP_BLOCKS) if overlapped else sms)
+        arguments = op, ALGORITHMS.get(algorithm, 0), count, chunk, number, self._world_size
+        core = import_module("fused_tp._core")
+        blocks, nbytes = core.device_plan(*arguments, most)
+        return DevicePlan(nbytes, blocks, count, chunk, number, shape)
+
+
+# -- layouts of an all-to-all ------------------------------------------------------------------------------------------
+
+
+class AllToAllLayout(NamedTuple):
+    """An all-to-all of equal parts, in bytes: part p is sent to rank p, and rank p's part becomes part p of the result.
+
+    A part is [batches, rows] runs of row_bytes, at the given strides. csrc/cuda/launchers.h has the same struct.
+    """
+
+    batches: int
+    rows: int
+    row_bytes: int
+    in_part_stride: int
+    in_batch_stride: int
+    in_row_stride: int
+    out_part_stride: int
+    out_batch_stride: int
+    out_row_stride: int
+
+    @property
+    def part_bytes(self) -> int:
+        return self.batches * self.rows * self.row_bytes
+
+
+def sequence_to_heads(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
+    """Layout and result shape of [B, S/W, H, D] -> [B, S, H/W, D]; the heads of `x` must be contiguous.
+
+    Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
+    """
+    batches, rows, heads, head_dim = x.shape
+    own = heads // world_size
+    run = own * head_dim * x.element_size()
+    here = run, x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
+    there = rows * run, world_size * rows * run, run
+    return AllToAllLayout(batches, rows, run, *here, *there), (batches, world_size * rows, own, head_dim)
+
+
+def heads_to_sequence(x: Tensor, world_size: int) -> tuple[AllToAllLayout, tuple[int, ...]]:
+    """Layout and result shape of [B, S, H/W, D] -> [B, S/W, H, D], the inverse of `sequence_to_heads`."""
+    batches, length, own, head_dim = x.shape
+    rows = length // world_size
+    run = own * head_dim * x.element_size()
+    here = rows * x.stride(1) * x.element_size(), x.stride(0) * x.element_size(), x.stride(1) * x.element_size()
+    there = run, rows * world_size * run, world_size * run
+    return AllToAllLayout(batches, rows, run, *here, *there), (batches, rows, world_size * own, head_dim)
+
+
+def with_dense_heads(x: Tensor) -> Tensor:
+    """`x` [B, S, H, D], or a copy of it if its heads are not contiguous."""
+    dense = x.ndim == 4 and (x.stride(3) == 1 or x.shape[3] == 1) and (x.stride(2) == x.shape[3] or x.shape[2] == 1)
+    return x if dense and min(x.stride()) >= 0 else x.contiguous()

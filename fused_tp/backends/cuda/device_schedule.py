@@ -1,0 +1,130 @@
+"""Schedules `one_shot`, `two_shot` and `multimem`: the library multiplies, one device kernel communicates.
+
+They differ in their all-reduce (`backends.cuda.device_plans.ALGORITHMS`). The same kernel also does the work after the
+sum, a bias or the residual and its RMS norm, so that the matmul's result is read once. Gathers and reduce-scatters are
+the same in all three; with a norm after it, a sum of `multimem` runs as `two_shot`. Dtypes that the kernels do not add,
+and empty results, fall back to plain collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.cuda.device_collectives import DeviceCollectives
+from fused_tp.backends.cuda.device_plans import NORMED_ALGORITHMS, SUMMED_DTYPES
+from fused_tp.backends.cuda.side_stream import SideStream
+from fused_tp.backends.cuda.symm_mem import is_capturing
+from fused_tp.backends.gemm import Product, linear, sum_of_products
+from fused_tp.backends.messages.plain import KernelSchedule, Plain
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.core import settings
+from fused_tp.core.pending import Done, Pending
+from fused_tp.core.tracing import span
+
+
+class DeviceSchedule(KernelSchedule):
+    """The ops of one group as library matmuls and one device kernel.
+
+    Args:
+        algorithm: algorithm of all-reduces: "one_shot", "two_shot" or "multimem". It is also the schedule's name.
+        device: the group's kernels; all three schedules of a group may share them, and thereby their memory.
+        plain: schedule of the calls that have no kernel; None if the ranks are threads, for which there is no fallback.
+    """
+
+    def __init__(self, algorithm: str, device: DeviceCollectives, plain: Plain | None) -> None:
+        super().__init__(
+            device,
+            plain,
+            "Ranks that are threads of one process have device kernels for float32, bfloat16 and float16 only, and "
+            "nothing for empty tensors.",
+        )
+        self.name = algorithm
+        self.device = device
+        self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
+        self._side_stream = SideStream()
+
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
+        # In a capture nothing orders ops on two streams, so both could use the workspace at once.
+        if not x_shard.is_cuda or is_capturing(x_shard.device):
+            return Done(self._gathered(x_shard, cut))
+        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, cut, overlapped=True))
+
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        with span("all_reduce", partial, self.name):
+            return self.device.all_reduce(partial, self.name)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if (other := self._other("all_reduce_rms_norm", partial.dtype, partial.shape)) is not None:
+            return other.all_reduce_rms_norm(partial, residual, norm_weight, eps)
+        if not partial.dtype == residual.dtype == norm_weight.dtype:
+            return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
+        self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
+        return self._normed(partial, residual, norm_weight, eps)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        shape = (*x.shape[:-1], weight.shape[0])
+        if (other := self._other("matmul_all_reduce_rms_norm", x.dtype, shape)) is not None:
+            return other.matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+        if not x.dtype == residual.dtype == norm_weight.dtype:
+            return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+        self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
+        with span("matmul", x, weight):
+            partial = linear(x, weight)
+        return self._normed(partial, residual, norm_weight, eps)
+
+    # -- steps of an op -----------------------------------------------------------------------------------------------
+
+    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+        return None if dtype in SUMMED_DTYPES and prod(shape) > 0 else self.fallback
+
+    def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
+        """Compare the margin too, because it determines the number of blocks."""
+        if self._transport is None:
+            return
+        self._kernels.check_usable()
+        if settings.check_ranks():
+            self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        x = self._gathered(asked.x_shard, cut)
+        with span("matmul", x, *asked.weights):
+            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
+        return outputs, x if asked.return_gathered else None
+
+    def _gathered(self, x_shard: Tensor, cut: DimShards, *, overlapped: bool = False) -> Tensor:
+        others = prod(cut.shape[: cut.dim]) * prod(cut.shape[cut.dim + 1 :])
+        counts = [size * others for size in cut.sizes]
+        with span("all_gather", x_shard, self.name):
+            flat = self.device.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
+        return flat.view(cut.shape) if cut.in_order else cut.joined(flat.split(counts))
+
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+        with span("reduce_scatter", rows, self.name):
+            return self.device.reduce_scatter(rows, cut.counts)
+
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
+        with span("matmul", products):
+            partial = sum_of_products(products)
+        with self._side_stream(meanwhile, partial.device), span("reduce_scatter", partial, self.name):
+            # Always overlapped: `meanwhile` may differ between ranks (a frozen weight has none), blocks must not.
+            return self.device.reduce_scatter(partial, cut.counts, bias, overlapped=True)
+
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        with span("matmul", products):
+            partial = sum_of_products(products)
+        with self._side_stream(meanwhile, partial.device), span("all_reduce", partial, self.name):
+            return self.device.all_reduce(partial, self.name, bias, out=partial, overlapped=True)  # as above
+
+    def _normed(self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        with span("all_reduce_rms_norm", partial, self._normed_by):
+            return self.device.all_reduce_rms_norm(partial, residual, norm_weight, eps, self._normed_by)

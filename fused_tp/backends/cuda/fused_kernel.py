@@ -1,0 +1,295 @@
+"""One Triton kernel for a matmul and its communication: one launch multiplies, sends and sums tiles.
+
+- all_gather_matmul: peers' shards arrive by copy engine, or small ones are read over the link, while tiles of the
+  shards that have arrived are multiplied. A CUDA graph does not guarantee that copies run at once with a kernel that
+  waits for them; there, the library multiplies shard by shard behind the copies (schedule `copy_engine`).
+- matmul_reduce_scatter, matmul_all_reduce: each tile is sent to the rank that sums it as soon as it is multiplied.
+- matmul_all_reduce_rms_norm: the same launch also adds the residual and computes the norm, after the sum.
+- ring_attention, forward: all steps are one launch (`attention.ring_fused`).
+
+Requires GPUs that write into each other's memory, or, for tests, `TRITON_INTERPRET=1` and ranks on one host, which run
+the same kernels interpreted on the CPU. Calls without a kernel here, which are movements without a matmul and dtypes
+that tensor cores do not support, fall back to plain collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.copy_engine.copy_engine import CopyEngine
+from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
+from fused_tp.backends.cuda.side_stream import SideStream
+from fused_tp.backends.cuda.symm_mem import KernelMemory, is_capturing
+from fused_tp.backends.cuda.workspace import LONGEST_SECONDS, Workspaces
+from fused_tp.backends.gemm import Product, as_rows
+from fused_tp.backends.messages.plain import KernelSchedule, Plain
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.core import settings
+from fused_tp.core.pending import Pending
+
+MATMULS = frozenset({"all_gather_matmul", "matmul_all_reduce", "matmul_all_reduce_rms_norm", "matmul_reduce_scatter"})
+OPS = MATMULS | {"ring_attention"}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Up to this many bytes of gathered x every program reads peers' memory directly: a copy would take longer to set up.
+DIRECT_BYTES = 256 * 1024
+# Up to this many bytes of result every rank sums all of it: one hop of W times the bytes instead of two hops.
+ONE_SHOT_BYTES = 256 * 1024
+
+
+class FusedKernel(KernelSchedule):
+    """The ops of one group whose ranks write into each other's memory.
+
+    Args:
+        memory: memory of the group.
+        plain: schedule of the ops that have no kernel; None if the ranks are threads, for which there is no fallback.
+        copies: schedule of the group's copy engines; None if it has none, and all shards are read over the link.
+    """
+
+    name = "fused_kernel"
+
+    def __init__(self, memory: KernelMemory, plain: Plain | None, copies: CopyEngineSchedule | None = None) -> None:
+        from fused_tp.triton_kernels.attention.ring_keys import RingWorkspace
+        from fused_tp.triton_kernels.comm.gather import GatherWorkspace
+        from fused_tp.triton_kernels.comm.workspace import COUNTERS, Workspace
+        from fused_tp.triton_kernels.device import kernels_of
+
+        kinds = {"sum": Workspace, "gather": GatherWorkspace, "ring": RingWorkspace}
+        self.workspaces = Workspaces(memory, kinds, None if plain is None else plain.transport)
+        super().__init__(
+            self.workspaces,
+            plain,
+            "Ranks that are threads of one process have kernels for matmuls and for attention's forward only, nothing "
+            "that moves.",
+        )
+        self.memory = memory
+        self.copies = copies
+        if copies is not None:
+            self.workspaces.fail_with(copies.engine)
+        self._loaded: set[Any] = set()  # calls whose kernels are on the device
+        self._side_stream = SideStream()
+        # An architecture such as sm_120 uses the kernels of another one with the same instructions.
+        self._arch = kernels_of(memory.arch)
+        self._most_rows_of_tiles = COUNTERS
+
+    @staticmethod
+    def load() -> None:
+        """Import the kernels, and install precompiled ones in Triton's cache. Exceptions pass through."""
+        from fused_tp.triton_kernels.archive import install_shipped
+
+        install_shipped()
+        import fused_tp.triton_kernels.attention.ring_forward
+        import fused_tp.triton_kernels.gemm.all_gather_gemm
+        import fused_tp.triton_kernels.gemm.gemm_all_reduce
+        import fused_tp.triton_kernels.gemm.gemm_reduce_scatter  # noqa: F401  # to see that they can be imported
+
+    @contextmanager
+    def abort_scope(self, op: str) -> Iterator[None]:
+        with super().abort_scope(op), nullcontext() if self.copies is None else self.copies.abort_scope(op):
+            yield
+
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
+        return (self.fallback if self.copies is None else self.copies)._gather(x_shard, cut)
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+        # K = 0: there is nothing to gather, and the products are zero.
+        return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
+
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+        return self.fallback._sum_rows(rows, cut)  # there is no kernel for a sum without a matmul
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        direct = prod(cut.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
+        if self.copies is None or direct:
+            return self._gather_matmul_direct(asked, cut)
+        if not runs_at_once(asked.x_shard):
+            return self.copies._gather_matmul(asked, cut)
+        return self.gather_matmul_copied(asked, cut, self.copies.engine, self._gather_launch(asked, cut))
+
+    def gather_matmul_copied(
+        self, asked: GatherMatmul, cut: DimShards, engine: CopyEngine, launch: Any
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
+        from fused_tp.triton_kernels.comm.arrivals import Arrivals
+        from fused_tp.triton_kernels.gemm.all_gather_gemm import multiply_arriving
+
+        own = as_rows(asked.x_shard).contiguous()
+        if own.data_ptr() % 16:
+            own = own.clone()  # TMA requires 16-byte alignment
+        gathered = own.new_empty((sum(cut.counts), cut.shape[-1]))
+        places = list(gathered.split(cut.counts))
+        largest = max(place.nbytes for place in places)
+        if not asked.return_gathered:
+            places[self.rank] = places[self.rank][:0]
+        # The matmul's own deadline is only an upper bound: the streams that copy enforce the deadline.
+        timeout_ns = int(min(2 * settings.timeout_seconds(), LONGEST_SECONDS) * 1e9)
+        with self.workspaces.in_turn(), engine.call("all_gather_matmul", gather_bytes=largest) as call:
+
+            def start() -> Arrivals:
+                offered = call.offer(own, places)
+                return Arrivals(offered.arrived, offered.order, offered.expired, timeout_ns)
+
+            outputs = multiply_arriving(
+                own,
+                gathered,
+                asked.weights,
+                start=start,
+                rank=self.rank,
+                world_size=self.world_size,
+                launch=launch,
+                rows_per_rank=cut.counts[0],
+                timeout_ns=timeout_ns,
+                loaded=self._loaded,
+                biases=[_dense(bias) for bias in asked.biases],
+            )
+            call.finish(*outputs, *([gathered] if asked.return_gathered else []))
+        return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
+
+    def _gather_matmul_direct(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        from fused_tp.triton_kernels.gemm import all_gather_gemm as module
+
+        rows_per_rank, dtype = cut.counts[0], asked.x_shard.dtype
+        nbytes = module.workspace_bytes(rows_per_rank, cut.shape[-1], dtype, self.world_size)
+        with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
+            outputs, gathered = module.all_gather_gemm(
+                as_rows(asked.x_shard),
+                asked.weights,
+                workspace=workspace,
+                launch=self._gather_launch(asked, cut),
+                rows=sum(cut.counts),
+                rows_per_rank=rows_per_rank,
+                biases=[_dense(bias) for bias in asked.biases],
+                gathered=asked.return_gathered,
+            )
+        return [cut.placed(y) for y in outputs], None if gathered is None else cut.placed(gathered)
+
+    def _gather_launch(self, asked: GatherMatmul, cut: DimShards) -> Any:
+        # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
+        widest = max(w.shape[0] for w in asked.weights)
+        return self._launch(asked.x_shard.dtype, sum(cut.counts), widest, least_margin=1)
+
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
+        from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
+
+        x, counts, n = products[0][0], cut.counts, cut.shape[-1]
+        # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
+        # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
+        launch = self._launch(x.dtype, sum(counts), n, least_margin=1)
+        self._check_launch("matmul_reduce_scatter", launch, x)
+        nbytes = module.workspace_bytes(sum(counts), n, x.dtype, self.world_size, launch, rows_per_rank=counts[0])
+        with (
+            self.workspaces.use("sum", nbytes, "matmul_reduce_scatter") as workspace,
+            self._side_stream(meanwhile, x.device),
+        ):
+            out: Tensor = module.gemm_reduce_scatter(
+                _few(products), workspace=workspace, launch=launch, rows_per_rank=counts[0], bias=_dense(bias)
+            )
+        return out
+
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        return self._sum_everywhere("matmul_all_reduce", products, meanwhile, bias=_dense(bias))[0]
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        rows_of_tiles = self._launch(x.dtype, prod(x.shape[:-1]), weight.shape[0]).tiles(prod(x.shape[:-1]), 1)[0]
+        if not x.dtype == residual.dtype == norm_weight.dtype or rows_of_tiles > self._most_rows_of_tiles:
+            return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+        shape = (*x.shape[:-1], weight.shape[0])
+        self.check("matmul_all_reduce_rms_norm", (*shape, eps), x)
+        new_residual, normed = self._sum_everywhere(
+            "matmul_all_reduce_rms_norm",
+            [(as_rows(x), weight)],
+            None,
+            residual=as_rows(residual).contiguous(),
+            norm_weight=norm_weight.contiguous(),
+            eps=eps,
+        )
+        assert normed is not None
+        return normed.view(shape), new_residual.view(shape)
+
+    def _sum_everywhere(
+        self, op: str, products: Sequence[Product], meanwhile: Work, **tail: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        from fused_tp.triton_kernels.gemm import gemm_all_reduce as module
+
+        x, w = products[0]
+        m, n = len(x), w.shape[0]
+        launch = self._launch(x.dtype, m, n)
+        two_shot = m * n * x.dtype.itemsize > ONE_SHOT_BYTES
+        self._check_launch(op, launch, x)
+        nbytes = module.workspace_bytes(m, n, x.dtype, self.world_size, launch, two_shot=two_shot)
+        with self.workspaces.use("sum", nbytes, op) as workspace, self._side_stream(meanwhile, x.device):
+            result: tuple[Tensor, Tensor | None] = module.gemm_all_reduce(
+                _few(products), workspace=workspace, launch=launch, two_shot=two_shot, **tail
+            )
+        return result
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _launch(self, dtype: torch.dtype, m: int, n: int, least_margin: int = 0) -> Any:
+        from fused_tp.triton_kernels.gemm.launch import launch_for
+
+        return launch_for(
+            dtype,
+            m,
+            n,
+            self.world_size,
+            arch=self._arch,
+            sms=self.memory.sms,
+            sm_margin=max(settings.sm_margin(), min(least_margin, self.memory.sms - 1)) if self.memory.arch else 0,
+            precision="tf32" if dtype == torch.float32 and _tf32_allowed() else "ieee",
+        )
+
+    def _check_launch(self, op: str, launch: Any, x: Tensor) -> None:
+        """Compare the programs and tiles of a sum, which must be equal on all ranks, if FUSED_TP_CHECK=1."""
+        if settings.check_ranks():
+            self.check(f"{op} in {launch.precision}", (launch.programs, launch.block_m, launch.block_n), x)
+
+
+def runs_at_once(x: Tensor) -> bool:
+    """True if a kernel and the copies it waits for run at once on the device of x.
+
+    This is not guaranteed for branches of a CUDA graph, for streams that share queues, and with CUDA_LAUNCH_BLOCKING.
+    """
+    from fused_tp.triton_kernels.comm.streams import queues_are_few
+
+    if queues_are_few():
+        return False
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "1" and not is_capturing(x.device)
+
+
+def _few(products: Sequence[Product]) -> list[Product]:
+    """Reduce `products` to the number that a launch adds up: the rest is concatenated along K into one."""
+    from fused_tp.triton_kernels.gemm.launch import MAX_PRODUCTS as most
+
+    if len(products) <= most:
+        return list(products)
+    rest = products[most - 1 :]
+    joined = torch.cat([x for x, _ in rest], dim=1), torch.cat([w for _, w in rest], dim=1)
+    return [*products[: most - 1], joined]
+
+
+def _dense(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _tf32_allowed() -> bool:
+    """torch's setting for its own matmuls. The older query function fails if the newer attributes have been set."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if precision in (None, "none"):
+        precision = getattr(torch.backends, "fp32_precision", None)
+    if precision in (None, "none"):
+        return False
+    return str(precision) == "tf32"

@@ -1,0 +1,428 @@
+"""Symmetric memory, which kernels of all ranks of a group read and write: its availability, and its allocation.
+
+All ranks must reach the same decision, or some would launch kernels that wait for no one. So they exchange the facts
+that each of them sees, once per group, and all judge by the same facts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.backends.hierarchical.two_level import own_host
+from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
+from fused_tp.core import settings
+from fused_tp.core.availability import AVAILABLE, Availability, unavailable
+from fused_tp.core.errors import FusedTPError
+from fused_tp.core.group import Group, GroupSlot, on_destroy
+from fused_tp.core.peer_watch import own_process, watchable
+from fused_tp.core.store import exchange, first_reason
+
+T = TypeVar("T")
+
+
+def is_capturing(device: torch.device) -> bool:
+    """True if the current stream of `device`, which need not be the current device, is capturing a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def check_not_capturing(device: torch.device, lacks: str) -> None:
+    """Raise RuntimeError while a CUDA graph is captured. `lacks`: clause naming the object to make."""
+    if is_capturing(device):
+        raise RuntimeError(
+            f"{lacks}; it cannot be made while a CUDA graph is being captured. Run the same ops once before the "
+            "capture."
+        )
+
+
+def made_on_device(
+    slot: GroupSlot[dict[tuple[str, int], T]],
+    group: Group,
+    device: torch.device,
+    what: str,
+    make: Callable[[Group, torch.device], T],
+) -> T:
+    """Return the value of `slot` for `group` on `device`. The first call makes it, by all ranks together.
+
+    Raises:
+        RuntimeError: the first call is during the capture of a CUDA graph.
+        CollectiveTimeoutError: some rank did not make the call.
+    """
+    made, key = slot[group], (device.type, device.index or 0)
+    found = made.get(key)
+    if found is None:
+        check_not_capturing(device, f"The group has no {what} yet")
+        found = made[key] = make(group, device)
+    return found
+
+
+class KernelMemory(ABC):
+    """The ranks of a group and their memory, as kernels see them.
+
+    Streams share the GPU's queues, of which a process has 8, or up to 32 (CUDA_DEVICE_MAX_CONNECTIONS): a wait in one
+    stream blocks all work behind it in the queue. So the workspaces of a rank share the stream in which nothing waits.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device  # device of their memory
+    arch: int  # compute capability as in sm_90, the same on all ranks; 0 where kernels are interpreted
+    sms: int  # multiprocessors of the rank with the fewest; ranks on one GPU share its multiprocessors
+    pids: Mapping[int, int]  # processes of peers that can be watched from here, by rank
+    serialized_by: Hashable  # ops in memories of an equal value are serialized with each other
+    shares_gpu = False  # True if the ranks are threads of this process, on one GPU
+
+    @cached_property
+    def rescue(self) -> torch.cuda.Stream | None:
+        """A stream of this rank, on a GPU, in which nothing waits: copies on it end the waits of other streams."""
+        return self.own_streams(self, 1)[0] if self.device.type == "cuda" else None
+
+    def own_streams(self, owner: object, count: int) -> list[torch.cuda.Stream]:
+        """Return `count` streams of the GPU's highest priority, which are reused only once `owner` is deleted."""
+        from fused_tp.triton_kernels.comm.streams import own_streams
+
+        made: list[torch.cuda.Stream] = own_streams(owner, self.device, count, urgent=True)
+        return made
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
+        """Return this rank's buffer, uint8 [nbytes], and the handle to reach the others'. A collective call."""
+
+
+def byte_range(sizes: Sequence[int], dtype: torch.dtype, offset: int | None, nbytes: int) -> tuple[int, int]:
+    """First byte and end of a view of a buffer of `nbytes`, at element `offset`.
+
+    Raises:
+        ValueError: the view does not fit.
+    """
+    begin = (offset or 0) * dtype.itemsize
+    end = begin + math.prod(sizes) * dtype.itemsize
+    if not 0 <= begin <= end <= nbytes:
+        raise ValueError(
+            f"sizes {tuple(sizes)} of {dtype} at element {offset} end at byte {end}; the buffer has {nbytes} bytes."
+        )
+    return begin, end
+
+
+@dataclass(frozen=True)
+class SymmMemFacts:
+    """Facts that one rank sends to the others."""
+
+    host: str
+    process: Sequence[str | int]  # from `peer_watch.own_process`
+    gpu: str = ""  # uuid, which two ranks may share
+    arch: int = 0
+    sms: int = 0
+    unreachable: Sequence[str] = ()  # GPUs that this rank's GPU cannot address
+    overlapping: bool = False  # torch is configured to let ranks share a GPU
+    problem: str = ""
+
+
+class GroupMemory(KernelMemory):
+    """`KernelMemory` of the processes of a group. `multicast`: one address reaches all ranks' memory (NVLink SHARP)."""
+
+    def __init__(
+        self, group: Group, device: torch.device, arch: int, sms: int, pids: Mapping[int, int], multicast: bool
+    ) -> None:
+        self.group, self.rank, self.world_size = group, group.rank, group.size
+        self.device = self.serialized_by = device
+        self.arch, self.sms, self.pids, self.multicast = arch, sms, pids, multicast
+
+    def allocate(self, nbytes: int) -> tuple[Tensor, Any]:
+        if self.device.type == "cpu":
+            return allocate_cpu(self.group, nbytes)
+        return _allocate_cuda(self.group, self.device, nbytes)
+
+
+# Programs of an interpreted kernel run one after the other; more than one, so that all code paths run.
+_INTERPRETED_PROGRAMS = 3
+
+# By device type and index.
+_MEMORIES: GroupSlot[dict[tuple[str, int], GroupMemory | Availability]] = GroupSlot(lambda group: {})
+
+
+def group_memory(group: Group, device: torch.device) -> GroupMemory | Availability:
+    """The memory that `group` can share on `device`, or the reason why not. All ranks make the first call together.
+
+    Args:
+        device: a GPU with its index, or the CPU.
+
+    Raises the errors of `made_on_device`.
+    """
+    return made_on_device(_MEMORIES, group, device, "memory for kernels", _agree)
+
+
+def knows_group_memory(group: Group, device: torch.device) -> bool:
+    """True if `group_memory` has been called before and no longer needs the other ranks."""
+    return (device.type, device.index or 0) in _MEMORIES[group]
+
+
+def _agree(group: Group, device: torch.device) -> GroupMemory | Availability:
+    if device.type == "cpu":
+        mine = SymmMemFacts(own_host(), own_process(), sms=_INTERPRETED_PROGRAMS)
+    else:
+        mine = _facts_of_gpu(device)
+    facts = [SymmMemFacts(**told) for told in exchange(group, "kernel memory", asdict(mine))]
+    found, multicast = judged(facts), False
+    if found and device.type == "cpu":
+        if shm_transport(group) is None:
+            found = unavailable(f"the ranks cannot share memory: {shm_availability(group).reason}")
+    elif found:
+        found, multicast = _try_fabric(group, device)
+    if not found:
+        return found
+    pids = watchable([fact.process for fact in facts])
+    return GroupMemory(group, device, facts[0].arch, shared_sms(facts), pids, multicast)
+
+
+def _try_fabric(group: Group, device: torch.device) -> tuple[Availability, bool]:
+    """Try to allocate over the GPUs' fabric: (availability to all ranks, True if all of them have multicast)."""
+    mine: tuple[str, bool]
+    try:
+        _, handle = _allocate_cuda(group, device, 1024)
+        mine = "", bool(getattr(handle, "multicast_ptr", 0))
+    except (RuntimeError, ValueError) as error:
+        mine = str(error).splitlines()[0], False
+    answers = exchange(group, "symmetric memory", mine)
+    failed = [f"rank {rank} says: {problem}" for rank, (problem, _) in enumerate(answers) if problem]
+    found = unavailable(f"torch's symmetric memory failed; {failed[0]}") if failed else AVAILABLE
+    return found, all(multicast for _, multicast in answers)
+
+
+def shared_sms(facts: list[SymmMemFacts]) -> int:
+    """Multiprocessors for each rank: those of its GPU, or its share of them if ranks share the GPU.
+
+    Kernels of the ranks wait for each other, so all of them must fit on the GPU at once.
+    """
+    ranks_on = Counter(fact.gpu for fact in facts if fact.gpu)
+    return max(1, min(fact.sms // ranks_on.get(fact.gpu, 1) for fact in facts))
+
+
+def judged(facts: list[SymmMemFacts]) -> Availability:
+    """Availability of peer memory access to these ranks."""
+    if not (found := first_reason(fact.problem for fact in facts)):
+        return found
+    if len({fact.host for fact in facts}) > 1:
+        return unavailable("its ranks are on several hosts")
+    if len({fact.arch for fact in facts}) > 1:
+        return unavailable(f"its GPUs differ: {', '.join(sorted({f'sm_{fact.arch}' for fact in facts}))}")
+    gpus = [fact.gpu for fact in facts if fact.gpu]
+    if len(set(gpus)) < len(gpus) and not all(fact.overlapping for fact in facts):
+        return unavailable("several of its ranks share a GPU")
+    for rank, fact in enumerate(facts):
+        # torch judges a GPU that a rank does not see at all (CUDA_VISIBLE_DEVICES), when memory is made.
+        for peer, other in enumerate(facts):
+            if other.gpu in fact.unreachable:
+                return unavailable(f"the GPU of rank {rank} cannot address that of rank {peer}, as over NVLink")
+    return AVAILABLE
+
+
+def allocate_cpu(group: Group, nbytes: int) -> tuple[Tensor, Any]:
+    """Allocate symmetric memory of exactly this size on the CPU."""
+    transport = shm_transport(group)
+    if transport is None:
+        raise ValueError(f"The ranks cannot share memory: {shm_availability(group).reason}.")
+    memory = CpuSymmetricMemory(transport, nbytes)
+    return memory.get_buffer(memory.rank, (nbytes,), torch.uint8), memory
+
+
+_rendezvous = 0  # number in this process, over all groups
+
+
+def _allocate_cuda(group: Group, device: torch.device, nbytes: int, name: str | None = None) -> tuple[Tensor, Any]:
+    """Allocate zeroed symmetric memory of exactly this size, which returns to the driver when it is freed.
+
+    Args:
+        name: name of the group, for memory whose group torch must find without a group argument.
+
+    Raises the errors of `_rendezvous_of_all`.
+    """
+    from torch.distributed import _symmetric_memory as torch_symmetric_memory
+
+    assert group.process_group is not None
+    tensor: Any = None
+    problem = ""
+    try:
+        with torch.cuda.device(device):
+            # torch's pool of such memory would return a block again with the handle of an earlier group.
+            tensor = torch_symmetric_memory._SymmetricMemory.empty_strided_p2p(
+                size=(nbytes,), stride=(1,), dtype=torch.uint8, device=device, group_name=name
+            )
+    except (RuntimeError, ValueError) as error:
+        problem = str(error).splitlines()[0]
+    with _rendezvous_of_all(group, device, nbytes, problem):
+        handle = torch_symmetric_memory.rendezvous(tensor, group.process_group)
+    return tensor, _HostBarrier(handle, group, device)
+
+
+class NoSymmetricMemory(RuntimeError):
+    """Some rank could not allocate its part. All ranks raise it, none waits for another, and the group stays usable."""
+
+
+@contextmanager
+def _rendezvous_of_all(group: Group, device: torch.device, nbytes: int, problem: str) -> Iterator[None]:
+    """Scope of one rendezvous of torch, entered by all ranks of `group` together; bounded by `FUSED_TP_TIMEOUT`.
+
+    Args:
+        problem: reason why this rank has no memory for it; empty if it has.
+
+    Raises:
+        NoSymmetricMemory: some rank has no memory.
+        FusedTPError: the ranks' rendezvous counts differ, so torch would wait for ever.
+    """
+    global _rendezvous
+    # torch numbers rendezvous by process, not by group, and would wait for a number that no peer uses.
+    answers = exchange(group, "rendezvous", (_rendezvous, problem))
+    counts = [count for count, _ in answers]
+    if len(set(counts)) > 1:
+        raise FusedTPError(
+            f"The ranks of group {group.name!r} have made symmetric memory {counts} times, in all of their groups; "
+            "torch makes more only where that is equally often. Let all ranks use the same groups, in the same order."
+        )
+    failed = [f"rank {rank} says: {said}" for rank, (_, said) in enumerate(answers) if said]
+    if failed:
+        raise NoSymmetricMemory(f"{nbytes} bytes of symmetric memory could not be allocated; {failed[0]}")
+    assert group.process_group is not None
+    store = dist.distributed_c10d._get_process_group_store(group.process_group)
+    before = getattr(store, "timeout")  # noqa: B009  # missing from its stub
+    store.set_timeout(timedelta(seconds=settings.timeout_seconds()))
+    try:
+        with torch.cuda.device(device):
+            _rendezvous += 1
+            yield
+    finally:
+        store.set_timeout(before)
+
+
+# -- the workspace of torch's own ops ----------------------------------------------------------------------------------
+
+_WORKSPACES: GroupSlot[str] = GroupSlot()  # names of the groups whose torch workspace was made here
+
+
+def make_torch_workspace(group: Group, device: torch.device, nbytes: int) -> Tensor | None:
+    """Make torch's workspace of `group` at least this large; return the previous one, which may still be in use.
+
+    A collective call. torch keeps the workspace by the group's name, while the group is alive. torch would also make
+    one within an op, but then a rank without memory for it leaves the others waiting.
+
+    Raises the errors of `_rendezvous_of_all`.
+    """
+    from torch.distributed import _symmetric_memory as torch_symmetric_memory
+
+    name: Any = group.name
+    workspaces = torch_symmetric_memory._group_name_to_workspace_tensor
+    outgrown = workspaces.get(name)
+    if device.type == "cpu":
+        torch_symmetric_memory.get_symm_mem_workspace(name, nbytes)
+    elif outgrown is None or outgrown.numel() * outgrown.element_size() < nbytes:
+        tensor, _ = _allocate_cuda(group, device, nbytes, name)
+        workspaces[name] = tensor
+    _WORKSPACES[group] = name
+    return outgrown
+
+
+@on_destroy
+def _forget_workspace(group: Group) -> None:
+    """Drop torch's workspace, which torch would reuse, with this group's peers, for the next group of this name."""
+    if (name := _WORKSPACES.get(group)) is not None:
+        from torch.distributed import _symmetric_memory as torch_symmetric_memory
+
+        torch_symmetric_memory._group_name_to_workspace_tensor.pop(name, None)
+
+
+class _HostBarrier:
+    """torch's handle with another barrier: torch's is a kernel, and without a peer it ends the CUDA context."""
+
+    def __init__(self, handle: Any, group: Group, device: torch.device) -> None:
+        self._handle = handle
+        self._group = group
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Wait until all ranks have arrived and the work in their streams has run; bounded by `FUSED_TP_TIMEOUT`."""
+        torch.cuda.current_stream(self._device).synchronize()
+        exchange(self._group, "barrier of kernel memory")
+
+
+def _facts_of_gpu(device: torch.device) -> SymmMemFacts:
+    index = device.index
+    try:
+        properties = torch.cuda.get_device_properties(index)
+        others = [other for other in range(torch.cuda.device_count()) if other != index]
+        unreachable = tuple(
+            str(torch.cuda.get_device_properties(other).uuid)
+            for other in others
+            if not torch.cuda.can_device_access_peer(index, other)
+        )
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA raises AssertionError
+        return SymmMemFacts(own_host(), own_process(), problem=str(error).splitlines()[0])
+    arch = 10 * properties.major + properties.minor
+    return SymmMemFacts(
+        own_host(),
+        own_process(),
+        str(properties.uuid),
+        arch,
+        properties.multi_processor_count,
+        unreachable,
+        os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
+        "" if arch >= 80 else f"its GPU is sm_{arch}; kernels need sm_80 or later",
+    )
+
+
+# -- symmetric memory: one interface for CPU and CUDA ------------------------------------------------------------------
+#
+# The interface is that of torch's own handle (`torch.distributed._symmetric_memory`), as far as kernels use it: their
+# signals are words of the memory itself.
+
+
+class CpuSymmetricMemory:
+    """A tensor of equal size on every rank of one host."""
+
+    def __init__(self, transport: ShmTransport, nbytes: int) -> None:
+        self._transport = transport
+        self._nbytes = nbytes
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        with transport.begin("symmetric_memory", (nbytes,), torch.uint8, 8) as workspace:
+            # Within the call, so that peers are notified if one rank's pool is full.
+            own = transport.core_group.allocate(max(nbytes, 64))
+            workspace.buffer(self.rank, (1,), torch.int64).fill_(own.offset)
+            workspace.signal(1)
+            workspace.wait_all(1)
+            offsets = [int(workspace.buffer(r, (1,), torch.int64)) for r in range(self.world_size)]
+        # `own` keeps the range from being allocated again; views of peers do not.
+        self._memories = [
+            own if r == self.rank else transport.core_group.at(r, offset, max(nbytes, 64))
+            for r, offset in enumerate(offsets)
+        ]
+        self.buffer_ptrs = [memory.address for memory in self._memories]
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int | None = 0) -> Tensor:
+        """A view of `rank`'s buffer, at element `storage_offset`."""
+        begin, end = byte_range(sizes, dtype, storage_offset, self._nbytes)
+        if begin == end:
+            return torch.empty(tuple(sizes), dtype=dtype, device="cpu")
+        memory = self._memories[rank]
+        return torch.frombuffer(memory, dtype=dtype, count=math.prod(sizes), offset=begin).view(tuple(sizes))
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Wait until every rank has called it; bounded by `FUSED_TP_TIMEOUT`, `timeout_ms` is ignored."""
+        self._transport.barrier()

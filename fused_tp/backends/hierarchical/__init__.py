@@ -1,0 +1,1 @@
+"""Groups of several hosts: fast links inside each host, messages between hosts."""

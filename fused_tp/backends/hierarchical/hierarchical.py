@@ -1,0 +1,239 @@
+"""Two levels: one schedule for the fast links inside each host, messages for the network between hosts.
+
+In a group of H hosts with L ranks each, a rank sends over the network only data that no other rank of its host sends:
+its own shard, or its own slice of the sum over the host's ranks. That is 1/L of the bytes of a flat exchange.
+
+    gather:   shards from the ranks of the same place on the other hosts arrive one after the other. Each is gathered
+              inside the host (and multiplied, if a matmul follows) while the next one is under way
+    scatter:  the rows of the farthest host first: summed inside, then sent while the next host's rows are computed
+    reduce:   scatter inside, sum across, gather inside
+
+Sums inside a host are in rank order and rounded to the tensor's dtype, like every partial result; sums across hosts are
+in host order and in float32. All ranks get the same bits. Shards of unequal length use the flat schedule. A failure on
+one level fails the group on all levels (`backends.hierarchical.two_level`).
+
+Source: the two-level collectives of MPI libraries, as in Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH", 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.gemm import Product, as_rows
+from fused_tp.backends.hierarchical.two_level import Hosts, LevelScope, TwoLevelGroup
+from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.core import tracing
+from fused_tp.core.partition import shard_range
+from fused_tp.core.pending import After, Pending, sum_in_rank_order
+
+# A sum of at least two chunks of this size is split: one crosses the network while the next one is computed.
+CHUNK_BYTES = 2 << 20
+MAX_CHUNKS = 4
+
+
+class Hierarchical(Schedule):
+    """The ops of one group of several hosts.
+
+    `inside`: returns the schedule of an op and dtype for the ranks of this host. `across`: transport between the ranks
+    of this rank's place on all hosts. `flat`: schedule of the whole group, for shards of unequal length.
+    """
+
+    name = "hierarchical"
+
+    def __init__(
+        self, hosts: Hosts, inside: Callable[[str, torch.dtype], Schedule], across: TorchDist, flat: Plain
+    ) -> None:
+        self._hosts = hosts
+        self._inside = inside
+        self._across = across
+        self._flat = flat
+        self._levels = TwoLevelGroup(hosts, flat.transport)
+        self.rank, self.world_size = flat.rank, flat.world_size
+
+    @property
+    def messages(self) -> TorchDist:
+        return self._flat.transport
+
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
+        return self._levels.abort_scope(op)
+
+    # -- movements of whole tensors -----------------------------------------------------------------------------------
+
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        shape, _, sizes = DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        if not _even(sizes) or prod(shape) == 0:
+            return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        part = self._begin("all_gather", (*shape, gather_dim), x_shard)
+        with part:
+            inside = self._inside("all_gather", x_shard.dtype)
+            moving = self._across.all_gather("all_gather", x_shard.contiguous().unsqueeze(0))
+
+        def finish() -> Tensor:
+            with part:
+                shards = moving.wait()
+                with tracing.span("inside", "of", self._hosts.count, "hosts", inside.name):
+                    by_host = inside.all_gather(shards, gather_dim=gather_dim + 1, gather_size=None).wait()
+            return by_host.movedim(0, gather_dim).reshape(shape)
+
+        return After(finish)
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        length = partial.shape[scatter_dim]
+        if length % self.world_size or partial.numel() == 0:
+            return self._flat.reduce_scatter(partial, scatter_dim=scatter_dim)
+        with self._begin("reduce_scatter", (*partial.shape, scatter_dim), partial):
+            inside = self._inside("reduce_scatter", partial.dtype)
+            rows = length // self._hosts.count
+
+            def of_host(host: int) -> Tensor:
+                part = partial.narrow(scatter_dim, host * rows, rows)
+                return inside.reduce_scatter(part, scatter_dim=scatter_dim)
+
+            return self._to_hosts("reduce_scatter", inside.name, of_host)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        if partial.numel() == 0:
+            return partial.clone()
+        with self._begin("all_reduce", partial.shape, partial):
+            flat = partial.reshape(-1)
+            inside = self._inside("reduce_scatter", flat.dtype)
+            with tracing.span("inside", inside.name):
+                own = inside.reduce_scatter(flat, scatter_dim=0)
+            return self._everywhere(self._across.all_reduce("all_reduce", own), flat.numel()).view(partial.shape)
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        dim = asked.gather_dim
+        shape, _, sizes = DimShards.of_shards(asked.x_shard, dim, asked.gather_size, self.world_size)
+        if not _even(sizes) or prod(shape) == 0:
+            return self._flat.all_gather_matmul(asked)
+        count, own = self._hosts.count, self._hosts.own
+        outputs: list[list[Tensor]] = [[] for _ in range(count)]
+        gathered: list[Tensor | None] = [None] * count
+        with self._begin("all_gather_matmul", (*shape, dim), asked.x_shard):
+            inside = self._inside("all_gather_matmul", asked.x_shard.dtype)
+            x_shard = asked.x_shard.contiguous()
+            arriving = [
+                self._across.shift("all_gather_matmul", x_shard, torch.empty_like(x_shard), step)
+                for step in range(1, count)
+            ]
+            for step in range(count):
+                host = (own - step) % count
+                shard = arriving[step - 1].wait() if step else x_shard
+                with tracing.span("host", host, "of", count, inside.name):
+                    of_host = asked._replace(x_shard=shard, gather_size=None)
+                    outputs[host], gathered[host] = inside.all_gather_matmul(of_host)
+        # Copying the outputs takes a small part of the time of a matmul that is worth sharding over hosts.
+        joined = [torch.cat(blocks, dim=dim) for blocks in zip(*outputs, strict=True)]
+        kept = [block for block in gathered if block is not None]
+        return joined, torch.cat(kept, dim=dim) if kept else None
+
+    def matmul_reduce_scatter(
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        length = shape[scatter_dim]
+        if length % self.world_size or prod(shape) == 0:
+            return self._flat.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+        with self._begin("matmul_reduce_scatter", (*shape, scatter_dim, bias is not None), x):
+            inside = self._inside("matmul_reduce_scatter", x.dtype)
+            part = length // self._hosts.count
+
+            def of_host(host: int) -> Tensor:
+                rows = [(x.narrow(scatter_dim, host * part, part), w) for x, w in products]
+                return inside.matmul_reduce_scatter(rows, None, scatter_dim=scatter_dim)
+
+            return self._to_hosts("matmul_reduce_scatter", inside.name, of_host, bias, meanwhile)
+
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        if prod(shape) == 0:
+            return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+        rows = [(as_rows(x), w) for x, w in products]
+        m, n = rows[0][0].shape[0], w.shape[0]
+        cuts = self._columns(m, n, x)
+        moving = []
+        with self._begin("matmul_all_reduce", (*shape, bias is not None), x):
+            inside = self._inside("matmul_reduce_scatter", x.dtype)
+            # By columns, because rows are already sharded over the ranks of a host.
+            for chunk, (start, stop) in enumerate(cuts):
+                with tracing.span("chunk", chunk, "of", len(cuts), inside.name):
+                    partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
+                part = None if bias is None else bias[start:stop]
+                moving.append(self._across.all_reduce("matmul_all_reduce", partial, part))
+            if meanwhile is not None:
+                meanwhile()
+            chunks = [self._everywhere(chunk, m) for chunk in moving]
+        return (chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=-1)).view(shape)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self._flat.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
+        return super().all_reduce_rms_norm(partial, residual, norm_weight, eps)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self._flat.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
+        return super().matmul_all_reduce_rms_norm(x, weight, residual, norm_weight, eps)
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _to_hosts(
+        self,
+        op: str,
+        inside: str,
+        of_host: Callable[[int], Tensor],
+        bias: Tensor | None = None,
+        meanwhile: Work = None,
+    ) -> Tensor:
+        """Sum over hosts of the terms they send to this one: `of_host` sums, inside, the term for one host."""
+        count, own = self._hosts.count, self._hosts.own
+
+        def made(host: int) -> Tensor:
+            with tracing.span("host", host, "of", count, inside):
+                return of_host(host)
+
+        sent, arriving = [], []
+        for step in range(1, count):
+            sent.append(made((own + step) % count).contiguous())  # kept alive until it has been received
+            arriving.append(self._across.shift(op, sent[-1], torch.empty_like(sent[-1]), step))
+        terms = {own: made(own)}
+        if meanwhile is not None:
+            meanwhile()
+        for step, moving in enumerate(arriving, 1):
+            terms[(own - step) % count] = moving.wait()
+        return sum_in_rank_order(torch.stack([terms[host] for host in range(count)]), bias)
+
+    def _everywhere(self, moving: Pending[Tensor], length: int) -> Tensor:
+        """Gather a sum inside the host, from its ranks' slices along dim 0."""
+        total = moving.wait()
+        inside = self._inside("all_gather", total.dtype)
+        with tracing.span("inside", inside.name):
+            return inside.all_gather(total, gather_dim=0, gather_size=length).wait()
+
+    def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
+        chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
+        cuts = [shard_range(n, chunks, i) for i in range(chunks)]
+        return [cut for cut in cuts if cut[0] < cut[1]]
+
+    def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
+        call = self._levels.call(op)
+        self._flat.transport.check(op, dims, x.dtype, x.device)
+        return call
+
+
+def _even(sizes: Sequence[int]) -> bool:
+    return len(set(sizes)) == 1

@@ -1,0 +1,55 @@
+"""Schedule of a group of one rank: nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
+
+from fused_tp.backends.gemm import Product, linear, sum_of_products
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.backends.schedule import GatherMatmul, Schedule, Work
+from fused_tp.core.pending import Done, Pending
+
+
+class Local(Schedule):
+    """The ops on one rank, where every schedule reduces to compute."""
+
+    name = "local"
+    rank = 0
+    world_size = 1
+
+    @property
+    def messages(self) -> TorchDist:
+        raise ValueError("A group of one rank sends no messages.")
+
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        return Done(x_shard)
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        return partial.clone()
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial.clone()
+
+    def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        return rows
+
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x, weights, biases, _, _, return_gathered = asked
+        return [linear(x, w, b) for w, b in zip(weights, biases, strict=True)], x.clone() if return_gathered else None
+
+    def matmul_reduce_scatter(
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        return self.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+        out = sum_of_products(products, bias)
+        if meanwhile is not None:
+            meanwhile()
+        return out

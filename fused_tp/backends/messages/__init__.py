@@ -1,0 +1,1 @@
+"""Messages of torch.distributed: works on every group, CPU or GPU."""

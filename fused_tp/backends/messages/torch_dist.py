@@ -1,0 +1,376 @@
+"""Plain torch.distributed: works on every group. Every transfer is asynchronous, every wait has a deadline.
+
+On NCCL, sums are NCCL's. gloo's own sums round to the tensor's dtype at every hop, in an order that depends on the
+position in the ring. So on gloo, and any other backend, the terms are exchanged and summed here: in rank order, in
+float32 or float64.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fused_tp.core import settings, tracing
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
+from fused_tp.core.failure import LOOK_SECONDS, GroupCalls, StartedCall
+from fused_tp.core.gloo import (
+    AT_ONCE,
+    Messages,
+    close_connections,
+    closed_peers,
+    from_host,
+    host_room,
+    on_host,
+    outlive,
+)
+from fused_tp.core.group import Group, GroupSlot, on_destroy
+from fused_tp.core.pending import (
+    After,
+    Done,
+    Pending,
+    all_gather_single,
+    reduce_scatter_single,
+    sum_in_rank_order,
+    when,
+)
+
+# Up to this many bytes per rank an all-reduce sends every term to all ranks (one step); above it is a reduce-scatter
+# and an all-gather (two steps, 2/W of the bytes).
+ONE_SHOT_BYTES = 64 * 1024
+
+_SIGNATURE_BYTES = 512
+_GONE_SECONDS = 1.0  # by then gloo has processed all data that arrived before a connection was closed
+_SPENT_SECONDS = 5.0  # by then the remaining ranks, if all had arrived, have exchanged their data
+_TIMED_OUT = ("timed out", "timeout")
+_LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "remote peer", "aborted")
+
+
+class TorchDist(GroupCalls):
+    """Transfers of one group over torch.distributed.
+
+    After an error between ranks the group is unusable: on gloo its connections are closed, which ends peers' waits. A
+    timeout names the ranks that had not arrived. A rank that had started the call but computed past the others'
+    deadlines, and so published no status, is named too. NCCL's watchdog, which raises its errors, names no rank.
+
+    Tensors to move are contiguous and sharded along dim 0. Shards follow `torch.chunk`: all but the last non-empty one
+    have equal length, so a gather of padded shards leaves the real rows contiguous.
+    """
+
+    def __init__(self, group: Group, device_type: str, backend: str | None = None) -> None:
+        own = f"{backend.lower()}/" if backend is not None else ""
+        super().__init__(group, backend or backend_of(group, device_type), f"fused_tp/{own}{device_type}")
+        self.reduces_in_place = self.backend == "nccl"
+        self._collectives: list[Any] = []  # works under way on gloo
+        self._met = self.backend != "nccl"
+        self._by_host = self.backend == "gloo" and device_type != "cpu"
+
+    # -- starting and waiting -----------------------------------------------------------------------------------------
+
+    def _start(self, op: str, launch: Callable[[], Any]) -> Pending[None]:
+        call = self.begin(op)
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise self._failure(call, error) from error
+        if self.backend == "gloo" and not isinstance(work, Messages):
+            self._collectives = [earlier for earlier in self._collectives if not earlier.is_completed()]
+            self._collectives.append(work)
+        return After(lambda: self._wait(call, work))
+
+    def _wait(self, call: StartedCall, work: Any) -> None:
+        if self.broken is not None:  # this transfer has ended with the one that failed
+            raise self.unusable()
+        deadline = time.perf_counter() + settings.timeout_seconds()
+        try:
+            with tracing.waiting(call.op):
+                for one in work if isinstance(work, list) else [work]:
+                    # NCCL's wait only orders streams; its watchdog enforces the deadline. A timeout would block.
+                    if self.backend == "nccl":
+                        one.wait()
+                    else:
+                        self._wait_in_slices(call, one, deadline)
+        except FusedTPError:
+            raise
+        except RuntimeError as error:
+            raise self._failure(call, error) from error
+        else:
+            if work in self._collectives:
+                self._collectives.remove(work)
+
+    def _wait_in_slices(self, call: StartedCall, work: Any, deadline: float) -> None:
+        """Wait until `deadline`, and poll for peers that have given up or left."""
+        posted = False
+        gone_since: dict[int, float] = {}
+        while not _ended(work, min(LOOK_SECONDS, deadline - time.perf_counter())):
+            now = time.perf_counter()
+            if now >= deadline:
+                raise self.abort_timed_out(call)
+            if not posted:
+                self.post_status(call)
+                posted = True
+            if self.board.has_failure():
+                raise self.abort_following_peer(call)
+            gone_since = {rank: gone_since.get(rank, now) for rank in self.closed_peers()}
+            if self._cannot_end(call, work, {rank: now - since for rank, since in gone_since.items()}):
+                raise self.abort_peer_lost(call)
+
+    def _cannot_end(self, call: StartedCall, work: Any, gone: dict[int, float]) -> bool:
+        """True if `work` waits for a peer that has left; `gone`: seconds since its connection was closed, by rank.
+
+        gloo itself does not notice a connection closed in the middle of a message (`core.gloo`). A peer may also
+        have left because its part of a collective was done, while other ranks are still working. So for a collective it
+        is true only if all remaining ranks have started it too, and have had time to exchange their data.
+        """
+        if isinstance(work, Messages):
+            return gone.get(-1 if work.peer is None else work.peer, 0.0) > _GONE_SECONDS
+        if min(gone.values(), default=0.0) <= _GONE_SECONDS:  # none has left, or its last data may just have arrived
+            return False
+        others = set(range(self.world_size)) - gone.keys() - {self.rank}
+        if others and max(gone.values()) <= _SPENT_SECONDS:
+            return False
+        statuses = self.board.read()
+        return all(rank in statuses and statuses[rank].call >= call.number for rank in others)
+
+    # -- failing ------------------------------------------------------------------------------------------------------
+
+    def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
+        """Return the error to raise for one of torch.distributed. Makes the group unusable and notifies peers."""
+        if self.broken is not None:
+            return self.unusable()
+        reason = str(error).splitlines()[0]
+        lost, late = (any(word in reason.lower() for word in words) for words in (_LOST, _TIMED_OUT))
+        kind: type[FusedTPError] = PeerLostError if lost else CollectiveTimeoutError if late else FusedTPError
+        what = " failed: {reason}"
+        if self.backend != "nccl" and lost:
+            return self.abort_peer_lost(call, reason)
+        if self.backend != "nccl" and late:
+            return self.abort_timed_out(call, reason)
+        if lost:
+            what = " lost a peer: {reason}"
+        elif late:  # the watchdog raises long after the ranks have enqueued other calls, so statuses show nothing
+            what = (
+                f" waited {self.how_long(call)} and some peer had not arrived; NCCL does not tell which, torch's "
+                "flight recorder does (TORCH_NCCL_TRACE_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1). NCCL says: "
+                "{reason}"
+            )
+        return self.abort(call, self.error(kind, call, what, reason=reason))
+
+    def _depart(self) -> None:
+        if self.backend == "gloo":
+            close_connections(self.process_group)
+            outlive(self.process_group, self._collectives)
+            self._collectives.clear()
+
+    def closed_peers(self) -> list[int]:
+        return closed_peers(self.process_group) if self.backend == "gloo" else []
+
+    def check(self, op: str, dims: Sequence[float], dtype: torch.dtype, device: torch.device) -> None:
+        """Compare the call that all ranks are about to make, if FUSED_TP_CHECK=1.
+
+        Raises:
+            RankMismatchError: the calls differ; raised on every rank, naming both sides.
+        """
+        if not settings.check_ranks():
+            return
+        text = f"{op}(dims={list(dims)}, dtype={dtype})".encode()
+        # The checksum covers the whole text; only the part that fits is shown.
+        signature = zlib.crc32(text).to_bytes(4, "little") + text
+        mine = torch.zeros(_SIGNATURE_BYTES, dtype=torch.uint8, device="cpu")
+        mine[: len(signature)] = torch.frombuffer(bytearray(signature[:_SIGNATURE_BYTES]), dtype=torch.uint8)
+        everyone = self.all_gather("check", mine.to(device)).wait().view(self.world_size, -1).cpu()
+        for rank, theirs in enumerate(everyone):
+            if not torch.equal(theirs, everyone[0]):
+                first, other = (_shown(t) for t in (everyone[0], theirs))
+                raise RankMismatchError(
+                    f"Ranks of group {self.group.name!r} disagree: rank 0 calls {first}, rank {rank} calls {other}. "
+                    "All ranks of a group must call the same ops in the same order with the same shapes and dtypes."
+                )
+
+    # -- movements ----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
+        """Gather all ranks' `x` [n, ...], of equal shape, in rank order: [W * n, ...]."""
+        out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
+        if out.numel() == 0:
+            return Done(out)
+        moving = self._start(op, lambda: all_gather_single(out, x, group=self.process_group, async_op=True))
+        return when(moving, out)
+
+    def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
+        """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
+        out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
+        moving = self._start(
+            op,
+            lambda: dist.all_to_all_single(
+                out, x, list(recv_sizes), list(send_sizes), group=self.process_group, async_op=True
+            ),
+        )
+        return when(moving, out)
+
+    def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
+        """Send `x` to rank r + step and receive `out` from rank r - step. An empty `x` or `out` is not sent.
+
+        gloo has no messages from or to GPU memory, so these pass through the host: the host waits until the current
+        stream has computed `x`, and `out` is written on the stream that is current in `wait`.
+        """
+        self._meet(op, x)
+        group = self.process_group
+        to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+        room = host_room(out) if self._by_host else out
+
+        def launch() -> Any:
+            ops, peers = [], []
+            if out.numel():
+                ops.append(dist.P2POp(dist.irecv, room, group=group, group_peer=source))
+                peers.append(source)
+            if x.numel():
+                sent = on_host(x) if self._by_host else x
+                ops.append(dist.P2POp(dist.isend, sent, group=group, group_peer=to))
+                peers.append(to)
+            works = dist.batch_isend_irecv(ops) if ops else []
+            if self.backend != "gloo":  # NCCL has one work for all of them, or none
+                return works
+            # The waiting rank raises at the deadline, before gloo does.
+            return Messages(list(zip(peers, works, strict=True)), settings.timeout_seconds() + LOOK_SECONDS)
+
+        moving = self._start(op, launch)
+        if not self._by_host:
+            return when(moving, out)
+
+        def finish() -> Tensor:
+            moving.wait()
+            from_host(room, out)
+            return out
+
+        return After(finish)
+
+    def _meet(self, op: str, like: Tensor) -> None:
+        """Make the group's communicator, at the first shift, together with all ranks.
+
+        torch makes it at the first call, and if that is a batch of sends and receives, all ranks must have some (see
+        batch_isend_irecv). In a shift some may have none: with a sliding window most pairs of ranks exchange nothing.
+        """
+        if not self._met:
+            self._met = True
+            word = like.new_zeros(1)
+            self._start(op, lambda: dist.all_reduce(word, group=self.process_group, async_op=True)).wait()
+
+    def reduce_scatter(self, op: str, x: Tensor, sizes: Sequence[int], bias: Tensor | None = None) -> Pending[Tensor]:
+        """Return the rows of this rank of the sum over ranks of `x` [sum(sizes), ...], plus `bias`."""
+        own = sizes[self.rank]
+        if self.backend == "nccl" and len(set(sizes)) == 1:
+            out = x.new_empty((own, *x.shape[1:]))
+            moving = self._start(op, lambda: reduce_scatter_single(out, x, group=self.process_group, async_op=True))
+            return _plus(bias, when(moving, out))
+        terms = self.all_to_all(op, x, sizes, [own] * self.world_size)
+        return After(lambda: sum_in_rank_order(terms.wait().view(self.world_size, own, *x.shape[1:]), bias))
+
+    def all_reduce(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Tensor]:
+        """Return the sum over ranks of `x` [..., n] (may be overwritten), plus `bias` [n]; same bits on all ranks."""
+        first = self.all_reduce_steps(op, x, bias)
+        return After(lambda: first.wait().wait())
+
+    def all_reduce_steps(self, op: str, x: Tensor, bias: Tensor | None = None) -> Pending[Pending[Tensor]]:
+        """`all_reduce` in up to two steps, so that a caller can start the next sum's first step before the second."""
+        if self.backend == "nccl":
+            moving = self._start(op, lambda: dist.all_reduce(x, group=self.process_group, async_op=True))
+            total = _plus(bias, when(moving, x))
+            return After(lambda: Done(total.wait()))
+        if x.numel() * x.element_size() <= ONE_SHOT_BYTES:
+            terms = self.all_gather(op, x.unsqueeze(0))
+            return After(lambda: Done(sum_in_rank_order(terms.wait(), bias)))
+        return self._two_shot(op, x, bias)
+
+    def _two_shot(self, op: str, x: Tensor, bias: Tensor | None) -> Pending[Pending[Tensor]]:
+        # Split by elements, not by rows: a sum of few long rows is shared as evenly as one of many short rows.
+        count = x.numel()
+        chunk = -(-count // self.world_size)
+        flat = x.view(-1)
+        if chunk * self.world_size != count:
+            flat = torch.nn.functional.pad(flat, (0, chunk * self.world_size - count))
+        if bias is not None:
+            # The bias of this rank's elements, so that sum and bias are rounded together.
+            offset = self.rank * chunk % bias.numel()
+            bias = bias.repeat(-(-(offset + chunk) // bias.numel()))[offset : offset + chunk]
+        mine = self.reduce_scatter(op, flat, [chunk] * self.world_size, bias)
+
+        def second() -> Pending[Tensor]:
+            total = self.all_gather(op, mine.wait())
+            return After(lambda: total.wait()[:count].view_as(x))
+
+        return After(second)
+
+
+def _plus(bias: Tensor | None, moving: Pending[Tensor]) -> Pending[Tensor]:
+    return moving if bias is None else After(lambda: moving.wait().add_(bias))
+
+
+def _shown(signature: Tensor) -> str:
+    return bytes(signature.tolist())[4:].rstrip(b"\0").decode("utf-8", "replace")
+
+
+def _ended(work: Any, seconds: float) -> bool:
+    """True if `work` has ended; waits no longer than `seconds`."""
+    if isinstance(work, Messages):
+        return work.wait_for(seconds)
+    try:
+        work.wait(max(timedelta(seconds=seconds), AT_ONCE))
+    except RuntimeError as error:
+        if not any(word in str(error).lower() for word in _TIMED_OUT):
+            raise
+        if not work.is_completed():
+            return False
+        work.wait(AT_ONCE)  # returns if it ended after the check, raises if by the process group's own timeout
+    return True
+
+
+_BACKENDS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by device type
+_TRANSPORTS: GroupSlot[dict[str, TorchDist]] = GroupSlot(lambda group: {})  # by device type
+
+
+def backend_of(group: Group, device_type: str) -> str:
+    """Name of the backend that moves `group`'s tensors on `device_type`.
+
+    Raises:
+        ValueError: the group has none.
+    """
+    if (known := _BACKENDS[group].get(device_type)) is not None:
+        return known
+    config = dist.get_backend_config(group.process_group)
+    backends = dict(pair.split(":") for pair in config.split(",")) if ":" in config else {device_type: config}
+    if device_type not in backends:
+        raise ValueError(
+            f"The tensors are on {device_type}, but group {group.name!r} has backends for {sorted(backends)} only; "
+            f"make the group with a backend for {device_type}."
+        )
+    backend = _BACKENDS[group][device_type] = backends[device_type]
+    return backend
+
+
+def torch_dist(group: Group, device_type: str) -> TorchDist:
+    """The transport of `group` for tensors on `device_type`, made once."""
+    made = _TRANSPORTS[group]
+    if device_type not in made:
+        made[device_type] = TorchDist(group, device_type)
+    return made[device_type]
+
+
+@on_destroy
+def _leave(group: Group) -> None:
+    """Close the group's connections, as torch does once the process group is freed: peers may wait for this rank."""
+    for made in _TRANSPORTS.get(group, {}).values():
+        if made.broken is None:
+            made.broken = made.error(FusedTPError, made.last_call("a call"), ": its process group was destroyed.")
+            made._depart()
+
+
+def known_torch_dist(group: Group, device_type: str) -> TorchDist | None:
+    """The transport that `torch_dist` has made, or None."""
+    return _TRANSPORTS[group].get(device_type)

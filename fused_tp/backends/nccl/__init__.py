@@ -1,0 +1,1 @@
+"""A group's own NCCL communicator."""

@@ -1,0 +1,545 @@
+"""A group's own NCCL communicator: the transfers of torch_dist, and the exchanges of pipelines.
+
+Everything is enqueued on the communicator's stream, with an event behind each exchange, and no call waits for data.
+(NCCL itself takes some host time: a launch runs through a thread of NCCL, which is waited for, and the first exchange
+with a peer connects to that peer, which must take part.) So errors of a GPU's streams are raised by a later call; data
+that did not arrive is NaN. A watchdog (csrc/nccl) enforces the deadline of every exchange. A thread here polls for
+peers of this host that have ended, and the group's store for peers on any host that have given up. A rank that gives up
+aborts the communicator, so that no stream keeps waiting.
+
+Sums are never NCCL's, which round to the tensor's dtype at every hop: terms are exchanged, and added in rank order.
+
+Test doubles of NCCL and of the CUDA driver may move host memory (`LIBRARIES`). Then CPU tensors run through this code
+unchanged; an operation that waits in a stream blocks instead, and raises at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.cuda.symm_mem import made_on_device
+from fused_tp.backends.messages.torch_dist import TorchDist, known_torch_dist
+from fused_tp.backends.nccl.chunk_plan import ChunkPlan, gather_plan
+from fused_tp.core import settings, tracing
+from fused_tp.core.availability import AVAILABLE, Availability, unavailable
+from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
+from fused_tp.core.failure import LOOK_SECONDS, StartedCall
+from fused_tp.core.group import Group, GroupSlot
+from fused_tp.core.peer_watch import PeerWatch, own_process, watchable
+from fused_tp.core.pending import Done, Pending, current_stream, when
+from fused_tp.core.store import exchange, first_reason
+
+_LOG = logging.getLogger("fused_tp")
+_ARRIVAL_SECONDS = 0.3  # longest time that a transfer may still make progress without a peer that has ended
+_IDLE_SECONDS = 2.0  # the same if no transfer is visible: CUDA graphs may be replayed, and must not keep waiting
+
+
+Transfers = Sequence[tuple[int, int, int]]  # (peer, address, bytes) of each
+
+
+@dataclass
+class ExchangeQueue:
+    """Exchanges on a communicator's stream, `count` of them in all, and an event behind each. Nothing here waits on the
+    host, so all of it can be captured in a CUDA graph. The watch's thread reads it too.
+
+    Memory: the caller keeps the tensors that are sent and received alive until every exchange has been waited for, or
+    the communicator's stream has passed them by other means.
+    """
+
+    communicator: Any
+    count: int
+    call: StartedCall  # the call of the last exchange enqueued
+    tickets: list[Any] = field(default_factory=list)  # of the exchanges so far; None: nothing has moved yet
+    brings_own_rows: bool = False
+    abandoned: bool = False
+    waiting: int = -1  # the exchange that was last observed waiting for peers
+    waiting_since: float = 0.0
+
+    def add(self, sends: Transfers, receives: Transfers, after: int | None) -> None:
+        """Enqueue one more exchange, behind the work in stream `after`, if given."""
+        if sends or receives:
+            self.tickets.append(self.communicator.exchange(sends, receives, after))
+        else:
+            self.tickets.append(self.tickets[-1] if self.tickets else None)  # waiting for it waits for earlier ones
+
+    def wait(self, exchange: int, stream: int) -> None:
+        """Make `stream` wait for that exchange and all before it. Raises the communicator's failure."""
+        ticket = self.tickets[exchange]
+        if ticket is None:
+            self.communicator.check()
+        else:
+            self.communicator.wait(ticket, stream)
+
+    def ended(self) -> bool:
+        """True if all exchanges have been enqueued and have ended; always true for those in CUDA graphs."""
+        if len(self.tickets) < self.count:
+            return False
+        return not self.tickets or self.tickets[-1] is None or self.communicator.has_ended(self.tickets[-1])
+
+    def first_waiting(self) -> int:
+        """Index of the exchange that waits for peers: the first unfinished one, if this rank has begun it; else -1."""
+        for i, ticket in enumerate(self.tickets):
+            if ticket is not None and not self.communicator.has_ended(ticket):
+                return i if self.communicator.has_begun(ticket) else -1
+        return -1
+
+    def captured(self) -> bool:
+        """True if some exchange is part of a CUDA graph."""
+        return any(ticket is not None and ticket.captured for ticket in self.tickets)
+
+
+Launch = Callable[[ExchangeQueue, int], None]  # enqueues exchanges of a pipeline, behind the work in a stream
+
+
+def _rows_at(address: int, parts: Sequence[tuple[int, int, int]], row_bytes: int) -> Transfers:
+    return [(peer, address + start * row_bytes, rows * row_bytes) for peer, start, rows in parts if row_bytes]
+
+
+class Moving(Pending[None]):
+    """The exchanges of one transfer, and the tensors that they read and write.
+
+    The tensors are kept until the last exchange has been waited for. The stream they were made in waits too, so that it
+    may reuse their memory at once; another stream that waits is recorded with the allocator. (Recording the
+    communicator's stream instead would serve as well, except for tensors that outlive the communicator.)
+    """
+
+    def __init__(self, transport: NcclDist, pipeline: ExchangeQueue, launch: Launch, tensors: Sequence[Tensor]) -> None:
+        self._transport = transport
+        self._pipeline = pipeline
+        self._launch = launch
+        self._tensors = tensors
+        self._stream = transport.stream()
+
+    @property
+    def brings_own_rows(self) -> bool:
+        """True if this gather also copies the own rows to their place."""
+        return self._pipeline.brings_own_rows
+
+    def send(self) -> None:
+        """Enqueue the next exchange of a scatter, behind the work computed so far."""
+        # Counted as a separate call, so that a rank stuck in the middle differs from one that has sent everything.
+        pipeline, transport = self._pipeline, self._transport
+        if pipeline.tickets:
+            pipeline.call = transport.begin(pipeline.call.op)
+        transport.attempt(pipeline.call, lambda: self._launch(pipeline, transport.stream()))
+
+    def wait(self, exchange: int | None = None) -> None:
+        """Order later work of the current stream behind that exchange, by default behind the last of all."""
+        last = len(self._pipeline.tickets) - 1
+        index = last if exchange is None else exchange
+        stream = self._transport.stream()
+        if index >= 0:
+            self._transport.wait(self._pipeline, index, stream)
+        if index == last:
+            if stream != self._stream and index >= 0:
+                self._transport.wait(self._pipeline, index, self._stream)
+                for tensor in self._tensors:
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            self._tensors = ()
+
+    def __del__(self) -> None:
+        if not self._tensors:
+            return
+        self._pipeline.abandoned = True
+        with suppress(Exception):
+            self._transport.abandon(self._pipeline, self._stream)
+
+
+class NcclDist(TorchDist):
+    """Transfers of one group over `communicator`, its own `fused_tp._core.Communicator`. All ranks make it together, by
+    `nccl_dist`. `pids` are the processes of peers that can be watched from here, by rank.
+    """
+
+    arrived = "enqueued it"  # its GPU may not have reached the call yet
+
+    def __init__(self, group: Group, device: torch.device, communicator: Any, pids: Mapping[int, int]) -> None:
+        super().__init__(group, device.type, backend="NCCL")  # our own: the group may lack a backend for these tensors
+        self.device = device
+        self.communicator = communicator
+        _, self._driver = load(device)
+        self._pid = os.getpid()
+        self._judging = threading.RLock()
+        self._verdict: FusedTPError | None = None  # error found by the watch, which the next call raises
+        self._under_way: deque[ExchangeQueue] = deque()
+        self._captured = False  # True once there are CUDA graphs, which may be replayed without a call
+        self._noticed = 0  # the call for which a status has been published
+        self._gone: list[int] = []  # ranks whose processes have ended
+        self._gone_since = 0.0
+        self._watch = PeerWatch(self, pids, NcclDist._peer_lost, NcclDist._look)
+
+    # -- movements ----------------------------------------------------------------------------------------------------
+
+    def gather(self, op: str, own: Tensor, gathered: Tensor, plan: ChunkPlan) -> Moving:
+        """Start gathering all ranks' rows: `own` [plan.counts[rank], n] to `gathered` [sum(plan.counts), n]."""
+        row_bytes = own.shape[1] * own.element_size()
+        at, to = own.data_ptr(), gathered.data_ptr()
+
+        def launch(pipeline: ExchangeQueue, stream: int) -> None:
+            if len(plan.exchanges) == 1 and len(set(plan.counts)) == 1 and plan.counts[0] * row_bytes > 0:
+                pipeline.tickets.append(self.communicator.all_gather(at, to, plan.counts[0] * row_bytes, stream))
+                pipeline.brings_own_rows = True
+                return
+            for sends, receives in plan.exchanges:
+                # Only the first exchange that moves anything waits for `stream`: the others begin after it.
+                after = stream if not pipeline.tickets or pipeline.tickets[-1] is None else None
+                pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), after)
+
+        return self._move(op, len(plan.exchanges), launch, (own, gathered))
+
+    def scatter(self, op: str, partial: Tensor, terms: Tensor, plan: ChunkPlan) -> Moving:
+        """Start receiving all ranks' terms of the own rows in `terms` [W, plan.counts[rank], n], except terms[rank].
+
+        `partial` holds this rank's terms of all ranks' rows [sum(plan.counts), n], or of all ranks' rows but the own.
+        For each exchange in turn, the caller computes the rows it sends (`plan.ranges`) and then calls `send`.
+        """
+        row_bytes, own = terms.shape[2] * terms.element_size(), plan.counts[self.rank]
+        left_out = own if partial.shape[0] != sum(plan.counts) else 0
+        at, to = partial.data_ptr(), terms.data_ptr()
+
+        def launch(pipeline: ExchangeQueue, stream: int) -> None:
+            exchange = plan.exchanges[len(pipeline.tickets)]
+            sends = [(peer, start - left_out * (peer > self.rank), rows) for peer, start, rows in exchange.sends]
+            receives = [(peer, start + own * peer, rows) for peer, start, rows in exchange.receives]
+            pipeline.add(_rows_at(at, sends, row_bytes), _rows_at(to, receives, row_bytes), stream)
+
+        return self._move(op, len(plan.exchanges), launch, (partial, terms), at_once=False)
+
+    def all_gather(self, op: str, x: Tensor) -> Pending[Tensor]:
+        out = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
+        if out.numel() == 0:
+            return Done(out)
+        plan = gather_plan((1,) * self.world_size, self.rank, 1)
+        moving = self.gather(op, x.view(1, -1), out.view(self.world_size, -1), plan)
+        if not moving.brings_own_rows:  # a group of one
+            out[self.rank * x.shape[0] : (self.rank + 1) * x.shape[0]].copy_(x)
+        return when(moving, out)
+
+    def all_to_all(self, op: str, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Pending[Tensor]:
+        out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
+        going, coming = x.split(list(send_sizes)), out.split(list(recv_sizes))
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        moving = self._exchange(op, [(r, going[r]) for r in others], [(r, coming[r]) for r in others], (x, out))
+        coming[self.rank].copy_(going[self.rank])
+        return when(moving, out)
+
+    def shift(self, op: str, x: Tensor, out: Tensor, step: int) -> Pending[Tensor]:
+        to, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+        return when(self._exchange(op, [(to, x)], [(source, out)], (x, out)), out)
+
+    def _exchange(
+        self,
+        op: str,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        tensors: Sequence[Tensor],
+    ) -> Moving:
+        going, coming = (
+            [(rank, t.data_ptr(), t.nbytes) for rank, t in parts if t.nbytes] for parts in (sends, receives)
+        )
+        return self._move(op, 1, lambda pipeline, stream: pipeline.add(going, coming, stream), tensors)
+
+    # -- starting and waiting -----------------------------------------------------------------------------------------
+
+    def stream(self) -> int:
+        """Handle of the current stream."""
+        return current_stream(self.device)
+
+    def _move(self, op: str, count: int, launch: Launch, tensors: Sequence[Tensor], *, at_once: bool = True) -> Moving:
+        """Make a transfer of `count` exchanges; `launch` enqueues them now or, if not `at_once`, one per `send`."""
+        pipeline = ExchangeQueue(self.communicator, count, self.begin(op))
+        try:
+            with self.abort_scope(op):
+                if at_once:
+                    self.attempt(pipeline.call, lambda: launch(pipeline, self.stream()))
+        except BaseException:
+            self.abandon(None, self.stream())
+            raise
+        if pipeline.captured() or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._captured = True
+        else:
+            self._under_way.append(pipeline)
+        return Moving(self, pipeline, launch, tensors)
+
+    @contextmanager
+    def abort_scope(self, op: str) -> Iterator[None]:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            yield  # nothing runs while a graph is being captured
+            return
+        with super().abort_scope(op):
+            yield
+
+    def _started(self) -> int:
+        return int(self.communicator.calls) if os.getpid() == self._pid else 0
+
+    def begin(self, op: str) -> StartedCall:
+        """Count one more call: an exchange, or several enqueued together. Each exchange of a scatter counts."""
+        if os.getpid() != self._pid:
+            raise FusedTPError(
+                f"This process is a fork of rank {self.rank} of group {self.group.name!r}; only the rank itself may "
+                "use the group's communicator."
+            )
+        if self.broken is not None:
+            raise self._failure(StartedCall(op, self.calls + 1, time.perf_counter()), RuntimeError(str(self.broken)))
+        self.communicator.timeout_seconds = settings.timeout_seconds()
+        return self._count(op)
+
+    def attempt(self, call: StartedCall, work: Callable[[], Any]) -> Any:
+        """Return the result of `work`; raise its errors as errors of this group."""
+        try:
+            return work()
+        except RuntimeError as error:
+            raise self._failure(call, error) from error
+
+    def wait(self, pipeline: ExchangeQueue, index: int, stream: int) -> None:
+        """Make `stream` wait for an exchange of the pipeline."""
+        with tracing.waiting(pipeline.call.op):
+            self.attempt(pipeline.call, lambda: pipeline.wait(index, stream))
+
+    def abandon(self, pipeline: ExchangeQueue | None, stream: int) -> None:
+        """Release a transfer that nobody waits for, most likely after an error; its memory returns to `stream`."""
+        if os.getpid() != self._pid:
+            return
+        if pipeline is not None and self.device.type == "cuda":
+            with suppress(FusedTPError):
+                if pipeline.tickets:
+                    pipeline.wait(-1, stream)
+                return
+        # On the CPU, or after a failure of the communicator, which ends the work in its stream. Errors of a broken
+        # device are suppressed, because the exception under way is more important.
+        with suppress(RuntimeError):
+            self._driver.synchronize(self.communicator.device, self.communicator.stream, settings.timeout_seconds())
+
+    # -- failing ------------------------------------------------------------------------------------------------------
+
+    def _failure(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
+        """Return the error to raise for one of the communicator; the first caller, or the watch, determines it."""
+        with self._judging:
+            if self.broken is None:
+                self._verdict = self._judge(call, error)
+            verdict, self._verdict = self._verdict, None
+        return verdict if verdict is not None else self.unusable()
+
+    def _judge(self, call: StartedCall, error: RuntimeError) -> FusedTPError:
+        reason = str(error).splitlines()[0]
+        try:
+            if isinstance(error, CollectiveTimeoutError):
+                # A rank that was stopped finds that its own deadline has passed and the others have left.
+                late = time.perf_counter() - call.started > 1.5 * settings.timeout_seconds()
+                if late and self.board.has_failure():
+                    return self.abort_following_peer(call)
+                return self.abort_timed_out(call, reason)
+            if isinstance(error, PeerLostError) and not self._gone:
+                return self.abort_peer_lost(call, reason)
+            if isinstance(error, PeerLostError):
+                what, missing = " lost {missing}: the process has ended.", dict.fromkeys(self._gone, "")
+                return self.abort(call, self.error(PeerLostError, call, what, missing=missing))
+            if self.board.has_failure():
+                return self.abort_following_peer(call)
+            return self.abort(call, self.error(FusedTPError, call, " failed: {reason}", reason=reason))
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """Abort the communicator, and mark the group's plain transport of these tensors as broken too."""
+        self.communicator.abort(str(self.broken or reason))
+        plain = known_torch_dist(self.group, self.device.type)
+        if plain is not None and plain.broken is None:
+            plain.broken = self.broken
+
+    def abort_because(self, reason: str) -> None:
+        if self.broken is None:
+            self._failure(self.last_call("a call"), RuntimeError(reason))
+
+    def abort_midway(self, call: StartedCall, error: BaseException) -> None:
+        with self._judging:
+            if self.broken is not None:
+                return
+            try:
+                super().abort_midway(call, error)
+            finally:
+                self._end(f"{call.op} raised {type(error).__name__}")
+
+    # -- called by the watch's thread ---------------------------------------------------------------------------------
+
+    def _peer_lost(self, rank: int) -> None:
+        self._gone.append(rank)
+        self._gone_since = time.perf_counter()
+
+    def _look(self) -> None:
+        if not self._judging.acquire(blocking=False):  # a call is already handling a failure
+            return
+        try:
+            if self.broken is None:
+                self._look_for_failures()
+        finally:
+            self._judging.release()
+
+    def _look_for_failures(self) -> None:
+        if self.communicator.failure:
+            # A rank that only replays graphs makes no call. A peer's end is no error while nothing waits for it.
+            if self._under_way or self._captured or not self._gone:
+                self._tell()
+            return
+        with suppress(RuntimeError):  # the communicator's own watchdog reports a broken device
+            while self._under_way and (self._under_way[0].abandoned or self._under_way[0].ended()):
+                self._under_way.popleft()
+        call = self._under_way[0].call if self._under_way else None
+        if self._gone and self._is_lost():
+            self.communicator.lose(self._gone[0], "its process has ended")
+            if call is not None or self._captured:
+                self._tell()
+            return
+        if call is None or time.perf_counter() - call.started < LOOK_SECONDS:
+            return
+        if self._noticed < call.number:
+            self._noticed = call.number
+            self.post_status(call)
+        if self.board.has_failure():
+            self.communicator.abort("a peer has given the group up")  # ends waits in the stream; their calls then raise
+
+    def _is_lost(self) -> bool:
+        """True if the exchanges under way, or replayed CUDA graphs if there are none, must wait for ranks that left.
+
+        Not true at once: at the end of a program ranks end one after the other, and data they have sent still arrives.
+        Also not true while this rank's own computation has not reached the exchange, whose deadline has not begun.
+        """
+        now = time.perf_counter()
+        if not self._under_way:
+            return now - self._gone_since > _IDLE_SECONDS
+        front, waiting = self._under_way[0], -1
+        with suppress(RuntimeError):  # see above
+            waiting = front.first_waiting()
+        if waiting < 0 or waiting != front.waiting:
+            front.waiting, front.waiting_since = waiting, now
+        return waiting >= 0 and now - max(self._gone_since, front.waiting_since) > _ARRIVAL_SECONDS
+
+    def _tell(self) -> None:
+        """Abort and log now with the next call's error: there may be no next call, and peers elsewhere wait."""
+        if self._under_way:
+            call = self._under_way[0].call
+        else:
+            call = self.last_call(self._ops[-1] if self._ops else "a CUDA graph")
+        with self._judging:
+            if self.broken is not None:
+                return
+            try:
+                self.communicator.check()
+            except RuntimeError as error:
+                self._verdict = self._judge(call, error)
+        if self.device.type == "cuda":
+            _LOG.error(
+                "%s What the group was receiving is NaN; results of what it had enqueued behind that, and of CUDA "
+                "graphs that are replayed from now on, are undefined.",
+                self.broken,
+            )
+
+
+# -- making it ---------------------------------------------------------------------------------------------------------
+
+
+# By device type and index.
+_NCCL: GroupSlot[dict[tuple[str, int], NcclDist | Availability]] = GroupSlot(lambda group: {})
+
+
+def nccl_dist(group: Group, device: torch.device) -> NcclDist | Availability:
+    """The group's communicator for tensors on `device`, or the reason why not. All ranks make the first call together.
+
+    Raises the errors of `made_on_device`.
+    """
+    return made_on_device(_NCCL, group, device, "NCCL communicator", _agree)
+
+
+def _agree(group: Group, device: torch.device) -> NcclDist | Availability:
+    mine = own_facts(group, device)
+    facts = [NcclFacts(**told) for told in exchange(group, "nccl", asdict(mine))]
+    if not (found := judged(facts)):
+        return found
+    library, driver = load(device)
+    communicator = import_module("fused_tp._core").Communicator(
+        library,
+        driver,
+        device.index or 0,
+        bytes.fromhex(facts[0].id),
+        group.rank,
+        group.size,
+        timeout_seconds=settings.timeout_seconds(),
+    )
+    pids = watchable([fact.process for fact in facts])
+    return NcclDist(group, device, communicator, pids)
+
+
+# -- whether the ranks can have a communicator, from facts that they exchange ------------------------------------------
+
+
+# The libraries of NCCL (empty: the one that torch has loaded) and of the driver, by device type.
+LIBRARIES = {"cuda": ("", "libcuda.so.1")}
+
+
+def load(device: torch.device) -> tuple[Any, Any]:
+    """Load `_core.NcclLibrary` and `_core.Driver`. Raises RuntimeError if one of them is unavailable."""
+    core = import_module("fused_tp._core")
+    nccl, driver = LIBRARIES[device.type]
+    return core.NcclLibrary(nccl), core.Driver(driver)
+
+
+@dataclass(frozen=True)
+class NcclFacts:
+    """Facts that one rank sends to the others."""
+
+    process: Sequence[str | int]  # from `own_process`
+    gpu: str = ""
+    version: int = 0
+    id: str = ""  # rank 0's unique id, in hex
+    problem: str = ""
+
+
+def own_facts(group: Group, device: torch.device) -> NcclFacts:
+    """Facts of this rank."""
+    if find_spec("fused_tp._core") is None:
+        return NcclFacts(own_process(), problem="this installation has no native core")
+    if device.type not in LIBRARIES:
+        return NcclFacts(own_process(), problem=f"NCCL moves tensors of NVIDIA GPUs, not of {device.type}")
+    try:
+        library, _ = load(device)
+        unique_id = library.make_id().hex() if group.rank == 0 else ""
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    except RuntimeError as error:
+        return NcclFacts(own_process(), problem=str(error).splitlines()[0].rstrip("."))
+    if os.environ.get("NCCL_COMM_BLOCKING", "").strip() not in ("", "0", "-1"):
+        # The variable overrides the communicator's configuration, and a blocking call of NCCL has no deadline.
+        return NcclFacts(own_process(), problem="NCCL_COMM_BLOCKING is set: unset it, so that no call of NCCL blocks")
+    # NCCL 2.30 and later allow several ranks on one GPU if the variable is set.
+    shares = library.version >= 23000 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return NcclFacts(own_process(), "" if shares else gpu, library.version, unique_id)
+
+
+def judged(facts: Sequence[NcclFacts]) -> Availability:
+    """Availability of a communicator to these ranks."""
+    if not (found := first_reason(fact.problem for fact in facts)):
+        return found
+    versions = sorted({fact.version for fact in facts})
+    if len({version // 100 for version in versions}) > 1:
+        return unavailable(f"its ranks have loaded different versions of NCCL: {', '.join(map(_shown, versions))}")
+    gpus = [fact.gpu for fact in facts if fact.gpu]
+    if len(set(gpus)) < len(gpus):
+        return unavailable(
+            "several of its ranks share a GPU (NCCL 2.30 and later take that with NCCL_MULTI_RANK_GPU_ENABLE=1)"
+        )
+    return AVAILABLE
+
+
+def _shown(version: int) -> str:
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -1,0 +1,227 @@
+"""Matmuls and exchanges on the group's own NCCL communicator: one chunk moves while the next is computed.
+
+It requires only NCCL: ranks may be on several hosts, and GPUs need no access to each other's memory. No call waits for
+data (the host waits for NCCL's launches, see backends/nccl/nccl.py), and every call can be captured in a CUDA graph. An
+exception in the middle of an op aborts the group, because only some of the op's exchanges have started.
+
+- all_gather_matmul: all exchanges are enqueued at once. The own rows are multiplied first, then those of rank - 1, ...
+- matmul_reduce_scatter: rows of the farthest owner are multiplied first and sent while the next are multiplied; the own
+  rows are multiplied last, during the last exchange. Then the terms are added in rank order.
+- matmul_all_reduce: chunks of rows. The ranks share the addition of each chunk, and its sums are gathered while
+  the chunk after the next is multiplied.
+
+Matmuls are split along M, which costs a GPU little as long as chunks are large, and needs no copy of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.cuda.device_collectives import sum_into
+from fused_tp.backends.cuda.side_stream import SideStream
+from fused_tp.backends.gemm import Product, as_rows, sum_of_products
+from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.nccl.chunk_plan import gather_plan, scatter_plan
+from fused_tp.backends.nccl.nccl import Moving, NcclDist
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Work, rank_offsets
+from fused_tp.core.partition import shard_range
+from fused_tp.core.tracing import span
+
+CHUNK_BYTES = 4 * 1024 * 1024  # the latency of a smaller chunk and a smaller matmul exceeds the time it hides
+MAX_CHUNKS = 8
+# Up to this many bytes every rank receives all terms: one exchange of W times the bytes instead of two in sequence.
+ONE_SHOT_BYTES = 128 * 1024
+_ALIGNED = 16  # bytes that one thread moves at a time
+
+
+class NcclPipeline(Plain):
+    """The ops of one group on its own communicator; ops without a matmul are not chunked.
+
+    Args:
+        transport: transport of the group, from `backends.nccl.nccl.nccl_dist`.
+        chunks: largest number of exchanges of an op; for matmul_all_reduce, of chunks of rows. The same on all ranks.
+            None: by bytes.
+    """
+
+    name = "nccl_pipeline"
+
+    def __init__(self, transport: NcclDist, chunks: int | None = None) -> None:
+        super().__init__(transport)
+        if chunks is not None and chunks < 1:
+            raise ValueError(f"chunks is {chunks}; it must be 1 or more, or None for a number that suits the size.")
+        self.transport: NcclDist = transport
+        self.chunks = chunks
+        self._side_stream = SideStream()
+
+    # -- steps of an op -----------------------------------------------------------------------------------------------
+
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        partial = partial.contiguous()
+        with self.transport.abort_scope("all_reduce"):
+            out = torch.empty_like(partial)
+            if out.nbytes <= ONE_SHOT_BYTES:
+                return self._terms_of_all("all_reduce", partial, out, None)()
+            self._share_out("all_reduce", partial, out, None)().wait()
+            return out
+
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+        with self.transport.abort_scope("reduce_scatter"):
+            moving, terms = self._swap_terms("reduce_scatter", rows, tuple(cut.counts))
+            moving.wait()
+            out = rows.new_empty(terms.shape[1])
+            sum_into(out, terms)
+            return out
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        with self.transport.abort_scope("all_gather_matmul"):
+            counts = tuple(cut.counts)
+            own = as_rows(asked.x_shard).contiguous()
+            start = rank_offsets(counts)[self.rank]
+            gathered = own.new_empty((sum(counts), own.shape[1]))
+            plan = gather_plan(counts, self.rank, self._chunks(gathered.nbytes))
+            moving = self.transport.gather("all_gather_matmul", own, gathered, plan)
+            outputs = [own.new_empty((len(gathered), w.shape[0])) for w in asked.weights]
+
+            def multiply(x: Tensor, start: int) -> None:
+                for output, w, b in zip(outputs, asked.weights, asked.biases, strict=True):
+                    if len(x):
+                        sum_of_products([(x, w)], b, out=output[start : start + len(x)])
+
+            with span("own rows", own, self.name):
+                multiply(own, start)
+            for i, ranges in enumerate(plan.ranges):
+                with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
+                    moving.wait(i)
+                    for begin, end in ranges:
+                        multiply(gathered[begin:end], begin)
+            if asked.return_gathered and not moving.brings_own_rows:
+                gathered[start : start + len(own)].copy_(own)
+            outputs = [cut.placed(y) for y in outputs]
+            return outputs, cut.placed(gathered) if asked.return_gathered else None
+
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
+        x, counts = products[0][0], tuple(cut.counts)
+        own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], cut.shape[-1]
+        partial = x.new_empty((len(x) - own, columns))  # all rows except the own
+        terms = x.new_empty((self.world_size, own, columns))
+        plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))
+        moving = self.transport.scatter("matmul_reduce_scatter", partial, terms, plan)
+        beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
+        with self.transport.abort_scope("matmul_reduce_scatter"), self._side_stream(beside, x.device):
+            for i, ranges in enumerate(plan.ranges):
+                with span("chunk", i + 1, "of", len(plan.ranges), ranges, self.name):
+                    for begin, end in ranges:
+                        at = begin - own if begin > start else begin
+                        sum_of_products(_rows_of(products, begin, end), out=partial[at : at + end - begin])
+                    moving.send()
+            with span("own rows", terms[self.rank], self.name):
+                if own:
+                    sum_of_products(_rows_of(products, start, start + own), out=terms[self.rank])
+            if here is not None:
+                here()
+            out = x.new_empty((own, columns))
+            for piece in range(plan.pieces):
+                begin, end = shard_range(own, plan.pieces, piece)
+                with span("sum of piece", piece + 1, "of", plan.pieces, self.name):
+                    if plan.ranges:
+                        moving.wait(len(plan.ranges) // plan.pieces * (piece + 1) - 1)
+                    sum_into(out[begin:end], terms[:, begin:end], bias)
+        return out
+
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        x, w = products[0]
+        out = x.new_empty((len(x), w.shape[0]))
+        beside, here = (meanwhile, None) if x.is_cuda else (None, meanwhile)
+        with self.transport.abort_scope("matmul_all_reduce"), self._side_stream(beside, x.device):
+            if out.nbytes <= ONE_SHOT_BYTES:
+                with span("one shot", out, self.name):
+                    moving = self._terms_of_all("matmul_all_reduce", sum_of_products(products), out, bias)
+                if here is not None:
+                    here()
+                return moving()
+            chunks = self._chunks(out.nbytes)
+            cuts = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
+            add_up: Callable[[], Moving] | None = None
+            gathering: list[Moving] = []
+            for i, (begin, end) in enumerate(cuts):
+                with span("chunk", i + 1, "of", len(cuts), (begin, end), self.name):
+                    partial = sum_of_products(_rows_of(products, begin, end))
+                    add_up_next = self._share_out("matmul_all_reduce", partial, out[begin:end], bias)
+                    if add_up is not None:
+                        # The terms of the previous chunk have had the time of a whole matmul to move.
+                        gathering.append(add_up())
+                    add_up = add_up_next
+            if here is not None:
+                here()
+            assert add_up is not None, "there are rows"
+            gathering.append(add_up())
+            for chunk in gathering:
+                chunk.wait()
+        return out
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _chunks(self, nbytes: int) -> int:
+        """Number of exchanges, by the bytes of a tensor that all ranks have: the gathered x, or the result."""
+        if self.chunks is not None:
+            return self.chunks
+        return max(1, min(MAX_CHUNKS, nbytes // CHUNK_BYTES))
+
+    def _terms_of_all(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
+        """Start gathering all ranks' `partial`; the returned function adds them up into `out`."""
+        terms = self.transport.all_gather(op, partial.view(1, *out.shape))
+
+        def add_up() -> Tensor:
+            sum_into(out, terms.wait(), bias)
+            return out
+
+        return add_up
+
+    def _share_out(self, op: str, partial: Tensor, out: Tensor, bias: Tensor | None) -> Callable[[], Moving]:
+        """Start sending every rank its share of `partial` to add. The returned function adds this rank's share, and
+        starts gathering all sums into `out`. Shares are split by elements, so that one long row is shared evenly too.
+        """
+        flat, flat_out = partial.view(-1, 1), out.view(-1, 1)
+        per_rank = -(-len(flat) // self.world_size)
+        alignment = max(1, _ALIGNED // partial.element_size())
+        per_rank = -(-per_rank // alignment) * alignment
+        counts = tuple(max(0, min(per_rank, len(flat) - rank * per_rank)) for rank in range(self.world_size))
+        own, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        moving, terms = self._swap_terms(op, flat, counts)
+
+        def add_up() -> Moving:
+            moving.wait()
+            mine = flat_out[start : start + own]
+            sum_into(mine.view(-1), terms, _bias_from(bias, start, own))
+            return self.transport.gather(op, mine, flat_out, gather_plan(counts, self.rank, 1))
+
+        return add_up
+
+    def _swap_terms(self, op: str, terms_of_all: Tensor, counts: tuple[int, ...]) -> tuple[Moving, Tensor]:
+        """Start sending each rank its `counts[rank]` terms [sum(counts), 1]; the own terms arrive in [W, own]."""
+        own, start = counts[self.rank], rank_offsets(counts)[self.rank]
+        terms = terms_of_all.new_empty((self.world_size, own, 1))
+        plan = scatter_plan(counts, self.rank, 1)
+        moving = self.transport.scatter(op, terms_of_all, terms, plan)
+        for _ in plan.ranges:  # a single one; none in a group of one rank
+            moving.send()
+        terms[self.rank].copy_(terms_of_all[start : start + own])
+        return moving, terms.view(self.world_size, own)
+
+
+def _rows_of(products: Sequence[Product], begin: int, end: int) -> list[Product]:
+    return [(x[begin:end], w) for x, w in products]
+
+
+def _bias_from(bias: Tensor | None, start: int, count: int) -> Tensor | None:
+    """The bias of `count` elements of concatenated rows, from element `start` on."""
+    if bias is None:
+        return None
+    offset = start % len(bias) if len(bias) else 0
+    repeats = -(-(offset + count) // max(1, len(bias)))
+    return bias.repeat(repeats)[offset : offset + count]

@@ -1,0 +1,555 @@
+"""Registry of schedules, and the selection for an op: `FUSED_TP_SCHEDULE` where set, else the dispatch table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from fused_tp.backends.copy_engine.copy_engine import CopyEngine, copy_engine_available
+from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
+from fused_tp.backends.cuda import fused_kernel, native_kernels
+from fused_tp.backends.cuda.device_collectives import DeviceCollectives
+from fused_tp.backends.cuda.device_plans import SUMMED_DTYPES
+from fused_tp.backends.cuda.device_schedule import DeviceSchedule
+from fused_tp.backends.cuda.fused_kernel import FusedKernel
+from fused_tp.backends.cuda.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
+from fused_tp.backends.hierarchical.hierarchical import Hierarchical
+from fused_tp.backends.hierarchical.two_level import Hosts, errors_of_group, hosts_of
+from fused_tp.backends.local import Local
+from fused_tp.backends.messages.pipelined import Pipelined
+from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.messages.torch_dist import backend_of, torch_dist
+from fused_tp.backends.nccl.nccl import NcclDist, nccl_dist
+from fused_tp.backends.nccl.nccl_pipeline import NcclPipeline
+from fused_tp.backends.schedule import Schedule
+from fused_tp.backends.shared_memory import shm
+from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
+from fused_tp.backends.torch_symm_mem import torch_symm_mem_schedule as torch_symm_mem
+from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem, torch_ops_on
+from fused_tp.backends.torch_symm_mem.torch_symm_mem_schedule import TorchSymmMemSchedule
+from fused_tp.core import dispatch, settings
+from fused_tp.core.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
+from fused_tp.core.dispatch import DispatchKey
+from fused_tp.core.errors import FusedTPError, RankMismatchError, listed
+from fused_tp.core.group import Group, GroupSlot
+from fused_tp.core.store import agree, exchange, made_together
+
+T = TypeVar("T")
+RING = "ring_attention"
+ALL_TO_ALL = "all_to_all"
+SYMM_MEM_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2048 bytes
+MAX_RANKS = 63  # limit of kernels that write into peers' memory: their error record has one bit per rank
+LOCAL = Local()
+_MAX_REMEMBERED = 4096
+_DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # settings that differ between ranks; empty: compared, equal
+_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by dispatch key and routing settings
+_MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by name, device and chunks
+_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by device type
+_COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(lambda group: {})
+_ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(lambda group: {})
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """Description of a schedule for dispatch.
+
+    Attributes:
+        name: name of the schedule in `FUSED_TP_SCHEDULE` and the dispatch table.
+        supports: availability of its own implementation of an op in a dtype, for any group.
+        available: availability to a group on a device. All ranks must make the first call together.
+        make: makes the schedule for a group it is available to; the number is that of chunks, None for its own choice.
+        transport: the transport of its bytes, for `explain`; None is the group's torch.distributed backend.
+        devices: device types it runs on; empty: any that torch.distributed serves.
+        max_ranks: largest group; None: no limit.
+        caveat: guarantee of the other schedules that this one lacks, in a sentence, for `explain`.
+    """
+
+    name: str
+    supports: Callable[[str, torch.dtype], Availability]
+    available: Callable[[Group, torch.device], Availability]
+    make: Callable[[Group, torch.device, int | None], Schedule]
+    transport: str | None = None
+    devices: tuple[str, ...] = ()
+    max_ranks: int | None = None
+    caveat: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The schedule that would run, its transport, and the reason."""
+
+    schedule: str
+    transport: str
+    reason: str
+
+
+ALONE = Decision("local", "none", "the group has one rank, so nothing moves")
+
+
+# -- selection --------------------------------------------------------------------------------------------------------
+
+
+def select_schedule(key: DispatchKey, group: Group) -> Schedule:
+    """Return the schedule for one call.
+
+    Raises:
+        ValueError: `FUSED_TP_SCHEDULE` names a schedule that cannot serve this group, or the group has no backend for
+            tensors on the key's device.
+        RankMismatchError: in the first call, if ranks differ in settings that must be equal.
+    """
+    if group.size == 1:
+        return LOCAL
+    # A repeated call costs one lookup; the code below takes several times as long.
+    schedules = _SELECTED[group]
+    call = key, settings.routing()
+    selected = schedules.get(call)
+    if selected is None:
+        if len(schedules) >= _MAX_REMEMBERED:  # reached if sequence lengths keep changing
+            schedules.clear()
+        selected = schedules[call] = _select(key, group)
+    return selected
+
+
+def _differing_settings(group: Group) -> str:
+    """Describe the settings that must be equal on all ranks and are not, with the ranks' values; empty if all are
+    equal. Ranks that differ would wait for each other in different places, or misread each other's bytes."""
+    mine = {**settings.equal_settings(), "the dispatch table (FUSED_TP_TABLE)": dispatch.table_checksum()}
+    everyone = exchange(group, "the first call", mine)
+    said = []
+    for name in mine:
+        ranks: dict[str, list[str]] = {}
+        for rank, theirs in enumerate(everyone):
+            ranks.setdefault(theirs.get(name, "unknown"), []).append(str(rank))
+        if len(ranks) > 1:
+            values = listed(f"{value} on rank{'s'[len(of) < 2 :]} {listed(of)}" for value, of in ranks.items())
+            said.append(f"{name} is {values}")
+    return "; ".join(said)
+
+
+def _select(key: DispatchKey, group: Group) -> Schedule:
+    if _DIFFERING.get(group) != "" and (differing := made_together(_DIFFERING, group, _differing_settings)):
+        del _DIFFERING[group]  # the ranks compare again in their next call
+        raise RankMismatchError(
+            f"Ranks of group {group.name!r} differ in settings that must be the same on all of them: {differing}."
+        )
+    device = key.device
+    name, chunks = forced_schedule(), None
+    # Calls that the forced schedule does not implement fall back to the table.
+    if name is None or not _forced_serves(name, key, group):
+        choice = _choose(key, group)
+        name, chunks = choice.schedule, choice.chunks
+    return schedule_named(name, group, device, chunks)
+
+
+def schedule_named(name: str, group: Group, device: torch.device, chunks: int | None = None) -> Schedule:
+    """Return the group's schedule of this name. The first call makes it and must be made by all ranks together.
+
+    Raises:
+        ValueError: the schedule cannot serve this group.
+    """
+    made, what = _MADE[group], (name, device, chunks)
+    schedule = made.get(what)
+    # FUSED_TP_SHM may have been turned off since the schedule was made.
+    if schedule is None or (name == "one_sided" and not settings.shared_memory_allowed()):
+        available = SCHEDULES[name].available(group, device)
+        if not available:
+            raise ValueError(f"Schedule {name!r} cannot serve this group: {available.reason}.")
+        schedule = made[what] = SCHEDULES[name].make(group, device, chunks)
+    return schedule
+
+
+def forced_schedule() -> str | None:
+    """The schedule that `FUSED_TP_SCHEDULE` names; None if it is not set.
+
+    Raises:
+        ValueError: the named schedule does not exist.
+    """
+    name = settings.forced_schedule()
+    if name is not None and name not in SCHEDULES:
+        raise ValueError(f"FUSED_TP_SCHEDULE names schedule {name!r}; there are {', '.join(SCHEDULES)}.")
+    return name
+
+
+def _forced_serves(name: str, key: DispatchKey, group: Group) -> Availability:
+    """True if a call uses the forced schedule, which must implement the op. A group that it is not available to raises
+    an error later; for `hierarchical` it is false instead, because some groups of a mesh lie inside a host."""
+    supported = SCHEDULES[name].supports(key.op, key.dtype)
+    return SCHEDULES[name].available(group, key.device) if supported and name == "hierarchical" else supported
+
+
+def _choose(key: DispatchKey, group: Group) -> dispatch.Choice:
+    """Return the first rule of the table whose schedule can serve the call. CPU ranks of several hosts use two levels
+    unless a table was measured for them, because messages between hosts cost by far the most."""
+    device = key.device
+    transport = transport_key(group, device)
+    may_span_hosts = device.type == "cpu" and transport != "shm" and settings.shared_memory_allowed()
+    if may_span_hosts and settings.table_path() is None and _forced_serves("hierarchical", key, group):
+        return dispatch.Choice("hierarchical", "CPU ranks of several hosts take two levels")
+
+    def usable(spec: ScheduleSpec) -> Availability:
+        supported = spec.supports(key.op, key.dtype)
+        made = spec.name != "one_sided" and (spec.name, device, None) in _MADE[group]
+        return spec.available(group, device) if supported and not made else supported
+
+    return choose_by_table(key, group.size, transport, group_arch(group, device), usable)
+
+
+def transport_key(group: Group, device: torch.device) -> str:
+    """Key of the transport in the table: "shm", "nvlink" or the torch.distributed backend. All ranks call together.
+
+    "nvlink" is NCCL between GPUs that write into each other's memory. If a group's first call is captured in a CUDA
+    graph, that cannot be determined.
+    """
+    if _shared_memory_available(group, device):
+        return "shm"
+    backend = backend_of(group, device.type)
+    if backend != "nccl" or (is_capturing(device) and not knows_group_memory(group, device)):
+        return backend
+    return "nvlink" if isinstance(group_memory(group, device), GroupMemory) else backend
+
+
+def choose_by_table(
+    key: DispatchKey, size: int, transport: str, arch: str, usable: Callable[[ScheduleSpec], Availability]
+) -> dispatch.Choice:
+    """Return the first rule of the table whose schedule is usable, with the reasons why earlier rules are not.
+
+    Raises:
+        ValueError: the table names a schedule that does not exist, or has no rule for the call.
+    """
+    reasons: dict[str, str] = {}
+    while True:
+        choice = dispatch.choose(key, size, transport, arch, tuple(reasons))
+        if choice.schedule not in SCHEDULES:
+            names = ", ".join(SCHEDULES)
+            raise ValueError(
+                f"Dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}, names schedule "
+                f"{choice.schedule!r}; there are {names}."
+            )
+        # Rules are checked one by one and only as needed, because `usable` may be a collective call.
+        if found := usable(SCHEDULES[choice.schedule]):
+            notes = "".join(f"; no {name}: {why}" for name, why in reasons.items())
+            return dispatch.Choice(choice.schedule, choice.rule + notes, choice.chunks)
+        reasons[choice.schedule] = found.reason
+
+
+def group_arch(group: Group, device: torch.device) -> str:
+    """The architecture by which all ranks of `group` choose for tensors on devices of this type: the lowest where GPUs
+    differ, because all ranks wait for the slowest. All ranks must make the first call together.
+
+    Raises:
+        CollectiveTimeoutError: some rank did not call within `FUSED_TP_TIMEOUT` seconds.
+    """
+    own = dispatch.arch_of(device)
+    if device.type != "cuda":
+        return own
+    archs = _ARCHS[group]
+    if device.type not in archs:
+        found = exchange(group, "the architecture of GPUs", own)
+        archs[device.type] = min(found, key=lambda arch: int(arch.removeprefix("sm_")))  # sm_100 is not below sm_90
+    return archs[device.type]
+
+
+def decide(key: DispatchKey, group: Group) -> Decision:
+    """Describe the result of `select_schedule`, with its reason."""
+    if group.size == 1:
+        return ALONE
+    if key.device == torch.device("cuda"):  # add the index, which tensors' devices have
+        key = key._replace(device=torch.device("cuda", torch.cuda.current_device()))
+    device = key.device
+    name = select_schedule(key, group).name
+    transport = SCHEDULES[name].transport or backend_of(group, device.type)
+    forced = settings.forced_schedule()
+    if forced == name:
+        return Decision(name, transport, f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(name)}")
+    rule = _choose(key, group).rule
+    reason = f"dispatch table {settings.table_path() or 'as shipped'}, rule {rule}"
+    if forced is not None:
+        reason = f"FUSED_TP_SCHEDULE={forced}, but {_forced_serves(forced, key, group).reason}; {reason}"
+    if device.type == "cpu" and "no one_sided" not in rule and not (shared := _shared_memory_available(group, device)):
+        reason += f"; no shared memory: {shared.reason}"
+    return Decision(name, transport, reason + caveat_of(name))
+
+
+def caveat_of(name: str) -> str:
+    """A schedule's caveat as the end of a reason; empty if it has none."""
+    caveat = SCHEDULES[name].caveat
+    return f"; note that {caveat}" if caveat else ""
+
+
+# -- support and availability of schedules ----------------------------------------------------------------------------
+
+
+def _always(*_: object) -> Availability:
+    return AVAILABLE
+
+
+def _lacks(text: str, *ops: str) -> Callable[[str, torch.dtype], Availability]:
+    """Support of every op except `ops`; `text` is the reason for those."""
+    return lambda op, dtype: unavailable(text.format(op=op)) if op in ops else AVAILABLE
+
+
+def _shared_memory_available(group: Group, device: torch.device) -> Availability:
+    if device.type != "cpu":
+        return unavailable(f"it moves CPU tensors only, not {device.type}")
+    if not settings.shared_memory_allowed():
+        return unavailable("FUSED_TP_SHM=0 turns it off")
+    return AVAILABLE if shm_transport(group) is not None else shm_availability(group)
+
+
+def _fused_kernel_supports(op: str, dtype: torch.dtype) -> Availability:
+    if op not in fused_kernel.OPS:
+        return unavailable(f"there is no fused kernel of {op}")
+    if dtype not in fused_kernel.DTYPES:
+        return unavailable(f"fused kernels take float16, bfloat16 and float32, not {_name(dtype)}")
+    return AVAILABLE
+
+
+def fused_kernels_on(device: torch.device) -> Availability:
+    """True if fused kernels can run on `device`, for any group."""
+    if not has_triton():
+        return unavailable("Triton is not installed (pip install triton)")
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return unavailable(
+            f"kernels run on NVIDIA GPUs, and on the CPU only where TRITON_INTERPRET=1 is set; this is {device.type}"
+        )
+    if device.type == "cuda" and interpreted():
+        return unavailable("TRITON_INTERPRET is set, so kernels run on the CPU only")
+    try:
+        FusedKernel.load()
+    except Exception as error:  # a broken Triton may raise anything
+        return unavailable(f"the kernels cannot be loaded ({type(error).__name__}: {error})")
+    return AVAILABLE
+
+
+_SYMM_MEM_SUMS = frozenset(
+    {"all_reduce", "all_reduce_rms_norm", "matmul_all_reduce", "matmul_all_reduce_rms_norm"}  # sums on every rank
+)
+_SYMM_MEM_OPS = _SYMM_MEM_SUMS | {"all_gather", "all_gather_matmul", "matmul_reduce_scatter", "reduce_scatter"}
+
+
+def _symm_mem_supports(op: str, dtype: torch.dtype) -> Availability:
+    if op not in _SYMM_MEM_OPS:
+        return unavailable(f"torch has no symm_mem op for {op}")
+    if op in _SYMM_MEM_SUMS and dtype not in torch_symm_mem.SUMMED_DTYPES:
+        return unavailable(f"torch's symm_mem ops sum bfloat16 and float32, not {_name(dtype)}")
+    return AVAILABLE
+
+
+def _device_kernels_support(op: str, dtype: torch.dtype) -> Availability:
+    if op == RING:
+        return unavailable(f"there is no device kernel of {RING}")
+    if dtype not in SUMMED_DTYPES and op != ALL_TO_ALL:
+        return unavailable(f"device kernels take float16, bfloat16 and float32, not {_name(dtype)}")
+    return AVAILABLE
+
+
+def device_kernels_on(device: torch.device) -> Availability:
+    """True if the device kernels can run on `device`, for any group."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return native_kernels.native_kernels_available(10 * major + minor)
+    if device.type in native_kernels.DEVICES:
+        return native_kernels.native_kernels_available()
+    return unavailable(f"device kernels run on NVIDIA GPUs; this is {device.type}")
+
+
+def _in_symmetric_memory(
+    what: str,
+    on_device: Callable[[torch.device], Availability],
+    *,
+    multicast: bool = False,
+    max_ranks: int = MAX_RANKS,
+) -> Callable[[Group, torch.device], Availability]:
+    """Availability of a schedule to groups with symmetric memory, if `on_device` holds on every rank."""
+
+    def available(group: Group, device: torch.device) -> Availability:
+        if group.size > max_ranks:
+            return unavailable(f"a kernel's slots serve up to {max_ranks} ranks, and the group has {group.size}")
+        on_all = agree(group, f"{what} on {device.type}", lambda: on_device(device))
+        if not on_all:
+            return on_all
+        memory = group_memory(group, device)
+        if isinstance(memory, Availability):
+            return memory
+        if multicast and not memory.multicast:
+            return unavailable("its GPUs have no multicast memory, which needs NVSwitch with SHARP (Hopper or later)")
+        return AVAILABLE
+
+    return available
+
+
+def _nccl_available(group: Group, device: torch.device) -> Availability:
+    transport = nccl_dist(group, device)
+    return transport if isinstance(transport, Availability) else AVAILABLE
+
+
+# Ranks of one host use the first of these that is available. Without any, two levels have no advantage.
+INSIDE = ("one_sided", "fused_kernel", "two_shot")
+
+
+def _two_levels_available(group: Group, device: torch.device) -> Availability:
+    hosts = hosts_of(group)
+    if isinstance(hosts, Availability):
+        return hosts
+    with errors_of_group(group, hosts.inside):
+        found = {name: SCHEDULES[name].available(hosts.inside, device) for name in INSIDE}
+    reasons = "; ".join(f"{name}: {one.reason}" for name, one in found.items())
+    mine = unavailable(f"its ranks have no fast links inside of a host ({reasons})")
+    what = f"fast links inside of hosts on {device.type}"
+    return agree(group, what, lambda: AVAILABLE if any(found.values()) else mine)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- how a schedule is made -------------------------------------------------------------------------------------------
+
+
+def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Plain:
+    return Plain(torch_dist(group, device.type))
+
+
+def _known(kind: type[T], found: object) -> T:
+    """Narrow the result of an availability check to `kind`."""
+    assert isinstance(found, kind), "it is available"
+    return found
+
+
+def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
+    def make(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+        plain = _plain(group, device)
+        made = _COLLECTIVES[group]
+        if device not in made:
+            made[device] = DeviceCollectives(_known(GroupMemory, group_memory(group, device)), plain.transport)
+        return DeviceSchedule(algorithm, made[device], plain)
+
+    return make
+
+
+def _symm_mem(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    plain = _plain(group, device)
+    memory = _known(GroupMemory, group_memory(group, device))
+    return TorchSymmMemSchedule(TorchSymmMem(memory, plain.transport), plain)
+
+
+def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    plain = _plain(group, device)
+    made = _ENGINES[group]
+    if device not in made:
+        memory = _known(GroupMemory, group_memory(group, device))
+        made[device] = CopyEngine(memory, plain.transport)
+    return CopyEngineSchedule(made[device], plain, chunks)
+
+
+def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    copies = _copy_engine(group, device, None) if _copy_engines_available(group, device) else None
+    assert copies is None or isinstance(copies, CopyEngineSchedule)
+    return FusedKernel(_known(GroupMemory, group_memory(group, device)), _plain(group, device), copies)
+
+
+def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    hosts = _known(Hosts, hosts_of(group))
+    inside: dict[Any, Schedule] = {}
+    made: dict[str, Schedule] = {}
+
+    def among_host(op: str, dtype: torch.dtype) -> Schedule:
+        key = op, dtype, settings.shared_memory_allowed()  # shared memory may be turned off at any time
+        if key not in inside:
+            with errors_of_group(group, hosts.inside):
+                specs = (SCHEDULES[name] for name in INSIDE)
+                usable = (one for one in specs if one.supports(op, dtype) and one.available(hosts.inside, device))
+                spec = next(usable, SCHEDULES["plain"])
+                if spec.name not in made:
+                    made[spec.name] = spec.make(hosts.inside, device, None)
+            inside[key] = made[spec.name]
+        return inside[key]
+
+    with errors_of_group(group, hosts.across):
+        own = nccl_dist(hosts.across, device)
+        across = torch_dist(hosts.across, device.type) if isinstance(own, Availability) else own
+    return Hierarchical(hosts, among_host, across, _plain(group, device))
+
+
+# -- the registry -----------------------------------------------------------------------------------------------------
+
+_SYMMETRIC: dict[str, Any] = {"transport": "symmetric memory", "devices": ("cuda",), "max_ranks": MAX_RANKS}
+_UNEVEN = "symmetric memory (by messages where rows do not divide evenly by the ranks, or into 16 bytes)"
+_TORCH_KERNELS = (
+    "torch's kernels wait for peers without a deadline (FUSED_TP_TIMEOUT bounds their set-up only), and without a "
+    "multicast switch their all-reduces of 16-bit numbers round after every addition"
+)
+_TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
+_device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
+_copy_engines_available = _in_symmetric_memory("copy engines", copy_engine_available)
+_multimem = _in_symmetric_memory("device kernels", device_kernels_on, multicast=True)
+_symm_mem_available = _in_symmetric_memory("torch's symm_mem ops", torch_ops_on, max_ranks=SYMM_MEM_RANKS)
+
+SCHEDULES: dict[str, ScheduleSpec] = {
+    spec.name: spec
+    for spec in (
+        ScheduleSpec("plain", _always, _always, _plain),
+        ScheduleSpec("pipelined", _always, _always, lambda group, device, _: Pipelined(torch_dist(group, device.type))),
+        ScheduleSpec(
+            "one_sided",
+            _always,
+            _shared_memory_available,
+            lambda group, device, _: SharedMemory(_known(ShmTransport, shm_transport(group))),
+            "shm",
+            ("cpu",),
+            shm.MAX_RANKS,
+        ),
+        ScheduleSpec(
+            "symm_mem",
+            _symm_mem_supports,
+            _symm_mem_available,
+            _symm_mem,
+            _UNEVEN,
+            ("cuda",),
+            SYMM_MEM_RANKS,
+            _TORCH_KERNELS,
+        ),
+        ScheduleSpec(
+            "fused_kernel",
+            _fused_kernel_supports,
+            _in_symmetric_memory("fused kernels", fused_kernels_on),
+            _fused_kernel,
+            **_SYMMETRIC,
+        ),
+        ScheduleSpec("one_shot", _device_kernels_support, _device_kernels, _device("one_shot"), **_SYMMETRIC),
+        ScheduleSpec("two_shot", _device_kernels_support, _device_kernels, _device("two_shot"), **_SYMMETRIC),
+        ScheduleSpec("multimem", _device_kernels_support, _multimem, _device("multimem"), **_SYMMETRIC),
+        ScheduleSpec(
+            "copy_engine",
+            # Excluded ops: sums without a matmul to overlap with.
+            _lacks(
+                "copy engines have nothing for {op}",
+                *("all_reduce", "all_reduce_rms_norm", RING, ALL_TO_ALL),
+                *("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter", "grouped_matmul_all_reduce"),
+            ),
+            _copy_engines_available,
+            _copy_engine,
+            **_SYMMETRIC,
+        ),
+        ScheduleSpec(
+            "nccl_pipeline",
+            _always,
+            _nccl_available,
+            lambda group, device, chunks: NcclPipeline(_known(NcclDist, nccl_dist(group, device)), chunks),
+            "NCCL",
+            ("cuda",),
+        ),
+        ScheduleSpec(
+            "hierarchical",
+            _lacks("it has no {op}", RING, ALL_TO_ALL),  # movements around grouped matmuls use two levels, too
+            _two_levels_available,
+            _hierarchical,
+            _TWO_LEVELS,
+            ("cpu", "cuda"),
+        ),
+    )
+}

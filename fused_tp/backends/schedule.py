@@ -1,0 +1,347 @@
+"""Interface between ops and schedules: primitives that move tensors, and matmuls fused with communication."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.gemm import Product, as_rows, linear
+from fused_tp.backends.grouped import GroupedProduct
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.core.partition import shard_sizes
+from fused_tp.core.pending import Pending, accumulate_dtype
+
+# Work of the caller that a schedule overlaps with communication; it is called exactly once.
+Work: TypeAlias = Callable[[], None] | None
+T = TypeVar("T")
+
+
+class GatherMatmul(NamedTuple):
+    """Arguments of `Schedule.all_gather_matmul`, which computes `gathered x @ w^T + b` for every weight.
+
+    Attributes:
+        gather_size: length of `gather_dim` over all ranks; None: all shards are equally long.
+        return_gathered: also return the gathered x.
+    """
+
+    x_shard: Tensor
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    gather_dim: int
+    gather_size: int | None = None
+    return_gathered: bool = False
+
+
+class Schedule(ABC):
+    """One way to run the ops over one group.
+
+    Dims to gather or scatter satisfy 0 <= dim < x.ndim - 1 (any dim where there is no matmul).
+
+    Attributes:
+        name: name of the schedule in `FUSED_TP_SCHEDULE`, the dispatch table and `explain`.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+
+    @property
+    @abstractmethod
+    def messages(self) -> TorchDist:
+        """The transport of this schedule's asynchronous messages: `shift`, `all_to_all` and the like.
+
+        Raises:
+            ValueError: this schedule has none.
+        """
+
+    @abstractmethod
+    def abort_scope(self, op: str) -> AbstractContextManager[object]:
+        """Scope of an op that makes several calls. An exception raised inside, after the first exchange, aborts the
+        group and notifies peers, which could not distinguish this rank's next call from the one they wait for."""
+
+    # -- primitives ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        """Start gathering the shards along `gather_dim`; `gather_size` as in `GatherMatmul`."""
+
+    @abstractmethod
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        """Return the slice of this rank along `scatter_dim` of the sum of `partial` over ranks."""
+
+    @abstractmethod
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Return the sum of `partial` over ranks, in newly allocated memory."""
+
+    def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        """Send rows [sum(send_sizes), ...] to the ranks in turn; return the rows received, by source rank."""
+        return self.messages.all_to_all("all_to_all", rows.contiguous(), send_sizes, recv_sizes).wait()
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+        """Return a forward of `op` for tensors like those in `args`, called with them one by one, without the group.
+
+        Decoding repeats one call; work that is the same for every token is done here, once. None, the default, means
+        that the op calls its own method of this class. The forward may also return None before anything is sent; the
+        op then checks its arguments and calls that method.
+        """
+        return None
+
+    @abstractmethod
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        """Return `gathered x @ w^T + b` for every weight, and the gathered x if `asked` requests it."""
+
+    @abstractmethod
+    def matmul_reduce_scatter(
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        """Return the slice of this rank along `scatter_dim` of the sum of all `products` over ranks, plus `bias`."""
+
+    @abstractmethod
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+        """Return the sum of all `products` over ranks, plus `bias`; the same bits on every rank."""
+
+    def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
+        """Return `use(gathered x)`, which must not keep any of its input: the ranks' common memory may hold it."""
+        with self.abort_scope(op):
+            return use(self.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size).wait())
+
+    def grouped_matmul_reduce_scatter(
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        """Return the slice of this rank along `scatter_dim` of `product` summed over ranks; tokens have `shape`."""
+        with self.abort_scope("grouped_matmul_reduce_scatter"):
+            partial = product.sum().view(*shape, product.shape[1])
+            if meanwhile is not None:
+                meanwhile()
+            return self.reduce_scatter(partial, scatter_dim=scatter_dim)
+
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+        """Return the sum of `product` over ranks; the same bits on every rank."""
+        with self.abort_scope("grouped_matmul_all_reduce"):
+            partial = product.sum()
+            if meanwhile is not None:
+                meanwhile()
+            return self.all_reduce(partial)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(new_residual) * norm_weight, new_residual) for new_residual = residual + sum of `partial`."""
+        return add_rms_norm(self.all_reduce(partial), residual, norm_weight, eps)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`all_reduce_rms_norm` of `x @ weight^T`."""
+        return add_rms_norm(self.matmul_all_reduce([(x, weight)], None), residual, norm_weight, eps)
+
+
+class RowSchedule(Schedule):
+    """A schedule that moves rank-major rows (`DimShards`); a subclass implements one inner step per op.
+
+    The steps receive checked and sharded arguments; this class reshapes their results.
+    """
+
+    def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
+        cut = DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        if (other := self._other("all_gather", x_shard.dtype, cut.shape)) is not None:
+            return other.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
+        self.check("all_gather", (*cut.shape, gather_dim), x_shard)
+        return self._gather(x_shard, cut)
+
+    def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
+        # Append a dim, so that `scatter_dim` is never the last one.
+        cut = DimShards.of((*partial.shape, 1), scatter_dim, self.world_size)
+        if (other := self._other("reduce_scatter", partial.dtype, cut.shape)) is not None:
+            return other.reduce_scatter(partial, scatter_dim=scatter_dim)
+        self.check("reduce_scatter", (*partial.shape, scatter_dim), partial)
+        rows = cut.rank_major(partial.unsqueeze(-1))
+        return self._sum_rows(rows, cut).view(cut.shard_shape(self.rank)[:-1])
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        if (other := self._other("all_reduce", partial.dtype, partial.shape)) is not None:
+            return other.all_reduce(partial)
+        self.check("all_reduce", partial.shape, partial)
+        return self._all_reduced(partial)
+
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x_shard, dim = asked.x_shard, asked.gather_dim
+        cut = DimShards.of_shards(x_shard, dim, asked.gather_size, self.world_size)
+        if (other := self._other("all_gather_matmul", x_shard.dtype, cut.shape)) is not None:
+            return other.all_gather_matmul(asked)
+        self.check("all_gather_matmul", (*cut.shape, dim), x_shard)
+        return self._gather_matmul(asked, cut)
+
+    def matmul_reduce_scatter(
+        self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        x, w = products[0]
+        cut = DimShards.of((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
+        if (other := self._other("matmul_reduce_scatter", x.dtype, cut.shape)) is not None:
+            return other.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
+        self.check("matmul_reduce_scatter", (*cut.shape, scatter_dim, bias is not None), x)
+        rows = [(cut.rank_major(x), w) for x, w in products]
+        return self._matmul_scatter(rows, cut, bias, meanwhile).view(cut.shard_shape(self.rank))
+
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+        x, w = products[0]
+        shape = (*x.shape[:-1], w.shape[0])
+        if (other := self._other("matmul_all_reduce", x.dtype, shape)) is not None:
+            return other.matmul_all_reduce(products, bias, meanwhile=meanwhile)
+        self.check("matmul_all_reduce", (*shape, bias is not None), x)
+        return self._matmul_sum([(as_rows(x), w) for x, w in products], bias, meanwhile).view(shape)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self.check("all_reduce_rms_norm", (*partial.shape, eps), partial)
+        return add_rms_norm(self._all_reduced(partial), residual, norm_weight, eps)
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self.check("matmul_all_reduce_rms_norm", (*residual.shape, eps), x)
+        total = self._matmul_sum([(as_rows(x), weight)], None, None)
+        return add_rms_norm(total.view(residual.shape), residual, norm_weight, eps)
+
+    # -- implemented by subclasses ------------------------------------------------------------------------------------
+
+    def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
+        """The schedule that runs `op` if this one cannot, in a dtype and this shape over all ranks; None if it can."""
+        return None
+
+    def check(self, op: str, dims: Sequence[float], x: Tensor) -> None:
+        """Compare the call between ranks if FUSED_TP_CHECK=1; `dims`: sizes and other numbers that must agree."""
+
+    @abstractmethod
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
+        """`all_gather`; `cut` is the sharding of the gathered x."""
+
+    @abstractmethod
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        """`all_reduce`."""
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        """`all_gather_matmul`; `cut` is the sharding of the gathered x."""
+        with self.abort_scope("all_gather_matmul"):
+            x = self.all_gather(asked.x_shard, gather_dim=cut.dim, gather_size=asked.gather_size).wait()
+            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
+            return outputs, x if asked.return_gathered else None
+
+    @abstractmethod
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+        """Return the rows of this rank of the sum of rank-major `rows` [M, 1] over ranks."""
+
+    @abstractmethod
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
+        """Return the rows of this rank of the sum of all `products`, in rank-major rows; `cut` shards the sum."""
+
+    @abstractmethod
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        """Return the sum [M, N] over ranks of all `products`, whose x is given as rows."""
+
+
+# -- rows in the order of the ranks that hold them --------------------------------------------------------------------
+
+
+class DimShards(NamedTuple):
+    """Sharding over the ranks of a dim of length G in a tensor [lead, G, trail, n].
+
+    Rank-major rows are all of rank 0's rows, then all of rank 1's: [sum_r lead * G_r * trail, n], the order in which
+    transports move them. If `lead` is 1, this is the tensor's own order and nothing is copied. Otherwise the side with
+    fewer bytes is copied, which is the input of a matmul, not its output.
+
+    Attributes:
+        shape: shape of the whole tensor.
+        sizes: length of `dim` on each rank.
+    """
+
+    shape: Sequence[int]
+    dim: int
+    sizes: Sequence[int]
+
+    @staticmethod
+    def of(shape: Sequence[int], dim: int, world_size: int) -> DimShards:
+        """Shard a tensor of `shape` as torch.chunk does."""
+        return DimShards(shape, dim, shard_sizes(shape[dim], world_size))
+
+    @staticmethod
+    def of_shards(x_shard: Tensor, dim: int, size: int | None, world_size: int) -> DimShards:
+        """The sharding of the gathered tensor; `size` None means that all shards are as long as this one."""
+        shape = list(x_shard.shape)
+        sizes = [shape[dim]] * world_size if size is None else shard_sizes(size, world_size)
+        shape[dim] = sum(sizes)
+        return DimShards(shape, dim, sizes)
+
+    @property
+    def in_order(self) -> bool:
+        """True if rank-major rows are in the tensor's own order."""
+        return prod(self.shape[: self.dim]) == 1
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of rows (product of all dims but the last) of each rank."""
+        others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
+        return [others * size for size in self.sizes]
+
+    def shard_shape(self, rank: int) -> list[int]:
+        shape = list(self.shape)
+        shape[self.dim] = self.sizes[rank]
+        return shape
+
+    def rank_major(self, x: Tensor) -> Tensor:
+        """`x`, of this shape except for its last dim k, as contiguous rank-major rows [M, k]."""
+        if self.in_order:
+            return as_rows(x).contiguous()
+        out = x.new_empty((prod(x.shape[:-1]), x.shape[-1]))
+        for rows, part in zip(out.split(self.counts), x.split(list(self.sizes), self.dim), strict=True):
+            rows.view(part.shape).copy_(part)
+        return out
+
+    def places(self, device: torch.device) -> Tensor:
+        """[M]: the rank-major index of each row in the tensor's own order."""
+        rows = torch.arange(prod(self.shape[:-1]), device=device)
+        places = torch.empty_like(rows)
+        places[self.rank_major(rows.view(*self.shape[:-1], 1)).view(-1)] = rows
+        return places
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, which must not be empty, from the ranks' parts, contiguous and of any shape."""
+        lead, trail = self.shape[: self.dim], self.shape[self.dim + 1 :]
+        return torch.cat([part.view(*lead, -1, *trail) for part in parts if part.numel()], dim=self.dim)
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """Rank-major `rows` [M, n] as [*shape[:-1], n]. A copy if dims before `dim` are longer than 1."""
+        shape = [*self.shape[:-1], rows.shape[-1]]
+        if self.in_order or rows.numel() == 0:
+            return rows.view(shape)
+        return self._replace(shape=shape).joined(rows.split(self.counts))
+
+
+def rank_offsets(sizes: Sequence[int]) -> list[int]:
+    """Start of each rank's part."""
+    return [0, *accumulate(sizes)][:-1]
+
+
+def add_rms_norm(total: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normed, new_residual) for new_residual = residual + total, normed = new_residual / rms(new_residual) * weight.
+
+    The norm is taken of the rounded new_residual, because backward has that value and the next layer reads it. The norm
+    is computed in float32 (float64 for float64) and rounded once.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    new_residual = residual + total
+    h = new_residual.to(accumulate_dtype(new_residual.dtype))
+    scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    return (h * scale * norm_weight).to(new_residual.dtype), new_residual

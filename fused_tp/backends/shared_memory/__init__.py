@@ -1,0 +1,1 @@
+"""CPU shared memory between ranks of one host."""

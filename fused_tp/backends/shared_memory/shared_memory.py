@@ -1,0 +1,246 @@
+"""CPU shared memory: ranks multiply directly from and into memory that all of them map, with few or no copies.
+
+- all_gather_matmul: every rank writes its shard into one gathered x, which all ranks multiply in place.
+- matmul_reduce_scatter: the matmul writes its partial result into shared memory; the owner of rows sums them from all
+  ranks' partial results.
+- matmul_all_reduce: the same, but the partial results are summed in place, and that memory is returned.
+
+Rejected after measurement: multiplying peers' rows one peer at a time (the library packs the weight again in every
+call: 1.02x to 1.15x of one matmul), and letting the matmul accumulate onto the peer's partial result (saves one read of
+it, at the cost of the same packing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from math import prod
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.gemm import Product, as_rows, linear, sum_of_products
+from fused_tp.backends.grouped import GroupedProduct
+from fused_tp.backends.messages.torch_dist import TorchDist
+from fused_tp.backends.schedule import DimShards, GatherMatmul, RowSchedule, T, Work, add_rms_norm, rank_offsets
+from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, dtype_number, folded
+from fused_tp.core.errors import FusedTPError, raised_midway
+from fused_tp.core.pending import After, Pending
+
+with suppress(ImportError):  # without the core no group shares memory, and this schedule is never made
+    from fused_tp import _core
+
+# Below this many bytes of result the native all-reduce, which chunks for the cache, is faster than a multi-step call.
+_DIRECT_BYTES = 1 << 20
+
+
+class SharedMemory(RowSchedule):
+    """The ops of one group of ranks that share memory."""
+
+    name = "one_sided"
+
+    def __init__(self, transport: ShmTransport) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self._gathers: WeakSet[ShmCall] = WeakSet()  # calls under way
+
+    @property
+    def messages(self) -> TorchDist:
+        raise ValueError("Ranks that share memory send no messages; ask for `transport`, what they share.")
+
+    @contextmanager
+    def abort_scope(self, op: str) -> Iterator[None]:
+        core_group, outer = self.transport.core_group, self.transport.op_began
+        before = core_group.calls
+        self.transport.op_began = before if outer is None else outer
+        try:
+            yield
+        except BaseException as error:
+            if core_group.calls != before and not isinstance(error, FusedTPError):
+                core_group.give_up(f"{op} {raised_midway(error)}")
+            # A stored exception keeps a gather alive through its traceback, and after 16 more calls peers would wait
+            # for the gather's end, up to the deadline. Abandon it now.
+            for workspace in list(self._gathers):
+                workspace.abandon()
+            raise
+        finally:
+            self.transport.op_began = outer
+
+    # -- movements of whole tensors -----------------------------------------------------------------------------------
+
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
+        dims = (*folded(cut.shape), cut.dim)
+        workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
+        with ExitStack() as on_error:  # an error here must not leave the call open
+            on_error.push(workspace)
+            workspace.buffer(self.rank, x_shard.shape, x_shard.dtype).copy_(x_shard)
+            workspace.signal(1)
+            on_error.pop_all()
+        self._gathers.add(workspace)
+
+        def finish() -> Tensor:
+            self._gathers.discard(workspace)
+            with workspace:
+                out = x_shard.new_empty(cut.shape)
+                for rank, part in enumerate(out.split(list(cut.sizes), cut.dim)):
+                    if rank == self.rank:
+                        part.copy_(x_shard)
+                    else:
+                        workspace.wait(rank, 1)
+                        part.copy_(workspace.buffer(rank, part.shape, out.dtype))
+            return out
+
+        return After(finish)
+
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        return self.transport.all_reduce(partial.contiguous())
+
+    all_reduce = _all_reduced  # without `check`: the core compares the calls
+
+    def all_to_all(self, rows: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int]) -> Tensor:
+        return self.transport.all_to_all(rows.contiguous(), send_sizes, recv_sizes)
+
+    # -- matmuls ------------------------------------------------------------------------------------------------------
+
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+        return self.transport.reduce_scatter(rows, cut.counts, called=(*cut.shape[:-1], cut.dim))
+
+    def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
+        return self._use_gathered(
+            op, x_shard, DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size), use
+        )
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        def multiply(x: Tensor) -> tuple[list[Tensor], Tensor | None]:
+            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
+            return outputs, x.clone() if asked.return_gathered else None
+
+        return self._use_gathered("all_gather_matmul", asked.x_shard, cut, multiply)
+
+    def _use_gathered(self, op: str, x_shard: Tensor, cut: DimShards, use: Callable[[Tensor], T]) -> T:
+        dims, dtype = (*folded(cut.shape), cut.dim), x_shard.dtype
+        host = 0  # rank 0's workspace holds the gathered x; each page is on the NUMA node of its writer
+        nbytes = prod(cut.shape) * dtype.itemsize if self.rank == host else 0
+        with self.transport.begin(op, dims, dtype, nbytes) as workspace:
+            x = workspace.buffer(host, cut.shape, dtype)
+            x.split(list(cut.sizes), cut.dim)[self.rank].copy_(x_shard)
+            workspace.signal(1)
+            workspace.wait_all(1)
+            return use(x)
+
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
+        op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
+        own_bias = bias if self.rank == 0 else None  # rank 0's term carries the bias
+
+        def write(partial: Tensor) -> object:
+            return sum_of_products(products, own_bias, out=partial)
+
+        return self._scatter_written(op, write, cut, products[0][0].dtype, meanwhile)
+
+    def grouped_matmul_reduce_scatter(
+        self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
+    ) -> Tensor:
+        cut = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        if not cut.in_order:
+            product = product.in_order(cut.places(product.x.device))
+        op, dtype, rows = "grouped_matmul_reduce_scatter", product.x.dtype, self._rows_for(product)
+        out = self._scatter_written(op, partial(product.sum, rows=rows), cut, dtype, meanwhile)
+        return out.view(cut.shard_shape(self.rank))
+
+    def _scatter_written(
+        self, op: str, write: Callable[[Tensor], object], cut: DimShards, dtype: torch.dtype, meanwhile: Work
+    ) -> Tensor:
+        dims, n, counts = (*folded(cut.shape), cut.dim), cut.shape[-1], cut.counts
+        with self.transport.begin(op, dims, dtype, prod(cut.shape) * dtype.itemsize) as workspace:
+            write(workspace.buffer(self.rank, (sum(counts), n), dtype))
+            workspace.signal(1)
+            if meanwhile is not None:
+                meanwhile()
+            workspace.wait_all(1)
+            out = self.transport.empty((counts[self.rank], n), dtype)
+            if out.numel():
+                start = rank_offsets(counts)[self.rank] * n * dtype.itemsize
+                sources = [workspace.address(rank) + start for rank in range(self.world_size)]
+                # The rows are contiguous, so they are summed as one long row.
+                _core.sum_arrays(out.data_ptr(), sources, out.numel(), dtype_number(dtype))
+        return out
+
+    def _rows_for(self, product: GroupedProduct) -> Tensor:
+        """Memory from the pool, whose pages exist already, for the experts' product of each row."""
+        return self.transport.empty((len(product.x), product.shape[1]), product.x.dtype)
+
+    def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
+        op, shape = "grouped_matmul_all_reduce", product.shape
+        if prod(shape) * product.x.dtype.itemsize >= _DIRECT_BYTES:
+            write = partial(product.sum, rows=self._rows_for(product))
+            return self.transport.all_reduce_of(op, shape, product.x.dtype, write, meanwhile)
+        y = product.sum()
+        if meanwhile is not None:
+            meanwhile()
+        return self.transport.all_reduce(y, y, op)
+
+    def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
+        x, w = products[0]
+        own_bias = bias if self.rank == 0 else None
+        shape = torch.Size((*x.shape[:-1], w.shape[0]))
+        if shape.numel() * x.dtype.itemsize < _DIRECT_BYTES:
+            y = sum_of_products(products, own_bias)
+            if meanwhile is not None:
+                meanwhile()
+            self.transport.all_reduce(y, y, "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias")
+            return y
+        return self._matmul_sum(products, bias, meanwhile)
+
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        x, w = products[0]
+        return self.transport.all_reduce_of(
+            "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias",
+            [*x.shape[:-1], w.shape[0]],
+            x.dtype,
+            lambda y: sum_of_products(products, bias if self.rank == 0 else None, out=as_rows(y)),
+            meanwhile,
+        )
+
+    def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
+        if op != "matmul_all_reduce":
+            return None
+        x, w, bias, _ = args
+        shape = torch.Size((*x.shape[:-1], w.shape[0]))
+        if shape.numel() * x.dtype.itemsize >= _DIRECT_BYTES:
+            return None
+        core_group, rank = self.transport.core_group, self.rank
+        described = self.transport.described(op if bias is None else f"{op} with bias", x.dtype, shape)
+
+        def call(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor | None:
+            if bias is not None and not bias.data_ptr():  # only rank 0 reads the bias
+                return None
+            try:
+                y = linear(x, w, bias if rank == 0 else None)
+            except RuntimeError:  # out of memory, for example; the checks of the op report the cause
+                return None
+            address = y.data_ptr()
+            _core.all_reduce(core_group, address, address, *described)
+            return y
+
+        return call
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if not partial.dtype == residual.dtype == norm_weight.dtype:
+            total = self.transport.all_reduce(partial.contiguous(), called=f"all_reduce_rms_norm of eps {eps!r}")
+            return add_rms_norm(total, residual, norm_weight, eps)
+        return self.transport.all_reduce_rms_norm(
+            partial.contiguous(), residual.contiguous(), norm_weight.contiguous(), eps
+        )
+
+    def matmul_all_reduce_rms_norm(
+        self, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self.all_reduce_rms_norm(linear(x, weight), residual, norm_weight, eps)

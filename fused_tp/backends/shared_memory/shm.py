@@ -1,0 +1,422 @@
+"""CPU shared memory: ranks of one host read and write each other's workspaces in place.
+
+`shm_transport(group)` makes the transport of a group at its first use (a rendezvous of all its ranks over the group's
+store) and caches it. A call of an op is a `ShmCall`: every rank begins it with its own amount of memory, signals
+stages of its work, waits for stages of others, reads their memory, and ends it. Up to 16 calls of a group may be in
+flight; memory is recycled once every rank has ended the call.
+
+If memory cannot be shared (another host, container or user, no native core), the group gets None, on every rank, and
+the ops use plain collectives. `shm_availability` has the reason.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_tp.core import settings, tracing
+from fused_tp.core.availability import AVAILABLE, Availability, unavailable
+from fused_tp.core.errors import FusedTPError, raised_midway
+from fused_tp.core.group import Group, GroupSlot, on_destroy
+from fused_tp.core.store import exchange, first_reason, made_together
+
+_core: Any = None
+_why_no_core = ""
+try:
+    _core = import_module("fused_tp._core")
+except ImportError as missing:
+    _why_no_core = f"the native core is not built ({missing}); install a C++ compiler and reinstall fused_tp"
+
+MAX_RANKS: int = getattr(_core, "MAX_RANKS", 64)  # kMaxRanks in csrc/shm/control.h
+_MEETING = "the shared-memory rendezvous"
+
+# The numbers of csrc/dtype.h. bool is moved as bytes.
+_DTYPE_NUMBERS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int8: 4,
+    torch.uint8: 5,
+    torch.bool: 5,
+    torch.int16: 6,
+    torch.int32: 7,
+    torch.int64: 8,
+}
+
+_MOST_DESCRIBED = 1024
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """The native core's number of `dtype`; raises TypeError if it has none."""
+    try:
+        return _DTYPE_NUMBERS[dtype]
+    except KeyError:
+        names = ", ".join(str(known).removeprefix("torch.") for known in _DTYPE_NUMBERS)
+        raise TypeError(f"Shared-memory collectives take {names}, not {dtype}.") from None
+
+
+class ShmCall:
+    """One call of an op in flight on this rank; a context manager that ends the call.
+
+    Views from `buffer` must not outlive the call: its memory is recycled once every rank has ended it.
+
+    An exception inside abandons the call: peers that wait for more of it raise, and the ranks stay in step. If peers
+    may have completed the call, they could mistake a retry for their next call; then the group is given up, unless the
+    exception is an error between ranks.
+
+    Attributes:
+        peers_may_end: True if peers can complete the call without more from this rank. `signal` sets it; an op in which
+            peers need nothing from this rank sets it earlier.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_core_group", "_memories", "peers_may_end")
+
+    def __init__(self, call: Any, core_group: Any, op_began: int | None = None) -> None:
+        self._call = call
+        self._core_group = core_group
+        self._memories: dict[int, Any] = {}
+        # In a later call of an op, peers must notice that this rank has left the group before that it left the call.
+        self.peers_may_end = op_began is not None and call.number - 1 > op_began
+
+    def buffer(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """A view of `rank`'s memory in this call, at byte `offset`. Waits until that rank has begun the call."""
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        memory = self._memories.get(rank)
+        if memory is None:
+            memory = self._memories[rank] = self._call.workspace(rank, self._core_group)
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def address(self, rank: int) -> int:
+        """Address in this process of `rank`'s memory of this call."""
+        return self._call.workspace_address(rank)
+
+    def signal(self, stage: int) -> None:
+        """Publish all that this rank has written, as its stage `stage` (from 1, increasing) of this call."""
+        self.peers_may_end = True
+        self._call.signal(stage)
+
+    def wait(self, rank: int, stage: int) -> None:
+        """Wait until `rank` has signalled `stage` or a later one; raises errors between ranks (runtime.errors)."""
+        self._call.wait(rank, stage)
+
+    def wait_all(self, stage: int) -> None:
+        """`wait` for every other rank."""
+        self._call.wait_all(stage)
+
+    def abandon(self) -> None:
+        """End the call early on this rank: peers that wait for more of it notice that this rank has left."""
+        self._call.abandon()
+
+    def __enter__(self) -> ShmCall:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self._call.end()
+        else:
+            if self.peers_may_end and error is not None and not isinstance(error, FusedTPError):
+                self._core_group.give_up(f"call {self._call.number} {raised_midway(error)}")
+            self.abandon()
+
+
+def folded(shape: Sequence[int]) -> tuple[int, ...]:
+    """At most six dims that distinguish shapes: a signature has room for eight numbers."""
+    return (math.prod(shape[:-5]), *shape[-5:]) if len(shape) > 6 else tuple(shape)
+
+
+def _check_summable(dtype: torch.dtype) -> None:
+    if dtype == torch.bool:
+        raise TypeError("A sum of torch.bool is no torch.bool; convert tensor first.")
+
+
+class ShmTransport:
+    """Shared memory of the ranks of one group. Its collectives block, and are the native ones of csrc/shm.
+
+    Sums over ranks accumulate in fp32 (fp64 for fp64, integers in their own type) in rank order. Tensors are
+    contiguous, on the CPU, and of dtypes and sizes that the ops have checked.
+    """
+
+    def __init__(self, core_group: Any) -> None:
+        self.core_group = core_group
+        self.rank: int = core_group.rank
+        self.world_size: int = core_group.size
+        self._held: list[tuple[int, Any]] = []  # (number, memory) of calls that this rank has left by an exception
+        self._most_pooled_bytes = settings.shared_memory_reserve() // 2
+        self._described: dict[Any, tuple[int, Any]] = {}
+        self.op_began: int | None = None  # within an op of several calls, the number of calls before it
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in this rank's reused pool, whose pages exist already, unlike those of a fresh allocation.
+
+        If the pool is full, the ordinary allocator serves it, because callers may keep outputs for any time.
+        """
+        memory = self._pooled(math.prod(shape) * dtype.itemsize)
+        if memory is None:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def _pooled(self, nbytes: int) -> Any:
+        """Memory of this rank's pool for a result; None for no bytes, and if results fill half of the pool.
+
+        The other half is reserved for workspaces, without which no op could run.
+        """
+        if nbytes == 0 or self.core_group.bytes_in_use + nbytes > self._most_pooled_bytes:
+            return None
+        try:
+            return self.core_group.allocate(nbytes)
+        except FusedTPError:  # the free memory is fragmented
+            return None
+
+    def begin(self, op: str, dims: Sequence[int], dtype: torch.dtype, nbytes: int, *, reuse: bool = False) -> ShmCall:
+        """Begin the group's next call. `op`, `dims`, `dtype` must agree on all ranks; `nbytes` may differ.
+
+        Args:
+            reuse: wait for peers that are still in calls that this rank has ended, and reuse memory of those calls;
+                for large calls, as small ones have memory of their own. Otherwise memory grows as ranks drift apart.
+        """
+        call = self.core_group.begin(op, dtype_number(dtype), dims, nbytes, reuse)
+        return ShmCall(call, self.core_group, self.op_began)
+
+    @property
+    def settled(self) -> bool:
+        """True if `begin` with `reuse` would wait for no rank."""
+        settled: bool = self.core_group.settled()
+        return settled
+
+    def all_reduce_of(
+        self,
+        op: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        write: Callable[[Tensor], object],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Return the sum over ranks of the terms that `write(term)` writes to a tensor of `shape`, which is not empty.
+
+        Term and result share memory of the pool, like the tensors of `empty`, and peers read it in place. If the pool
+        is full, the result is a copy.
+
+        Args:
+            op: name of the op; must agree on all ranks, as must `shape` and `dtype`.
+            meanwhile: work to do once the term is written, while peers may still be busy with theirs.
+
+        Example:
+            y = transport.all_reduce_of("matmul_all_reduce", (m, n), x.dtype, lambda y: torch.mm(x, w.t(), out=y))
+        """
+        count = math.prod(shape)
+        memory = self._pooled(count * dtype.itemsize)
+        number, dims = dtype_number(dtype), folded(shape)
+        if memory is not None:
+            call = self.core_group.begin_in(op, number, dims, memory)
+        else:
+            call = self.core_group.begin(op, number, dims, count * dtype.itemsize)
+        if self._held:  # peers read no memory of calls further back than MAX_CALLS_IN_FLIGHT
+            self._held = [one for one in self._held if one[0] + _core.MAX_CALLS_IN_FLIGHT > call.number]
+        try:
+            with ShmCall(call, self.core_group, self.op_began) as workspace:
+                term = (
+                    workspace.buffer(self.rank, shape, dtype)
+                    if memory is None
+                    else torch.frombuffer(memory, dtype=dtype).view(shape)
+                )
+                write(term)
+                if meanwhile is not None:
+                    workspace.signal(1)
+                    meanwhile()
+                workspace.peers_may_end = True  # sum_workspaces signals
+                _core.sum_workspaces(self.core_group, call, count, number)
+                return term.clone() if memory is None else term
+        except BaseException:  # Ctrl-C too: peers may still read memory that the last tensor would return to the pool
+            self._held.append((call.number, memory))
+            raise
+
+    def all_reduce(self, tensor: Tensor, out: Tensor | None = None, called: str = "all_reduce") -> Tensor:
+        """Return the sum of `tensor` over the ranks, in `out` (default: a new tensor; may be `tensor` itself).
+
+        Args:
+            called: the op that this is part of, which must agree on all ranks, as must the shape.
+        """
+        described = self.described(called, tensor.dtype, tensor.shape)
+        out = torch.empty_like(tensor) if out is None else out
+        _core.all_reduce(self.core_group, tensor.data_ptr(), out.data_ptr(), *described)
+        return out
+
+    def described(self, called: str, dtype: torch.dtype, shape: torch.Size) -> tuple[int, Any]:
+        """Arguments of the native all-reduce besides addresses: number of elements, and signature."""
+        key = (called, dtype, shape)
+        known = self._described.get(key)
+        if known is None:
+            _check_summable(dtype)
+            signature = _core.Signature(called, dtype_number(dtype), folded(shape))
+            if len(self._described) >= _MOST_DESCRIBED:  # reached if sequence lengths keep changing
+                self._described.clear()
+            known = self._described[key] = (math.prod(shape), signature)
+        return known
+
+    def reduce_scatter(self, tensor: Tensor, sizes: Sequence[int], called: Sequence[int] | None = None) -> Tensor:
+        """Return the rows of this rank of the sum of `tensor` over ranks: `sizes[r]` rows of dim 0 belong to rank r.
+
+        `called` (default: the shape of `tensor`): dims of the op's call; they must agree on all ranks.
+        """
+        _check_summable(tensor.dtype)
+        row = math.prod(tensor.shape[1:])
+        out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
+        dims = folded(tensor.shape if called is None else called)
+        _core.reduce_scatter(
+            self.core_group,
+            tensor.data_ptr(),
+            out.data_ptr(),
+            [size * row for size in sizes],
+            _core.Signature("reduce_scatter", dtype_number(tensor.dtype), dims),
+        )
+        return out
+
+    def all_to_all(self, tensor: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Tensor:
+        """Send `send_sizes[r]` rows of dim 0 to each rank r, and return `receive_sizes[r]` rows from each."""
+        row = math.prod(tensor.shape[1:])
+        out = tensor.new_empty((sum(receive_sizes), *tensor.shape[1:]))
+        _core.all_to_all(
+            self.core_group,
+            tensor.data_ptr(),
+            out.data_ptr(),
+            [size * row for size in send_sizes],
+            [size * row for size in receive_sizes],
+            dtype_number(tensor.dtype),
+        )
+        return out
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
+        _core.barrier(self.core_group)
+
+    def all_reduce_rms_norm(
+        self, partial: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(normed, new_residual) of [..., columns] tensors; see `fused_tp.all_reduce_rms_norm`."""
+        if not partial.is_floating_point():
+            raise TypeError(f"partial is {partial.dtype}; RMSNorm needs a floating dtype.")
+        normed, new_residual = torch.empty_like(partial), torch.empty_like(partial)
+        _core.all_reduce_rms_norm(
+            self.core_group,
+            partial.data_ptr(),
+            residual.data_ptr(),
+            norm_weight.data_ptr(),
+            normed.data_ptr(),
+            new_residual.data_ptr(),
+            math.prod(partial.shape[:-1]),
+            partial.shape[-1],
+            eps,
+            dtype_number(partial.dtype),
+        )
+        return normed, new_residual
+
+
+# The transport, the reason why there is none, or the error of the rendezvous.
+_TRANSPORTS: GroupSlot[ShmTransport | Availability | FusedTPError] = GroupSlot()
+
+
+def shm_transport(group: Group) -> ShmTransport | None:
+    """The shared-memory transport of `group`, or None if it is unavailable; the same answer on all ranks.
+
+    The first call for a group is a rendezvous: every rank of the group must make it.
+
+    Raises:
+        PeerLostError: a rank died in the rendezvous or before it. Noticed within two seconds if gloo moves the group's
+            CPU tensors. Without gloo, or with TORCH_GLOO_LAZY_INIT, a rank that died before it had joined cannot be
+            detected: the others raise CollectiveTimeoutError at the deadline.
+        CollectiveTimeoutError: a rank did not join the rendezvous before the deadline; the error names it.
+    """
+    if group.process_group is None or not settings.shared_memory_allowed():
+        return None
+    found = made_together(_TRANSPORTS, group, _rendezvous)
+    return found if isinstance(found, ShmTransport) else None
+
+
+def known_shm_transport(group: Group) -> ShmTransport | None:
+    """The transport that `shm_transport` has made for `group`, or None. Never waits for other ranks."""
+    found = _TRANSPORTS.get(group)
+    return found if isinstance(found, ShmTransport) else None
+
+
+def shm_serves(size: int) -> Availability:
+    """Availability of shared memory to groups of `size` ranks, wherever the ranks are."""
+    if not settings.shared_memory_allowed():
+        return unavailable("FUSED_TP_SHM=0 turns shared memory off")
+    if size > MAX_RANKS:
+        return unavailable(f"the group has {size} ranks; shared memory serves at most {MAX_RANKS}")
+    return AVAILABLE
+
+
+def shm_availability(group: Group) -> Availability:
+    """Availability of `shm_transport(group)`, as far as known. Never waits for other ranks."""
+    if not (serves := shm_serves(group.size)):
+        return serves
+    if _core is None:
+        return unavailable(_why_no_core)
+    if group.process_group is None:
+        return unavailable("torch.distributed is not initialised")
+    found = _TRANSPORTS.get(group)
+    return found if isinstance(found, Availability) else AVAILABLE
+
+
+def _rendezvous(group: Group) -> ShmTransport | Availability:
+    if not (serves := shm_serves(group.size)):
+        return serves
+    # Read settings first: an invalid one must raise before this rank is counted. The core reads FUSED_TP_ISA itself.
+    reserve_bytes, _ = settings.shared_memory_reserve(), settings.isa()
+    core_group, problem = None, ""
+
+    def gone() -> list[int]:
+        dead = core_group.dead_peer() if core_group is not None else -1
+        return [dead] if dead >= 0 else []
+
+    try:
+        if _core is None:
+            raise RuntimeError(_why_no_core)
+        core_group = _core.Group(group.rank, group.size, reserve_bytes, settings.timeout_seconds)
+    except RuntimeError as error:
+        problem = str(error)
+    own = core_group.address.hex() if core_group is not None else "", settings.host_name()
+    found = exchange(group, _MEETING, own, gone)
+    if len(hosts := {host for _, host in found}) > 1:
+        return unavailable(f"FUSED_TP_HOST gives its ranks {len(hosts)} hosts")
+    addresses = [bytes.fromhex(address) for address, _ in found]
+    if core_group is not None and all(addresses):
+        try:
+            core_group.connect(addresses)
+        except (RuntimeError, ValueError) as error:  # ValueError: an address in the format of another version
+            problem = str(error)
+    # All or none: if a rank cannot reach a peer, the others must not wait for it.
+    if not (reached := first_reason(exchange(group, _MEETING, problem, gone))):
+        return reached
+    transport = ShmTransport(core_group)
+    tracing.add_wait_source(core_group, lambda core: core.waited_seconds)
+    _open.add(core_group)
+    return transport
+
+
+@on_destroy
+def _leave(group: Group) -> None:
+    if (transport := known_shm_transport(group)) is not None:
+        transport.core_group.give_up("its process group was destroyed")
+
+
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all groups at exit, which notifies waiting peers sooner than the operating system would."""
+    for core_group in list(_open):
+        core_group.close()

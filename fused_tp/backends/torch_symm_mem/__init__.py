@@ -1,0 +1,1 @@
+"""torch's own ops over symmetric memory."""

@@ -1,0 +1,183 @@
+"""Schedule `symm_mem`: torch's own ops over symmetric memory (`torch.ops.symm_mem`), with our autograd and checks.
+
+    operation                torch's op                             sum over ranks
+    all_gather_matmul        fused_all_gather_matmul                none
+    matmul_reduce_scatter    fused_matmul_reduce_scatter            of terms in their dtype by torch.sum: in float32,
+                                                                    rounded once, in an order torch chooses by shape
+    all_gather               _low_contention_all_gather             none
+    reduce_scatter           _low_contention_reduce_scatter         as matmul_reduce_scatter
+    all_reduce, and          multimem_all_reduce_                   in the switch, in float32, rounded once
+    matmul_all_reduce:       multimem_one_shot_all_reduce           the same; two ranks, where the order has no effect
+    a matmul into            one_shot_all_reduce                    in rank order; bfloat16 is rounded at every addition
+    symmetric memory, then   two_shot_all_reduce_                   the same
+
+An all-reduce returns the same bits on all ranks, and in every run unless the switch adds. A bias is added to the
+rounded sum.
+
+A call falls back to plain collectives if no torch op serves it: rows that do not divide evenly by the ranks, a rank's
+part that is not a multiple of 16 bytes, all-reduces in dtypes other than float32 and bfloat16, empty tensors, or too
+little memory on some rank. All ranks know each of these, so they make the same choice. torch's own alignment checks
+cover less: a gather of 8 bytes from each of two ranks would be written by stores of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_tp.backends.cuda.side_stream import SideStream
+from fused_tp.backends.cuda.symm_mem import is_capturing
+from fused_tp.backends.gemm import Product, as_rows, sum_of_products
+from fused_tp.backends.messages.plain import KernelSchedule, Plain, gather_blocks
+from fused_tp.backends.schedule import DimShards, GatherMatmul, Work
+from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
+from fused_tp.core.pending import Done, Pending
+from fused_tp.core.tracing import span
+
+SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # supported by torch's all-reduces
+ALIGNMENT = 16  # bytes
+ONE_SHOT_BYTES = 256 << 10  # as in torch's own intra-node all-reduce; above it each rank sums its part
+
+
+class TorchSymmMemSchedule(KernelSchedule):
+    """The ops of one group by torch's symmetric memory ops; the rest fall back to plain collectives.
+
+    Args:
+        symm_mem: the group's ops and memory.
+        plain: schedule of the calls that no torch op serves.
+    """
+
+    name = "symm_mem"
+
+    def __init__(self, symm_mem: TorchSymmMem, plain: Plain) -> None:
+        super().__init__(symm_mem, plain, "")
+        self.symm_mem = symm_mem
+        self._side_stream = SideStream()
+
+    # -- gathers ------------------------------------------------------------------------------------------------------
+
+    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
+        if (
+            "_low_contention_all_gather" not in self.symm_mem.ops
+            or not self._is_even(cut, x_shard.nbytes)
+            or not self.symm_mem.has_room("all_gather", workspace=x_shard.nbytes)
+        ):
+            return self.fallback._gather(x_shard, cut)
+        # In a capture nothing orders ops on two streams, so both could use the workspace at once.
+        if not x_shard.is_cuda or is_capturing(x_shard.device):
+            return Done(self._gathered(x_shard, cut))
+        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, cut))
+
+    def _gathered(self, x_shard: Tensor, cut: DimShards) -> Tensor:
+        gather = self.symm_mem.ops["_low_contention_all_gather"]
+
+        def move(flat: Tensor) -> Pending[Tensor]:
+            with self.symm_mem.turn(), span("all_gather", flat, self.name):
+                return Done(_arrived(gather(flat, self.symm_mem.name)))
+
+        return gather_blocks(x_shard, cut, move).wait()
+
+    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        rows = as_rows(asked.x_shard).contiguous()
+        # With multicast torch gathers all of x in the workspace, otherwise it only places a shard there.
+        most = rows.nbytes * self.world_size
+        if not self._is_even(cut, rows.nbytes) or not self.symm_mem.has_room("all_gather_matmul", workspace=most):
+            return self.fallback._gather_matmul(asked, cut)
+        ws = [w.t() for w in asked.weights]
+        with self.symm_mem.turn(), span("all_gather_matmul", rows, *asked.weights, self.name):
+            gathered, outputs = self.symm_mem.ops["fused_all_gather_matmul"](
+                rows, ws, 0, self.symm_mem.name, return_A=asked.return_gathered
+            )
+        for y, bias in zip(outputs, asked.biases, strict=True):
+            if bias is not None:
+                y.add_(bias)
+        return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
+
+    # -- sums that are scattered --------------------------------------------------------------------------------------
+
+    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+        scatter = self.symm_mem.ops.get("_low_contention_reduce_scatter")
+        if (
+            scatter is None
+            or not rows.is_floating_point()
+            or not self._is_even(cut, rows.nbytes // self.world_size)
+            or not self.symm_mem.has_room("reduce_scatter", workspace=rows.nbytes)
+        ):
+            return self.fallback._sum_rows(rows, cut)
+        with self.symm_mem.turn(), span("reduce_scatter", rows, self.name):
+            return _arrived(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
+
+    def _matmul_scatter(
+        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+    ) -> Tensor:
+        (x, w), *others = products
+        part = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
+        if not self._is_even(cut, part) or not self.symm_mem.has_room("matmul_reduce_scatter", workspace=2 * part):
+            return self.fallback._matmul_scatter(products, cut, bias, meanwhile)
+        if others:  # torch's op does not sum products: concatenate their features into one product
+            x, w = (torch.cat([product[side] for product in products], dim=-1) for side in (0, 1))
+        with self.symm_mem.turn(), span("matmul_reduce_scatter", x, w, self.name):
+            total: Tensor = self.symm_mem.ops["fused_matmul_reduce_scatter"](x, w.t(), "sum", 0, self.symm_mem.name)
+        if meanwhile is not None:
+            meanwhile()  # not on a side stream, where it would compete with torch's matmuls
+        return total if bias is None else total.add_(bias)
+
+    # -- sums that all ranks get --------------------------------------------------------------------------------------
+
+    def _all_reduced(self, partial: Tensor) -> Tensor:
+        if not self._sums("all_reduce", partial.dtype, partial.nbytes):
+            return self.fallback._all_reduced(partial)
+        with self.symm_mem.turn(), span("all_reduce", partial, self.name):
+            term = self.symm_mem.summand(partial.shape, partial.dtype)
+            term.copy_(partial)
+            return self._sum_of(term)
+
+    def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
+        x, w = products[0]
+        shape = torch.Size((x.shape[0], w.shape[0]))
+        nbytes = shape.numel() * x.element_size()
+        if not self._sums("matmul_all_reduce", x.dtype, nbytes):
+            return self.fallback._matmul_sum(products, bias, meanwhile)
+        with self.symm_mem.turn():
+            term = self.symm_mem.summand(shape, x.dtype)
+            with span("matmul", products):
+                sum_of_products(products, out=term)
+            with self._side_stream(meanwhile, x.device), span("all_reduce", term, self.name):
+                total = self._sum_of(term)
+        return total if bias is None else total.add_(bias)
+
+    def _sum_of(self, term: Tensor) -> Tensor:
+        """Return the sum over ranks of `term`, which is in symmetric memory, in separate memory."""
+        name, in_place = self._algorithm(term.nbytes, term.dtype)
+        total: Tensor = self.symm_mem.ops[name](term, "sum", self.symm_mem.name)
+        return term.clone() if in_place else total
+
+    def _algorithm(self, nbytes: int, dtype: torch.dtype) -> tuple[str, bool]:
+        """Name of the op that sums this many bytes, and True if it does so in place."""
+        small = nbytes <= ONE_SHOT_BYTES
+        if self.symm_mem.multicast:
+            # Each rank reads the whole sum from the switch, whose order of three or more terms may vary by rank.
+            if small and self.world_size == 2 and "multimem_one_shot_all_reduce" in self.symm_mem.ops:
+                return "multimem_one_shot_all_reduce", False
+            if (not small or dtype != torch.float32) and "multimem_all_reduce_" in self.symm_mem.ops:
+                return "multimem_all_reduce_", True
+        return ("one_shot_all_reduce", False) if small else ("two_shot_all_reduce_", True)
+
+    # -- limits of torch's ops ----------------------------------------------------------------------------------------
+
+    def _is_even(self, cut: DimShards, nbytes: int) -> bool:
+        """True if all ranks hold equally much of `cut`, in multiples of `ALIGNMENT`; `nbytes`: size on this rank."""
+        return len(set(cut.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT == 0
+
+    def _sums(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
+        """True if one of torch's ops sums this many bytes."""
+        fits = dtype in SUMMED_DTYPES and nbytes > 0 and nbytes % ALIGNMENT == 0
+        return fits and self.symm_mem.has_room(op, sums=nbytes)
+
+
+def _arrived(result: Tensor) -> Tensor:
+    """Make the current stream wait for `result` of one of torch's asynchronous ops, and return it."""
+    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(result)
+    return arrived

@@ -1,0 +1,1 @@
+"""Base layer: groups, store, failures, settings, errors, tracing. Imports no other layer."""

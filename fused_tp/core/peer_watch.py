@@ -1,0 +1,98 @@
+"""Detection, within milliseconds, that a process of this host has ended for any reason."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fused_tp.core.pending import start_thread
+
+_TICK_SECONDS = 0.2
+
+
+def own_process() -> tuple[str, int]:
+    """Identity of this process for others: its pid namespace, and its pid in that namespace."""
+    try:
+        return os.readlink("/proc/self/ns/pid"), os.getpid()
+    except OSError:
+        return "", os.getpid()
+
+
+def watchable(processes: Sequence[Any]) -> dict[int, int]:
+    """Pids, by rank, of those of the ranks' processes (as from `own_process`) that can be watched from here."""
+    namespace, own = own_process()
+    if not namespace or not hasattr(os, "pidfd_open"):
+        return {}
+    return {
+        rank: pid
+        for rank, (where, pid) in enumerate(processes)
+        if where == namespace and pid != own and Path(f"/proc/{pid}").exists()
+    }
+
+
+_exiting = threading.Event()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the watching threads: one that calls torch while the interpreter exits would abort the process."""
+    _exiting.set()
+    for thread in list(_threads):
+        thread.join(5 * _TICK_SECONDS)
+
+
+class PeerWatch:
+    """A thread that calls back when a peer has ended, and also at regular intervals; it ends with its owner.
+
+    A kernel that waits for a peer cannot detect that the peer has ended, and would wait for its deadline. The thread
+    waits on descriptors that become readable when a process ends, for any reason (pidfd_open, Linux 5.3).
+
+    Args:
+        owner: the watch runs while it is alive. The callbacks receive it, and must not keep a reference.
+        pids: process numbers by rank.
+        lost: `lost(owner, rank)`, called once for each peer that has ended.
+        tick: `tick(owner)`, called about five times a second.
+    """
+
+    def __init__(
+        self, owner: object, pids: Mapping[int, int], lost: Callable[..., None], tick: Callable[..., None]
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        self._lost, self._tick = lost, tick
+        self._ranks: dict[int, int] = {}
+        for rank, pid in pids.items():
+            try:
+                self._ranks[os.pidfd_open(pid)] = rank
+            except OSError:  # ended already, or this process may not watch it
+                if not Path(f"/proc/{pid}").exists():
+                    lost(owner, rank)
+        thread = threading.Thread(target=self._run, name="fused_tp peer watch", daemon=True)
+        start_thread(thread)
+        _threads.add(thread)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for descriptor in self._ranks:
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            ended = poll.poll(_TICK_SECONDS * 1000)
+            owner = self._owner()
+            if owner is None or _exiting.is_set():
+                break
+            for descriptor, _ in ended:
+                poll.unregister(descriptor)
+                self._lost(owner, self._ranks.pop(descriptor))
+                os.close(descriptor)
+            self._tick(owner)
+            del owner
+        for descriptor in self._ranks:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)

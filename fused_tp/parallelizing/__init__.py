@@ -1,0 +1,1 @@
+"""`parallelize`: shards a model in place, and proves that it still computes the same."""

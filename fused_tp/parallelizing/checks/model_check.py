@@ -1,0 +1,296 @@
+"""Check that all ranks have made the same model before it is sharded, and that it is not changed afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fused_tp.core.checks import is_due
+from fused_tp.core.errors import RankMismatchError, listed
+from fused_tp.core.pending import checksum
+from fused_tp.nn.sharding import CUTS
+from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
+
+_LOG = logging.getLogger("fused_tp")
+# Size of the sample compared of each tensor, and the most rows in it. A small sample suffices, as independently drawn
+# weights differ everywhere; it covers every row, as few rows may have been added to a vocabulary.
+_SAMPLE, _MOST = 1021, 1 << 20
+
+
+# Attributes of a parallel model: the Parallelism of each of its modules, and its own Sharding, None without TP ranks.
+MARK, SHARDING = "_fused_tp_parallelism", "_fused_tp_sharding"
+
+
+def is_parallelized(model: nn.Module) -> bool:
+    """True if `parallelize` has made `model`, or a module in it, parallel.
+
+    Hooks such as Lightning's `configure_model` are called more than once, but `parallelize` accepts a model only once.
+
+    Example:
+        >>> if not fused_tp.is_parallelized(self.model):
+        ...     fused_tp.parallelize(self.model, self.device_mesh, tp_dim="tensor_parallel")
+    """
+    return any(hasattr(module, MARK) for module in model.modules())
+
+
+class ModuleCheck:
+    """Forward pre-hooks that check, at the first calls and periodically, for changes made after sharding.
+
+    New parameters beside or instead of shards would raise no error elsewhere, so they are refused. A new module without
+    parameters, or a forward, method or hook that the caller has changed, is logged: it was not compared with the whole
+    model.
+
+    Args:
+        parallelism: the mark of the model's modules.
+        model: the model as `parallelize` returns it.
+        from_meta: the model was made on the meta device, and may have no values yet.
+
+    Raises:
+        ValueError: modules with parameters, or parameters, were put into a tensor parallel model; `parameter.data` was
+            assigned to, which a DTensor ignores; parameters have no values.
+    """
+
+    def __init__(self, parallelism: Any, model: nn.Module, *, from_meta: bool) -> None:
+        self.parallelism = parallelism
+        self.from_meta = from_meta
+        self.calls, self._is_due = 0, False
+        self._code: dict[str, dict[str, object]] = {}  # by module name, as last compared with the whole model
+        self.memory = _memory_of(model)
+
+    def remember(self, model: nn.Module) -> None:
+        """Record that the current code of `model` has been compared."""
+        self._code = {name: code_of(module) for name, module in model.named_modules()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "memory": {}, "_code": {}}  # a copy has other parameters and modules
+
+    def refuse(self, model: nn.Module, args: Any) -> None:
+        """Refuse changed parameters. The first hook, before those that make the model whole."""
+        if is_suspended():
+            return
+        self.calls += 1
+        self._is_due = is_due(self.calls)
+        if not self._is_due:
+            return
+        for name, module in model.named_modules():
+            own = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+            own = own if self.parallelism.tp_mesh is not None else {}
+            if own and getattr(module, MARK, None) is not self.parallelism:
+                raise ValueError(
+                    f"{name!r} ({type(module).__name__}) was put into the model after parallelize, so it is not "
+                    "parallel. Put it in before; LoRA adapters also after, by "
+                    "fused_tp.parallelizing.peft.parallel_config."
+                )
+            for key, parameter in own.items():
+                path = f"{name}.{key}".lstrip(".")
+                plain = key in vars(module).get(CUTS, {}) and not is_traceable_wrapper_subclass(parameter)
+                if not (plain or isinstance(parameter, DTensor)):
+                    raise ValueError(
+                        f"{path!r} is a {type(parameter).__name__} of {tuple(parameter.shape)} that was put into the "
+                        "model after parallelize, by a quantizer perhaps, so it is not this rank's part. Leave layers "
+                        "to be quantized out of the plan, and quantize before; load other values by "
+                        "load_full_state_dict."
+                    )
+        self._check_memory(model)
+        if self.from_meta and self.parallelism.tp_mesh is not None:
+            self.from_meta = False
+            _check_values(model)
+
+    def name_changes(self, model: nn.Module, args: Any) -> None:
+        """Log changed code. The last hook, after a comparison has recorded the code that it covers."""
+        if is_suspended() or not self._is_due:
+            return
+        for name, module in model.named_modules():
+            code = code_of(module)
+            before, self._code[name] = self._code.get(name, {}), code
+            changed = [part for part, what in code.items() if self._code and before.get(part) != what]
+            if changed and is_first_rank(self.parallelism):
+                _LOG.warning(
+                    "since parallelize %r (%s) has another %s: what it computes was not compared with the whole model, "
+                    "and it sees a rank's part. Change it before parallelize, which compares.",
+                    name,
+                    type(module).__name__,
+                    ", ".join(changed),
+                )
+
+    def _check_memory(self, model: nn.Module) -> None:
+        memory = _memory_of(model)
+        for name, parameter in model.named_parameters():
+            before, now = self.memory.get(id(parameter)), memory.get(id(parameter))
+            if before and now and before[0] != now[0] and before[1] == now[1]:
+                raise ValueError(
+                    f"{name}.data was assigned to, which has no effect on a DTensor: the rank's part is what it was. "
+                    "Write in place, as parameter.mul_(0.5) under torch.no_grad(), or load whole tensors by "
+                    "load_full_state_dict."
+                )
+        self.memory = memory
+
+
+def remember_code(model: nn.Module) -> None:
+    """Record that the callers' current code in `model` has been compared with the whole model."""
+    for hook in model._forward_pre_hooks.values():
+        check = getattr(hook, "__self__", None)
+        if isinstance(check, ModuleCheck):
+            check.remember(model)
+
+
+def _memory_of(model: nn.Module) -> dict[int, tuple[StorageWeakRef, StorageWeakRef]]:
+    """Storages of each DTensor parameter, by id: its own, which has no memory, and that of its shard. An assignment to
+    `data` replaces the first only. (No weak references to tensors: module.to() refuses to swap those.)"""
+    dtensors = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return {
+        id(one): (StorageWeakRef(one.untyped_storage()), StorageWeakRef(one._local_tensor.untyped_storage()))
+        for one in dtensors
+    }
+
+
+def _check_values(model: nn.Module) -> None:
+    """Refuse parameters that still hold the NaN with which a model from the meta device is filled."""
+    locals_of = {name: p._local_tensor if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    firsts = {name: t.detach().view(-1)[:1].float() for name, t in locals_of.items() if t.is_floating_point()}
+    known = {name: first for name, first in firsts.items() if first.numel()}
+    unset = torch.cat([*known.values()]).isnan().tolist() if known else []
+    if any(unset):
+        names = [name for name, one in zip(known, unset, strict=True) if one]
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        raise ValueError(
+            f"the model was made on the meta device, and {listed(map(repr, names[:4]))}{more} have no values (NaN). "
+            "Load some by load_full_state_dict or torch.distributed.checkpoint, or initialise the model, by "
+            "init_weights() or apply(), with equal random states on all ranks."
+        )
+
+
+_LIBRARIES = (
+    "torch.",
+    "transformers.",
+    "fused_tp.",
+    "peft.",
+    "accelerate.",
+    "deepspeed.",
+    "lightning.",
+)
+
+
+def code_of(module: nn.Module) -> dict[str, object]:
+    """The callers' code that runs in `module`, by name; without libraries', which may register hooks at any time."""
+    code: dict[str, object] = {"class": type(module), "forward": getattr(type(module), "forward", None)}
+    own = {f"attribute {name!r}": value for name, value in vars(module).items() if callable(value)}
+    tables = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    hooks = [hook for table in tables for hook in table.values()]
+    for parameter in module._parameters.values():
+        hooks += (getattr(parameter, "_backward_hooks", None) or {}).values()
+    for what, function in [*own.items(), *((f"hook {_name(hook)}", hook) for hook in hooks)]:
+        if not isinstance(function, (nn.Module, Tensor, type)) and not is_of_library(function):
+            code[what] = function
+    return code
+
+
+def is_of_library(function: Any) -> bool:
+    """True if `function`, or the function inside a partial, belongs to a library that models are made with."""
+    inner = getattr(function, "func", function)
+    home = getattr(inner, "__module__", None) or type(inner).__module__
+    return f"{home}.".startswith(_LIBRARIES)
+
+
+def _name(hook: Any) -> str:
+    return getattr(getattr(hook, "func", hook), "__qualname__", type(hook).__name__)
+
+
+def is_first_rank(parallelism: Any) -> bool:
+    """True on the first of the ranks that share the model."""
+    return all(mesh is None or mesh.get_local_rank() == 0 for mesh in (parallelism.tp_mesh, parallelism.cp_mesh))
+
+
+_warned: set[str] = set()
+
+
+def warn_once(meshes: Sequence[DeviceMesh], key: str, message: str, *values: object) -> None:
+    """Log a warning on the first of the ranks of `meshes`, once for each `key`."""
+    if key not in _warned and all(mesh.get_local_rank() == 0 for mesh in meshes):
+        _warned.add(key)
+        _LOG.warning(message, *values)
+
+
+def check_equal_models(model: nn.Module, meshes: Sequence[DeviceMesh]) -> None:
+    """Compare parameters and persistent buffers over the ranks of `meshes`: names, shapes, dtypes, requires_grad, and a
+    sample of the values.
+
+    Tensors on the meta device are compared without values; tensors that are not dense are not compared.
+
+    Raises:
+        RankMismatchError: on all ranks; names the difference and how to remove it.
+    """
+    named = chain(model.named_parameters(), _persistent_buffers(model))
+    mine = {name: [list(t.shape), str(t.dtype), t.requires_grad, _sample(t)] for name, t in named if _is_plain(t)}
+    sums = of_all_ranks(meshes, "a checksum of the model", checksum(repr(mine)))
+    if len(set(sums)) == 1:
+        return
+    ranks = of_all_ranks(meshes, "the model", mine)
+    first: dict[str, list[object]] = {}  # each entry from the first rank that has values for it
+    for theirs in ranks:
+        first |= {name: one for name, one in theirs.items() if first.get(name, [None])[-1] is None}
+    for i, theirs in enumerate(ranks):
+        differ = [name for name in first if not _alike(first[name], theirs.get(name))]
+        if differ:
+            dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
+            more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
+            raise RankMismatchError(
+                f"the ranks of {dims} have made different models: {listed(map(repr, differ[:4]))}{more} of rank {i} of "
+                f"the {len(ranks)} differ from another rank's in shape, dtype, requires_grad or values. Each is to "
+                "keep a part of one model. Give all ranks one random state before they make it (torch.manual_seed(0)), "
+                "or load the same checkpoint on all of them."
+            )
+
+
+def _alike(one: list[object], other: list[object] | None) -> bool:
+    return other is not None and one[:-1] == other[:-1] and (None in (one[-1], other[-1]) or one[-1] == other[-1])
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _is_plain(t: Tensor) -> bool:
+    """True if `t` is dense and holds its values itself: not a DTensor or another class that dispatches."""
+    if is_lazy(t) or type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    return t.layout == torch.strided and not (t.is_nested or t.is_quantized)
+
+
+def _sample(t: Tensor) -> int | None:
+    """Checksum of a sample of `t`; None on the meta device, and for elements of less than a byte."""
+    if t.is_meta:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():  # parameter classes may override the functions below
+        t = t.detach()
+        if t.ndim and t.numel():
+            try:  # by index: flattening would copy all of a transposed tensor
+                sample = t[torch.unravel_index(_places(t.shape).to(t.device), t.shape)]
+            except NotImplementedError:  # torch does not index elements of less than a byte
+                return None
+        else:
+            sample = t
+        return checksum(sample.resolve_conj().resolve_neg().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _places(shape: torch.Size) -> Tensor:
+    """Flat indices of a sample of each row, or of _MOST rows if there are more, in different columns for each row."""
+    rows, columns = shape[0], shape[1:].numel()
+    sampled = min(rows, _MOST)
+    each = min(columns, -(-_SAMPLE // sampled))
+    row = (torch.arange(sampled, device="cpu") * rows // sampled).unsqueeze(1)
+    column = torch.arange(each, device="cpu") * columns // each + row * 7919 % (columns // each)
+    return (row * columns + column).flatten()

@@ -1,0 +1,218 @@
+"""Compare the outputs of a parallel model's modules with those of the whole model for the same batch.
+
+A rank knows which shards of a tensor it may hold: some of the tokens, in the order of its context parallel layout, some
+of the features or heads, or both. It finds the matching shard of the whole tensor by shape, without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fused_tp.core.partition import shard_range
+from fused_tp.parallelizing.forward_shard import CpContext, running_node
+from fused_tp.parallelizing.outputs import tensors_in
+
+Outputs = dict[str, list[list[Tensor]]]
+"""Returned tensors for each call, by module name, in the order in which modules return."""
+_PACKED = (1, 2, 3)  # numbers of consecutive parts that are each sharded: 2 for gate and up; 3 for q, k and v
+_SMALLEST = 1e-6  # smallest denominator of a relative error
+
+
+def relative_error(found: Tensor, expected: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, relative to the largest expected value, or to `scale` where that is larger."""
+    if not found.numel():
+        return 0.0
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.detach().to(expected.device, wide), expected.detach().to(wide)
+    difference = torch.where(found == expected, 0.0, (found - expected).abs()).max().item()  # inf - inf is nan
+    finite = expected.abs()[expected.isfinite()]
+    largest = finite.max().item() if finite.numel() else 0.0
+    return difference / max(largest, scale, _SMALLEST) if difference == difference else inf
+
+
+@dataclass
+class Recording:
+    """Outputs of the modules of a whole model.
+
+    Attributes:
+        outputs: outputs of each call, by module name.
+        parameters: parameter names by module name, including those of submodules.
+    """
+
+    parameters: dict[str, set[str]]
+    outputs: Outputs = field(default_factory=dict)
+
+
+@contextmanager
+def recorded(model: nn.Module, before_each: Callable[[], object] = lambda: None) -> Iterator[Recording]:
+    """Context in which outputs of all modules of `model` are recorded, on the CPU.
+
+    Args:
+        before_each: called when a module returns; an exception ends the forward pass.
+    """
+    recording = Recording(_parameters_in(model))
+
+    def record(name: str, module: nn.Module, args: object, output: Any) -> None:
+        before_each()
+        # Copies, as models write into tensors in place.
+        copies = [t.detach().to("cpu", copy=True) for t in tensors_in(output)]
+        recording.outputs.setdefault(name, []).append(copies)
+
+    handles = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
+    try:
+        yield recording
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_difference(errors: Mapping[str, float], bound: float) -> tuple[str | None, set[str]]:
+    """Return the first module whose output differs by more than `bound`, and those that differ inside a correct one.
+
+    The latter return other values than in the whole model (terms of a sum, another order), but the module around them
+    returns the right ones.
+    """
+    wrong = {name for name, error in errors.items() if not error <= bound}
+    others = set()
+    for name in filter(None, wrong):
+        around = next((one for one in enclosing(name) if one in errors), name)
+        if around not in wrong:
+            others.add(name)
+    return next((name for name in errors if name in wrong - others), None), others
+
+
+def enclosing(name: str) -> Iterator[str]:
+    """Names of the modules around the module `name`, the nearest first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+class RankPart:
+    """Shards of a tensor that this rank may hold.
+
+    Args:
+        tp, cp: 1-D meshes; None: nothing is sharded over it.
+        tokens: number of tokens of a row, over all ranks.
+        documents: bounds of packed documents: where each begins, and the end; () for one document.
+    """
+
+    def __init__(
+        self, tp: DeviceMesh | None, cp: DeviceMesh | None, tokens: int, documents: tuple[int, ...] = ()
+    ) -> None:
+        self._tokens = tokens
+        self._tp_ranks, self._tp_rank = (1, 0) if tp is None else (tp.size(), tp.get_local_rank())
+        cpu = torch.device("cpu")
+        own = (
+            torch.arange(tokens, device=cpu)
+            if cp is None
+            else CpContext(cp, tokens, documents=documents).positions(cpu)
+        )
+        start, stop = shard_range(len(own), self._tp_ranks, self._tp_rank)
+        self._positions = [own, own[start:stop]]  # the latter with sequence parallelism
+
+    def error(
+        self, found: Tensor, expected: Tensor, measure: Callable[[Tensor, Tensor], float] = relative_error
+    ) -> float | None:
+        """Error of `found` against this rank's shard of `expected`; None if no shard has its shape."""
+        if found.ndim != expected.ndim:
+            return None
+        errors = []
+        for cuts in product(*(self._cuts(*sizes) for sizes in zip(expected.shape, found.shape, strict=True))):
+            part = expected
+            for dim, indices in enumerate(cuts):
+                part = part if indices is None else part.index_select(dim, indices)
+            errors.append(measure(found, part))
+        # Several shards may have that shape. The smallest error is the right one's: others would differ everywhere.
+        return min(errors, default=None)
+
+    def _cuts(self, whole: int, own: int) -> list[Tensor | None]:
+        """Sets of `own` indices that this rank may hold of a dim of size `whole`; None for all indices."""
+        if own == whole:
+            return [None]
+        cuts: list[Tensor] = []
+        rows, rest = divmod(whole, self._tokens)
+        if rows and not rest:  # tokens of one row, or of all rows in one dim
+            begins = torch.arange(rows, device="cpu").unsqueeze(1) * self._tokens
+            cuts += [(begins + positions).flatten() for positions in self._positions]
+        for parts in _PACKED:
+            if whole % parts == 0:
+                start, stop = shard_range(whole // parts, self._tp_ranks, self._tp_rank)
+                begins = torch.arange(parts, device="cpu").unsqueeze(1) * (whole // parts)
+                cuts.append((begins + torch.arange(start, stop, device="cpu")).flatten())
+        return [indices for indices in cuts if len(indices) == own]
+
+
+class OutputComparison:
+    """Records outputs of the modules of a parallel model; `differences` compares them with the `expected` ones."""
+
+    def __init__(self, expected: Recording, part: RankPart) -> None:
+        self._expected, self._part = expected, part
+        self._found: list[tuple[str, list[Tensor]]] = []  # copies, as models write into tensors in place
+
+    @contextmanager
+    def watching(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Context in which outputs of `models` are recorded; each is the recorded model, or a part of it."""
+        handles = []
+        for model in models:
+            parameters = _parameters_in(model)
+            for name, module in model.named_modules():
+                # Otherwise it is a pipeline's stand-in for layers of other stages, or encloses some: not comparable.
+                if self._expected.parameters.get(name) == parameters[name]:
+                    handles.append(module.register_forward_hook(partial(self._record, name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record(self, name: str, module: nn.Module, args: object, output: Any) -> None:
+        if running_node() is not None:
+            return  # recomputed by activation checkpointing
+        self._found.append((name, [t.detach().clone() for t in tensors_in(output)]))
+
+    @torch.no_grad()
+    def differences(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Return (largest error of all calls, reason why it is not compared), each by module name."""
+        errors: dict[str, float] = {}
+        skipped: dict[str, str] = {}
+        counts: dict[str, int] = {}
+        for name, found in self._found:
+            call = counts[name] = counts.get(name, 0) + 1
+            calls = self._expected.outputs.get(name, [])
+            if call > len(calls) or len(found) != len(calls[call - 1]):
+                skipped[name] = f"it returns other numbers of tensors, or is called more than {len(calls)} times"
+                continue
+            for t, whole in zip(found, calls[call - 1], strict=True):
+                if not whole.ndim:
+                    continue  # losses
+                if isinstance(t, DTensor) and any(placement.is_partial() for placement in t.placements):
+                    skipped[name] = "it returns a term of a sum over ranks"
+                    continue
+                own = t.to_local() if isinstance(t, DTensor) else t
+                error = self._part.error(own, whole)
+                if error is None:
+                    skipped[name] = f"it returns {tuple(own.shape)}, which is no known part of {tuple(whole.shape)}"
+                else:
+                    errors[name] = max(errors.get(name, 0.0), error)
+        return errors, skipped
+
+
+def _parameters_in(model: nn.Module) -> dict[str, set[str]]:
+    """Parameter names by module name, relative to the module and including those of submodules."""
+    names: dict[str, set[str]] = {name: set() for name, _ in model.named_modules(remove_duplicate=False)}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        for around in enclosing(name):
+            names[around].add(name.removeprefix(f"{around}."))
+    return names

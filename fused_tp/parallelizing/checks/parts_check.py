@@ -1,0 +1,144 @@
+"""Check that each rank still has its own shard of a model, and that all ranks take the same optimizer steps.
+
+Code that mistakes a rank's shard for the whole model, such as DistributedDataParallel over all ranks or a broadcast
+from the first one, leaves all tensor parallel ranks with the same shard. A rank that alone skips an optimizer step has
+a different model from then on. Neither raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
+
+from fused_tp.core.checks import is_due
+from fused_tp.core.errors import RankMismatchError, listed
+from fused_tp.nn.optimizers import (
+    CUTS,
+    FORWARD,
+    PARTS_AND_STEPS,
+    ShardedLayout,
+    checksum_of_parts,
+    refuse_different_moments,
+    steps_of,
+    watch_again,
+)
+from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
+
+_OVER_DATA_PARALLEL = "DistributedDataParallel(model, process_group=mesh['dp'].get_group())"
+
+
+class PartsCheck:
+    """Forward pre-hook that compares samples of weight shards, and numbers of optimizer steps, over ranks.
+
+    Cost at the calls of `is_due`: a copy of 61 elements of each sharded parameter, one transfer from the device, and
+    one exchange of a few numbers for each mesh.
+
+    Args:
+        meshes: meshes whose ranks call the model together, `tp_mesh` first: optimizer steps are compared over that one.
+        tp_mesh: mesh over which weights are sharded, or None.
+
+    Raises:
+        ValueError: ranks hold the same shard; a wrapper shards or averages over ranks that hold different shards.
+        RankMismatchError: ranks have taken different numbers of steps.
+    """
+
+    def __init__(self, meshes: Sequence[DeviceMesh], tp_mesh: DeviceMesh | None) -> None:
+        self.meshes, self.tp_mesh = tuple(meshes), tp_mesh
+        self.calls = {True: 0, False: 0}  # in training mode and not, as weights may be loaded in between
+        self._accepted = 0  # id of the DistributedDataParallel that has passed the check
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        if is_suspended():
+            return
+        watch_again(model)
+        self._check_data_parallel(model)
+        call = self.calls[model.training] = self.calls[model.training] + 1
+        if not is_due(call):
+            return
+        place, parts = 0, None
+        if self.tp_mesh is not None:
+            place, parts = self.tp_mesh.get_local_rank(), checksum_of_parts(self._parts(model))
+        found = of_all_ranks(self.meshes, PARTS_AND_STEPS, [FORWARD, place, parts, steps_of(model)])
+        refuse_different_moments(self.meshes[0], [one[0] for one in found])
+        places: dict[int, int] = {}
+        for _, theirs, part, _ in found:
+            if part is not None and places.setdefault(part, theirs) != theirs:
+                self._refuse(f"ranks {places[part]} and {theirs} hold the same numbers in every part of the weights")
+        check_equal_steps(self.meshes, [steps for *_, steps in found])
+
+    def _check_data_parallel(self, model: nn.Module) -> None:
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        if wrapper is None or self.tp_mesh is None or id(wrapper) == self._accepted:
+            return
+        shared = self._shared_with(dist.get_process_group_ranks(wrapper.process_group))
+        if shared and any(True for _ in _plain_parts(model)):
+            self._refuse(f"DistributedDataParallel is over global ranks {listed(map(str, shared))}, which hold")
+        self._accepted = id(wrapper)
+
+    def _shared_with(self, ranks: Sequence[int]) -> list[int]:
+        """Tensor parallel ranks among these global ranks, if there is more than one."""
+        assert self.tp_mesh is not None
+        ours = set(self.tp_mesh.mesh.flatten().tolist()) & set(ranks)
+        return sorted(ours) if len(ours) > 1 else []
+
+    def _parts(self, model: nn.Module) -> Iterator[Tensor]:
+        """Yield the local shards of weights over `tp_mesh`, except experts, which may start as copies."""
+        assert self.tp_mesh is not None
+        for name, parameter, cut in _plain_parts(model):
+            if not isinstance(parameter, DTensor):
+                if not _is_dealt(parameter, cut.placement):
+                    yield parameter
+            elif shared := self._shared_with(parameter.device_mesh.mesh.flatten().tolist()):
+                self._refuse(f"{name!r} is sharded over global ranks {listed(map(str, shared))}, which hold")
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+                over = dict(placed).get((self.tp_mesh.mesh_dim_names or ("",))[0])
+                if over is not None and over.is_shard() and not _is_dealt(parameter, over):
+                    yield parameter.to_local()
+
+    def _refuse(self, what: str) -> None:
+        assert self.tp_mesh is not None
+        dim = repr((self.tp_mesh.mesh_dim_names or ("tp",))[0])
+        raise ValueError(
+            f"{what}{' different parts of the model' if what.endswith('hold') else ''}, along the tensor parallel dim "
+            f"{dim}. Their weights are no longer the model's: they were broadcast from one rank, or are averaged, as "
+            "if each rank had a copy. Make or load the model anew, and replicate or shard it over its data parallel "
+            f"ranks only: {_OVER_DATA_PARALLEL}, fully_shard(model, mesh=mesh['dp']). Accelerator.prepare(model) takes "
+            "all ranks: leave the model out of it, or use parallel_trainer, with parameters='dtensor'."
+        )
+
+
+def check_equal_steps(meshes: Sequence[DeviceMesh], steps: Sequence[object]) -> None:
+    """Raise RankMismatchError if ranks have taken different numbers of optimizer steps."""
+    other = next((rank for rank, theirs in enumerate(steps) if theirs != steps[0]), None)
+    if other is None:
+        return
+    dims = listed(repr((mesh.mesh_dim_names or ("?",))[0]) for mesh in meshes)
+    raise RankMismatchError(
+        f"the ranks of {dims} have taken different numbers of optimizer steps with the parameters of the model that "
+        f"they share: {steps[0]} by the first of the {len(steps)}, {steps[other]} by number {other}. Their weights "
+        "differ from the first such step on: go back to a checkpoint. Most likely a rank has skipped a step because of "
+        "its own gradients. torch.amp.GradScaler and fused_tp.nn.clip_grad_norm_ decide alike on all ranks."
+    )
+
+
+def _plain_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedLayout]]:
+    """Yield the sharded parameters that `plain_parameters_` has made plain, or the DTensors by which fully_shard has
+    replaced them."""
+    for path, module in model.named_modules():
+        for key, cut in vars(module).get(CUTS, {}).items():
+            parameter = module._parameters.get(key)
+            if parameter is not None and cut.placement.is_shard():
+                yield f"{path}.{key}" if path else key, parameter, cut
+
+
+def _is_dealt(parameter: Tensor, placement: Placement) -> bool:
+    return parameter.ndim > 2 and placement.is_shard(0)

@@ -1,0 +1,205 @@
+"""Experts of transformers models over ranks: grouped matmuls with their communication.
+
+transformers looks up the function that runs the experts of a layer by name (`ExpertsInterface`). There is one row per
+pair of a token and an expert that the token is routed to, sorted by expert. Tensor parallel ranks shard each expert:
+
+| step                    | forward                               | backward                                |
+|-------------------------|---------------------------------------|-----------------------------------------|
+| gate_up_proj, columns   | local                                 | sum over ranks of the gradient of x     |
+| gate                    | local, on this rank's columns         | local                                   |
+| down_proj, rows         | sum per token and over ranks          | local                                   |
+| routing weights         | factors of the rows                   | sum over ranks                          |
+| bias of down_proj       | routing weights @ bias, after the sum | local                                   |
+
+With sequence parallelism the block around the experts, router included, runs on this rank's part of each sequence if
+`whole_blocks` knows that it can:
+
+| step                    | forward                               | backward                                |
+|-------------------------|---------------------------------------|-----------------------------------------|
+| routing                 | all-gather                            | reduce-scatter of the weights' gradient |
+| gate_up_proj, columns   | all-gather of x                       | reduce-scatter of the gradient of x     |
+| gate                    | local, on this rank's columns         | local                                   |
+| down_proj, rows         | sum per token; reduce-scatter         | all-gather                              |
+| bias of down_proj       | own routing weights @ bias            | sum over ranks                          |
+
+If experts are distributed over ranks with different tokens, rows are exchanged before the first of these steps and
+after the last; routing weights stay on their rank. See `expert_parallel`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fused_tp.backends.grouped import Routing
+from fused_tp.core.group import GroupLike
+from fused_tp.ops.all_gather_grouped_matmul import all_gather_grouped_matmul
+from fused_tp.ops.collectives import all_gather, copy_to_group, gather, scatter
+from fused_tp.ops.column_parallel_grouped_matmul import column_parallel_grouped_matmul
+from fused_tp.ops.grouped_matmul_all_reduce import grouped_matmul_all_reduce
+from fused_tp.ops.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
+from fused_tp.parallelizing.expert_parallel import ExpertExchange, ExpertRanks, offsets_to_counts
+from fused_tp.parallelizing.forward_shard import LayerState
+
+NAME = "fused_tp"
+_RANKS = "_fused_tp_ranks"
+_STATE_NOW = "_fused_tp_state_now"
+
+
+def takes_routing(experts: Any) -> bool:
+    """True if transformers looks up the function that runs these experts; it receives the routing of each token."""
+    return hasattr(experts, "is_transposed") and hasattr(experts, "_apply_gate")
+
+
+def run_grouped(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
+    """Make experts that take routing run over `ranks`, which shard them. `state_now` describes the tokens of a rank."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, _forward)
+    setattr(experts, _RANKS, ranks)
+    setattr(experts, _STATE_NOW, state_now)
+    experts.config = copy.copy(experts.config)  # a copy, since other layers that share the config run as before
+    experts.config._experts_implementation = NAME
+
+
+def _forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Return the output [tokens, hidden] for `hidden_states` [tokens, hidden], routed by `top_k_index` and
+    `top_k_weights` [tokens, top_k]. Ranks that shard the same experts all pass the same tokens, or each its part."""
+    ranks: ExpertRanks = getattr(experts, _RANKS)
+    cast = not torch.is_autocast_enabled(hidden_states.device.type)
+    x = hidden_states.to(experts.down_proj.dtype) if cast else hidden_states
+    run = _by_exchange if ranks.exchange else _by_sum
+    y: Tensor = run(experts, ranks, x, top_k_index, top_k_weights)
+    return y.to(hidden_states.dtype)
+
+
+def _by_sum(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+    state: LayerState = getattr(experts, _STATE_NOW)()
+    group, length = ranks.parts, state.local_len
+    up: Callable[..., Tensor]
+    down: Callable[..., Tensor]
+    if state.tp_sharded and length is not None:
+        shape = (state.batch, length)
+        index, scale = _routing_of_all(top_k_index, weights, shape, group)
+        x = x.unflatten(0, (state.batch, -1))
+        up = partial(all_gather_grouped_matmul, group=group, gather_dim=1, gather_size=length)
+        down = partial(grouped_matmul_reduce_scatter, shape=shape, group=group, scatter_dim=1)
+    else:
+        index, scale = top_k_index, copy_to_group(weights, group=group)
+        up = partial(column_parallel_grouped_matmul, group=group)
+        down = partial(grouped_matmul_all_reduce, shape=x.shape[:1], group=group)
+    chosen, order = index.reshape(-1).sort(stable=True)
+    held = len(experts.down_proj)
+    if ranks.dealt is not None:
+        own = ranks.own(held * ranks.dealt.size())
+        ends = torch.tensor([own.start, own.stop], dtype=chosen.dtype, device=chosen.device)
+        start, stop = torch.searchsorted(chosen, ends).tolist()
+        chosen, order = chosen[start:stop] - own.start, order[start:stop]
+    routing = route(chosen, order // weights.shape[-1], held)
+    h = _gated(experts, up, x, routing, chosen)
+    y = down(h, _down(experts), *routing, scale.reshape(-1)[order]).flatten(0, -2)
+    if experts.has_bias:
+        bias = experts.down_proj_bias
+        if ranks.dealt is not None:
+            bias = (all_gather if state.tp_sharded else gather)(bias, 0, group=ranks.dealt)
+        by_expert = weights.new_zeros(len(weights), len(bias)).scatter_add(1, top_k_index, weights)
+        y = y + by_expert.to(y.dtype) @ bias.to(y.dtype)
+    return y
+
+
+def _routing_of_all(
+    top_k_index: Tensor, weights: Tensor, shape: tuple[int, int], group: GroupLike
+) -> tuple[Tensor, Tensor]:
+    """Gather the experts and weights of all ranks' tokens [batch, length] in one message: expert indices are exact in
+    float32. Backward sums the gradients of the weights over the ranks and returns this rank's part."""
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    own = torch.cat([top_k_index.to(dtype), weights.to(dtype)], 1).unflatten(0, (shape[0], -1))
+    index, scale = all_gather(own, 1, group=group, gather_size=shape[1]).flatten(0, 1).chunk(2, 1)
+    return index.long(), scale.to(weights.dtype)
+
+
+def _by_exchange(experts: Any, ranks: ExpertRanks, x: Tensor, top_k_index: Tensor, weights: Tensor) -> Tensor:
+    assert ranks.dealt is not None
+    chosen, order = top_k_index.reshape(-1).sort(stable=True)
+    all_rows = route(chosen, order // weights.shape[-1], len(experts.down_proj) * ranks.dealt.size())
+    exchange = ExpertExchange(offsets_to_counts(all_rows.offsets), ranks)
+    rows = exchange.bring(all_rows.rows_of(x))
+    each = torch.arange(len(rows), device=rows.device)  # each of these rows counts as a token of its own
+    routing = route(exchange.chosen, each, len(experts.down_proj))
+    up = partial(column_parallel_grouped_matmul, group=ranks.parts)
+    h = _gated(experts, up, rows, routing, exchange.chosen)
+    y = grouped_matmul_all_reduce(h, _down(experts), *routing, shape=rows.shape[:1], group=ranks.parts)
+    if experts.has_bias:
+        y = y + experts.down_proj_bias[exchange.chosen]
+    made = exchange.take_back(y).index_select(0, order.argsort()).view(*weights.shape, -1)
+    return (made * weights.unsqueeze(-1)).sum(1)
+
+
+def _gated(experts: Any, multiply: Callable[..., Tensor], x: Tensor, routing: Routing, chosen: Tensor) -> Tensor:
+    """Input of down_proj, one row per row of `routing`, with the rows' experts `chosen`. `multiply` is the op of
+    gate_up_proj."""
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    up = getattr(experts, name)
+    up = up.transpose(1, 2) if experts.is_transposed else up
+    h = multiply(x, up, *routing)
+    if experts.has_bias:
+        h = h + getattr(experts, f"{name}_bias")[chosen]
+    gated: Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+    return gated
+
+
+def _down(experts: Any) -> Tensor:
+    down: Tensor = experts.down_proj
+    return down.transpose(1, 2) if experts.is_transposed else down
+
+
+def route(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
+    """Routing of rows with the given `tokens` and sorted experts `chosen`."""
+    # Not bincount, which would synchronize with the GPU.
+    ends = torch.searchsorted(chosen, torch.arange(experts, device=chosen.device, dtype=chosen.dtype), right=True)
+    return Routing(tokens, ends.int())
+
+
+# ---- experts with precomputed rows ----------------------------------------------------------------------------------
+#
+# Llama 4 passes every token to each expert as a row scaled by its score, with the rows sorted by expert.
+
+
+def deal_rows(experts: nn.Module, ranks: ExpertRanks, *, sums_output: Any, shares_input: Any) -> None:
+    """Hook experts with input rows [experts * tokens, hidden]: the model's own code runs this rank's experts only.
+
+    `shares_input` and `sums_output` are the hooks for ranks that shard the same experts.
+    """
+    setattr(experts, _RANKS, ranks)
+    experts.register_forward_pre_hook(_bring_rows)
+    if ranks.exchange:
+        experts.register_forward_pre_hook(shares_input, with_kwargs=True)
+        experts.register_forward_hook(sums_output)
+    experts.register_forward_hook(_take_rows_back)
+
+
+def _bring_rows(experts: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    ranks: ExpertRanks = getattr(experts, _RANKS)
+    (x,) = args
+    if not ranks.exchange:
+        return (scatter(x, 0, group=ranks.dealt),)
+    assert ranks.dealt is not None
+    count = next(experts.parameters()).shape[0]  # a DTensor's shape counts the experts of all ranks
+    experts._fused_tp_exchange = ExpertExchange(
+        torch.full((count,), len(x) // count, dtype=torch.int64, device=x.device), ranks
+    )
+    return (experts._fused_tp_exchange.bring(x),)
+
+
+def _take_rows_back(experts: Any, args: Any, y: Tensor) -> Tensor:
+    ranks: ExpertRanks = getattr(experts, _RANKS)
+    if not ranks.exchange:
+        return gather(y, 0, group=ranks.dealt)
+    exchange: ExpertExchange = experts._fused_tp_exchange
+    del experts._fused_tp_exchange
+    return exchange.take_back(y)

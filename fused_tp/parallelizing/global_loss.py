@@ -1,0 +1,213 @@
+"""Loss over the tokens of all ranks, each of which computes logits of a part of the tokens or of the vocabulary.
+
+Every rank holds the derivative of the global loss through its own tokens: the gradient is the SUM over the ranks, see
+`fused_tp.parallelizing.grad_sync`. FSDP2 and DDP over a mesh that includes the CP ranks take the MEAN instead; for them
+`scale_gradient` multiplies every rank's share by the number of CP ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fused_tp.core.checks import is_capturing
+from fused_tp.ops.collectives import all_reduce
+from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
+from fused_tp.parallelizing.forward_shard import ForwardShard, running_shard, runs_again, version_of
+from fused_tp.parallelizing.graph import HeadOutputs, nodes_of
+from fused_tp.parallelizing.outputs import tensors_in
+
+# Keywords of loss functions that change the loss, with the values that leave it unchanged.
+OTHER_LOSSES: dict[str, Any] = {"label_smoothing": 0.0, "reduction": "mean", "weight": None}
+
+
+def shift(labels: Tensor, ignore_index: int) -> Tensor:
+    """Target of each token: its successor, or `ignore_index` for the last token. Call it before the sequence is
+    sharded, because a rank's last token is followed by a token of another rank."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedLoss:
+    """Snapshot of a computed loss, since a model may add to the loss in place.
+
+    Attributes:
+        version: `version_of` the loss.
+        value: the loss, or a copy if torch does not count in-place writes to it.
+        node: its autograd node; None if the loss has no gradient or a program is traced.
+    """
+
+    loss: Tensor
+    version: int | None
+    value: Tensor
+    node: Any
+
+    @classmethod
+    def of(cls, loss: Tensor) -> ComputedLoss:
+        traced = torch.compiler.is_compiling()
+        copied = not traced and loss.is_inference()
+        return cls(loss, version_of(loss), loss.clone() if copied else loss, None if traced else loss.grad_fn)
+
+    def is_given_as(self, t: Tensor) -> bool:
+        """True if `t` has the value of the loss. Reads nothing from a GPU if `t` is the loss itself."""
+        return self.version in (None, version_of(self.loss)) and same(t, self.value)
+
+
+@dataclass(eq=False)
+class GlobalLoss:
+    """Replacement for a model's `loss_function(logits, labels, vocab_size, ...)`.
+
+    Every rank returns the same value: the sum over all ranks' tokens / the count of all ranks' targets. (A mean of the
+    ranks' means would weight tokens by the number of targets on their rank.) The model's own function runs if the
+    forward pass is not sharded. Activation checkpointing must not run the loss again.
+
+    Args:
+        own: the model's function.
+        vocab_mesh: the ranks that shard the last dim of the logits, or None.
+        cp_mesh: the ranks that shard the sequence, or None.
+        cuts_tokens: True if a rank has hidden states of only a part of the sequence.
+        grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
+        computed: losses of the running forward pass.
+    """
+
+    own: Callable[..., Tensor]
+    vocab_mesh: DeviceMesh | None
+    cp_mesh: DeviceMesh | None
+    cuts_tokens: bool
+    grad_sync: bool
+    computed: list[ComputedLoss] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor, labels: Tensor | None, vocab_size: int, **kwargs: Any) -> Tensor:
+        if runs_again():
+            raise ValueError(
+                "The model calls its loss_function inside of an activation checkpoint, which runs it again in "
+                "backward, when it is no longer known how the tokens were cut. Call it outside of the checkpoint."
+            )
+        shard = running_shard()
+        if shard is None or shard.targets is None:
+            return self.own(logits, labels, vocab_size, **kwargs)
+        ignore_index = kwargs.get("ignore_index", shard.ignore_index)
+        if ignore_index != shard.ignore_index:
+            raise ValueError(
+                f"The model calls its loss_function with ignore_index={ignore_index}, and targets were counted with "
+                f"{shard.ignore_index}; pass ignore_index to the model's forward, or use -100."
+            )
+        readable = not (torch.compiler.is_compiling() or is_capturing())
+        if readable and not (same(labels, shard.targets) and shard.targets_unchanged):
+            raise ValueError(
+                "The model calls its loss_function with other labels than it was given; over cut tokens or a cut "
+                "vocabulary only those are served. Compute another loss from the logits: call the model without labels."
+            )
+        asked = []
+        for name, usual in OTHER_LOSSES.items():  # torch.compile does not trace this as a comprehension
+            value = kwargs.get(name)
+            if value is not None and (isinstance(value, Tensor) or value != usual):
+                asked.append(name)
+        if asked:
+            raise ValueError(
+                f"The model calls its loss_function with {', '.join(asked)}; over cut tokens or a cut vocabulary it is "
+                "the plain mean cross entropy. Compute another loss from the logits: call the model without labels."
+            )
+        assert shard.target_count is not None  # set together with the targets
+        loss = self._sum_of_own_tokens(logits, shard, shard.targets, vocab_size) / shard.target_count
+        if self.cp_mesh is not None:
+            loss = all_reduce(loss, group=self.cp_mesh)
+            if not self.grad_sync:  # cloned, because a view that a custom function returns cannot be changed in place
+                loss = scale_gradient(loss, self.cp_mesh.size()).clone()
+        self.computed.append(ComputedLoss.of(loss))
+        return loss
+
+    def check_returned(self, output: Any, head: HeadOutputs) -> None:
+        """Check that `output`, of a forward pass with labels, holds the computed loss and no scalar of a shard.
+
+        Raises:
+            ValueError: the loss is missing, or a scalar has a gradient from a part of the tokens or of the vocabulary.
+        """
+        computed, self.computed = self.computed, []
+        if not computed:
+            raise ValueError(
+                "forward was given labels and did not call the model's loss_function, which computes the loss over all "
+                "ranks: a loss of its own is that of this rank's part. Compute it from the logits: call the model "
+                "without labels."
+            )
+        if is_capturing():
+            return
+        if torch.compiler.is_compiling() and any(_holds(output, found.loss) for found in computed):
+            return  # otherwise a graph break follows, and Python reads the numbers
+        numbers = [t for t in tensors_in(output) if t.numel() == 1]
+        given = [t for t in numbers if any(found.is_given_as(t) for found in computed)]
+        others = [t for t in numbers if t.requires_grad and not any(t is one for one in given)]
+        if not self.cuts_tokens and head.known:
+            # The model may add terms computed from all tokens, such as a router loss.
+            losses = [found.node for found in computed]
+            behind = [(t, nodes_of(t, behind=losses)) for t in others]
+            given += [t for t, nodes in behind if not nodes.isdisjoint(losses)]
+            others = [t for t, nodes in behind if not nodes.isdisjoint(head.nodes)]
+        elif not self.cuts_tokens:
+            given += [t for t in numbers if any(t is found.loss for found in computed)]
+        if others or not given:
+            raise ValueError(
+                "forward returned no loss that its loss_function computed: what it made of it, or added to it, it took "
+                "from this rank's part of the tokens or of the vocabulary. Add it outside, from the logits of a call "
+                "without labels."
+            )
+
+    def _sum_of_own_tokens(self, logits: Tensor, shard: ForwardShard, targets: Tensor, vocab_size: int) -> Tensor:
+        if logits.shape[:-1] != targets.shape:
+            raise ValueError(
+                f"The model called its loss_function with logits of shape {tuple(logits.shape)} for "
+                f"{tuple(targets.shape)} tokens; it must pass the logits of all tokens it was given, unshifted."
+            )
+        if self.vocab_mesh is not None:
+            return vocab_parallel_cross_entropy(
+                logits,
+                targets,
+                group=self.vocab_mesh,
+                ignore_index=shard.ignore_index,
+                reduction="sum",
+                vocab_size=vocab_size,
+            )
+        precise = logits if logits.dtype == torch.float64 else logits.float()
+        return F.cross_entropy(
+            precise.flatten(0, -2), targets.flatten(), ignore_index=shard.ignore_index, reduction="sum"
+        )
+
+
+def _holds(output: Any, t: Tensor) -> bool:
+    """True if `t` itself is in a nest of tuples, lists and dicts. Written so that torch.compile can trace it."""
+    if isinstance(output, Mapping):
+        output = [output[name] for name in output]
+    if not isinstance(output, (tuple, list)):
+        return output is t
+    return any([_holds(one, t) for one in output])  # noqa: C419  # torch.compile does not trace generators that recurse
+
+
+def same(one: Any, other: Tensor) -> bool:
+    """True if `one` is `other`, or a tensor of equal values in any dtype and on any device."""
+    if one is other or not isinstance(one, Tensor):
+        return one is other
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.detach(), other.detach().to(one), rtol=0.0, atol=0.0, equal_nan=True)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor  # type: ignore[attr-defined]  # autograd contexts take any attribute
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None  # type: ignore[attr-defined]  # set in forward
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Return x unchanged; backward multiplies its gradient by `factor`."""
+    return x if factor == 1 else _ScaleGradient.apply(x, factor)

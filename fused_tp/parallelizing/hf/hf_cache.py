@@ -1,0 +1,231 @@
+"""Key/value cache of transformers (as filled by `generate()`), sharded over the context parallel ranks.
+
+The layers of an empty `DynamicCache` are replaced in place, so its owner keeps using it. Caches that these layers
+cannot represent stay unchanged: every rank then holds the whole cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fused_tp.core import settings
+from fused_tp.core.pending import checksum
+from fused_tp.nn.kv_cache import ContextKVCache
+from fused_tp.ops.context_parallel_decode import DEFAULT_BLOCK
+from fused_tp.parallelizing.forward_shard import running_forward
+
+BLOCK = DEFAULT_BLOCK
+
+
+class ContextLayer:
+    """Keys and values of one attention layer. All ranks pass all new ones to `update`, which stores this rank's part.
+
+    A sliding window is applied by masks only: the layer drops no tokens.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, mesh: DeviceMesh, window: int | None) -> None:
+        super().__init__()  # __init__ of transformers' class
+        self.window = window  # of the replaced layer, which would drop all tokens before it
+        self.is_initialized = False
+        self.cache = ContextKVCache(mesh, block=BLOCK)
+        self._newest: tuple[torch.Size, ...] = ()  # shapes of new keys and values, until attention has used them
+        self.columns = 0  # columns of the batch: the longest sequence with its padding
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values. Return only these: attention finds earlier ones in this layer."""
+        frame = running_forward()
+        running = None if frame is None else frame.cache
+        if not isinstance(running, CachedPass) or self not in running.layers:
+            raise ValueError(
+                "A key/value cache of which each context parallel rank holds a part was given to another module than "
+                "the model that parallelize returned, which has filled it; only that one can read it."
+            )
+        if self._newest:
+            raise ValueError(
+                "The model has put keys and values into its cache and has not attended to them by the attention that "
+                "transformers looks up, so context parallel ranks cannot share the cache. Pass use_cache=False, or a "
+                "cache of another class than DynamicCache."
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cache.append(key_states.transpose(1, 2), value_states.transpose(1, 2), running.new_lengths)
+        self.columns += key_states.shape[2]
+        self._newest = key_states.shape, value_states.shape
+        return key_states, value_states
+
+    def check_keys(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
+        """Refuse keys and values of other shapes than `update` returned: the module computed them from cached ones."""
+        if (key.shape, value.shape) != self._newest:
+            raise ValueError(
+                f"{type(module).__name__} gives attention keys {tuple(key.shape)} and values {tuple(value.shape)}, and "
+                f"the cache {tuple(map(tuple, self._newest))}, so what context parallel ranks share is not what it "
+                "attends to. Pass use_cache=False, or a cache of another class than DynamicCache."
+            )
+        self._newest = ()
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        # Before transformers 5 the argument holds the positions of the new tokens.
+        new = query_length if isinstance(query_length, int) else len(query_length)
+        return self.columns + new, 0
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.columns, self._newest = 0, ()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens, such as rejected drafts. A positive number, as before transformers 5,
+        is the number of tokens to keep."""
+        if tokens_to_remove == 0 or self.columns == 0:
+            return
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(tokens_to_remove - self.columns, 0)
+        if len(set(self.cache.lengths)) > 1:
+            raise ValueError("crop needs sequences that are equally long where context parallel ranks share the cache.")
+        removed = min(abs(tokens_to_remove), self.columns)
+        self.cache.crop(max(0, self.cache.length - removed))
+        self.columns -= removed
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.columns:
+            self.cache.reorder(beam_idx)
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(len(self.cache.lengths), device="cpu").repeat_interleave(repeats))
+
+
+@lru_cache
+def _layer_class() -> Any:
+    """ContextLayer as one of transformers' cache layers."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    return type("ContextParallelLayer", (ContextLayer, CacheLayerMixin), {})
+
+
+@dataclass(frozen=True)
+class CachedPass:
+    """Forward pass that every rank computes in full, except for attention, which the ranks share.
+
+    Attributes:
+        layers: layers of the cache.
+        seq_len: columns of the batch after the pass.
+        new_lengths: number of new tokens that are not padding, per sequence; None for all.
+        tokens: checksum of the new tokens, which the ranks compare: with unequal random states, ranks would sample
+            different tokens for the same cache. 0 if reading them would synchronize with the device.
+    """
+
+    layers: tuple[ContextLayer, ...]
+    seq_len: int
+    new_lengths: list[int] | None
+    tokens: int = 0
+
+    def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Tensor:
+        """[batch, heads, new, head_dim] -> [batch, new, heads, head_dim], with keywords of context_parallel_decode."""
+        layer = self.layers[module.layer_id if hasattr(module, "layer_id") else module.layer_idx]  # for GPT-Neo
+        layer.check_keys(module, k, v)
+        if layer.window is not None and keywords.get("window") is None and self.seq_len > layer.window:
+            raise ValueError(
+                f"{type(module).__name__} attends to all tokens in its cache, which on one rank would hold the last "
+                f"{layer.window} of {self.seq_len}; one that context parallel ranks share holds all. Pass "
+                "DynamicCache() without a config, or a cache of another class."
+            )
+        out: Tensor = layer.cache.attend(q.transpose(1, 2), tokens=self.tokens, **keywords)
+        return out
+
+
+def cached_pass(arguments: dict[str, Any], new: int, mesh: DeviceMesh, config: Any) -> CachedPass | None:
+    """Describe a forward pass of `new` tokens over the cache in `arguments`; None if every rank holds the whole cache.
+
+    Shares an empty cache if possible. The caller has checked that the model allows it.
+
+    Raises:
+        ValueError: the mask hides other tokens of the sequences than in earlier passes.
+    """
+    from transformers import DynamicCache
+
+    cache = arguments.get("past_key_values")
+    if cache is None:
+        cache = DynamicCache(config=config)
+    if not is_shared(cache):
+        mask = arguments.get("attention_mask")
+        if not _can_be_shared(cache) or not (mask is None or _pads_left(mask)):
+            return None
+        text = config.get_text_config(decoder=True)
+        windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+        cache.layers = [_layer_class()(mesh, window) for window in windows or [None] * text.num_hidden_layers]
+        cache.layer_class_to_replicate = None
+        arguments["past_key_values"] = cache
+    layers = tuple(cache.layers)
+    new_lengths = _new_lengths(arguments.get("attention_mask"), layers[0], new)
+    tokens, number = arguments.get("input_ids"), 0
+    if tokens is not None and (tokens.is_cpu or settings.check_ranks()):
+        number = checksum(tokens.cpu().numpy().tobytes())
+    return CachedPass(layers, layers[0].columns + new, new_lengths, number)
+
+
+def is_shared(cache: Any) -> bool:
+    """True if the ranks already share `cache`."""
+    return any(isinstance(layer, ContextLayer) for layer in getattr(cache, "layers", ()))
+
+
+def _can_be_shared(cache: Any) -> bool:
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    return (
+        type(cache) is DynamicCache
+        and not cache.offloading
+        and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+        and cache.layer_class_to_replicate in (None, DynamicLayer)
+        and cache.get_seq_length() == 0
+    )
+
+
+def _pads_left(mask: Any) -> bool:
+    """True if `mask` [batch, columns] has padding only on the left of each sequence."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:  # transformers also accepts one mask per kind of layer
+        return False
+    keep = mask.bool()
+    return bool(keep[:, -1:].all()) and not bool((keep[:, :-1] & ~keep[:, 1:]).any())
+
+
+def _new_lengths(mask: Tensor | None, layer: ContextLayer, new: int) -> list[int] | None:
+    held, columns = layer.cache.lengths, layer.columns
+    if mask is None:
+        shown, counted = [columns] * len(held), None
+    else:
+        if not _pads_left(mask) or mask.shape[1] != columns + new:
+            raise ValueError(
+                f"attention_mask is {tuple(mask.shape)}; next to a cache of {columns} tokens that context parallel "
+                f"ranks share it must be [batch, {columns + new}], with padding on the left alone."
+            )
+        keep = mask.bool()
+        shown, counted = keep[:, :columns].sum(1).tolist(), keep[:, columns:].sum(1).tolist()
+    if held and shown != held:
+        raise ValueError(
+            f"attention_mask shows {shown} tokens of the sequences in the cache, which holds {held}: padding is not "
+            "kept where context parallel ranks share the cache, so the mask must stay what it was."
+        )
+    return counted

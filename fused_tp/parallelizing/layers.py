@@ -1,0 +1,470 @@
+"""Replace a model's layers by fused_tp's according to a plan, and make every other parameter a replicated DTensor.
+
+A replaced module keeps its name and the names of its parameters, so state_dict keys do not change. `check_layers`
+refuses an unusable plan before the first module is replaced.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from fused_tp.core.group import GroupLike
+from fused_tp.core.subclass import why_not_plain
+from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
+from fused_tp.nn.linear import check_parts, features_of, is_conv1d
+from fused_tp.nn.norm import replicate_own
+from fused_tp.nn.sharding import Memo, PartsCut, shard_rows
+from fused_tp.nn.share_gather import share_gather
+from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
+from fused_tp.parallelizing.expert_parallel import Dealing, ExpertRanks
+from fused_tp.parallelizing.experts import deal_rows, run_grouped, takes_routing
+from fused_tp.parallelizing.forward_shard import LayerState, unsharded
+from fused_tp.parallelizing.readers import parameters_read
+from fused_tp.parallelizing.sequence_sharding import SequenceSharding
+from fused_tp.parallelizing.shard_plan import (
+    STYLES,
+    WHOLE,
+    ShardingPlan,
+    Style,
+    StyleSpec,
+    attention_of,
+    embedding_scale,
+    head_counts,
+    spec_of,
+    within,
+)
+
+HookArguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"  # a module's args and kwargs
+
+GATED_PROJECTIONS = {"gate_proj", "up_proj", "w1", "w3", "gate", "up", "wi_0", "wi_1"}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Plan, meshes and options by which a model is sharded.
+
+    Attributes:
+        plan: plan with concrete names.
+        mesh: mesh of the tensor parallel ranks; without any, of the ranks over which experts are distributed.
+        meshes: meshes of all ranks that share the model, see `of_all_ranks`.
+        sequence: shards the sequence of each forward pass.
+        config: the model's config, if it has one.
+        dealing: distribution of experts over the ranks of `ep_dim`, if any.
+        plain: parameters end up as plain tensors, see `plain_parameters_`.
+    """
+
+    plan: ShardingPlan
+    mesh: DeviceMesh
+    meshes: Sequence[DeviceMesh]
+    sequence: SequenceSharding
+    config: Any = None
+    dealing: Dealing | None = None
+    plain: bool = False
+
+
+def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
+    """Refuse a plan that `shard_layers` could not carry out over `ranks` ranks, before any layer is replaced.
+
+    Raises:
+        TypeError: a parameter is a DTensor already.
+        ValueError: the plan shards tied weights differently; a module other than its owner reads a sharded weight;
+            ranks cannot share a dim evenly; hooks would be lost.
+    """
+    dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        style = plan.modules.get(name)
+        cut = plan.parameters_of(name, module)
+        for key, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                raise TypeError(
+                    f"model has the DTensor parameter {f'{name}.{key}'!r}; parallelize takes a whole model, before "
+                    "fully_shard or any other sharding."
+                )
+            if ranks > 1 and (why := why_not_plain(type(parameter))) is not None:
+                raise ValueError(
+                    f"{_path(name, key)!r} cannot become a DTensor: {why}. Parallelize the model before it is "
+                    "quantized or its parameters are wrapped."
+                )
+            if ranks > 1 and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+                raise ValueError(
+                    f"{_path(name, key)!r} has gradient hooks, and parallelize puts a DTensor in its place, which "
+                    "would not have them. Register them after parallelize."
+                )
+            if not isinstance(style, ParallelStyle):
+                dims_of[id(parameter)][name] = cut[key].dim_of(parameter) if key in cut else spec_of(style).shard_dim
+            if key in cut and (size := parameter.shape[cut[key].dim_of(parameter)] // cut[key].parts) % ranks:
+                raise ValueError(
+                    f"{_path(name, key)!r} {tuple(parameter.shape)} is to be cut along dim "
+                    f"{cut[key].dim_of(parameter)}, where it has {f'twice {size}' if cut[key].parts == 2 else size} "
+                    f"elements, which {ranks} tensor parallel ranks cannot share evenly."
+                )
+        _check_parts(name, module, spec_of(style), ranks)
+        if ranks > 1:
+            _check_nothing_lost(name, module, spec_of(style).convert is not None)
+        if plan:
+            _check_reads(name, module, plan)
+        if style is not None and spec_of(style).shares_rotary:
+            _rotary_width(getattr(model, "config", None), module)
+    for dims in dims_of.values():
+        if len(set(dims.values())) > 1:
+            first, second = list(dims)[:2]
+            raise ValueError(
+                f"{first!r} and {second!r} share a weight, and the plan gives them the styles "
+                f"{plan.modules.get(first)!r} and {plan.modules.get(second)!r}; tied weights must be cut alike "
+                "('embedding_rowwise' goes with 'colwise_gather_output')."
+            )
+
+
+def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
+    """Refuse a packed layer whose parts the ranks cannot share evenly, and a layer that is planned as multi-query but
+    does not have its widths."""
+    if spec.parts > 1 and spec.shard_dim is not None:
+        dim = 1 - spec.shard_dim if is_conv1d(module) else spec.shard_dim
+        check_parts(_path(name, "weight"), module.weight, PartsCut(dim, spec.parts), ranks)
+    if spec.shares_keys:
+        taken, returned = features_of(module)
+        if is_conv1d(module) or returned <= taken:
+            raise ValueError(
+                f"{name!r} returns {returned} features of {taken}; 'multi_query_colwise' needs an nn.Linear that makes "
+                "as many of queries as it is given, and besides these those of one head's keys and values."
+            )
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _check_nothing_lost(name: str, module: nn.Module, replaced: bool) -> None:
+    """Refuse to replace a module with a patched forward or hooks, and refuse embeddings that write to the values of
+    their weight (max_norm) or have sparse gradients."""
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        raise ValueError(
+            f"{name!r} is an nn.Embedding with max_norm or sparse=True, which tensor parallel ranks do not serve."
+        )
+    if replaced and (attached := attachments(module)):
+        raise ValueError(
+            f"{name!r} has {', '.join(attached)} of its own, and parallelize puts another layer in its place, which "
+            f"would not have them. Attach them after parallelize, or leave {name!r} out of the plan."
+        )
+
+
+def attachments(module: nn.Module) -> list[str]:
+    """Names of the attributes of `module` that hold a patched forward or hooks."""
+    return [key for key, value in vars(module).items() if (key == "forward" or key.endswith("_hooks")) and value]
+
+
+def _check_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
+    """Refuse a plan that shards a parameter which the code of `module` reads as a whole one."""
+    for parameter in parameters_read(module, by_forward=True):
+        owner = _path(name, parameter.rpartition(".")[0])
+        if spec_of(plan.modules.get(owner)).shard_dim is not None and _path(name, parameter) not in plan.unread:
+            raise ValueError(
+                f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, and the plan cuts it: {owner!r} has "
+                f"the style {plan.modules[owner]!r}. Leave {owner!r} out of the plan, and what is tied to it."
+            )
+
+
+def _rotary_width(config: Any, layer: nn.Module) -> int:
+    config = getattr(layer, "config", None) or config
+    width = getattr(config.get_text_config(), "qk_rope_head_dim", None)
+    if not isinstance(width, int):
+        raise ValueError("The style 'mla_kv_a_proj' needs qk_rope_head_dim in the model's config; it has none.")
+    return width
+
+
+def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
+    """Replace every planned linear layer and embedding of `model` by its parallel counterpart."""
+    plan, mesh, sequence = sharding.plan, sharding.mesh, sharding.sequence
+    places: defaultdict[int, list[tuple[nn.Module, str]]] = defaultdict(
+        list
+    )  # by id of the module, as a model may share one
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            places[id(child)].append((parent, key))
+    for name, style in plan.modules.items():
+        # `check_style` has checked its type. Nothing else may refer to it: keeping the whole weights of all layers
+        # beside the shards would take half as much memory again.
+        module: Any = model.get_submodule(name)
+        if isinstance(style, ParallelStyle):
+            parallelize_module(module, mesh, style)
+            continue
+        if spec_of(style).sums_output:
+            cut, dealing = style == "moe_tp_experts", sharding.dealing
+            ranks = dealing.ranks(cut=cut) if dealing and name in dealing.names else ExpertRanks(mesh)
+            _run_experts(module, ranks, sequence.state_of(name))
+        if spec_of(style).adds_once:
+            module.register_forward_hook(partial(_keep_on_one_rank, mesh))
+        layer = shard_layer(name, module, style, sharding, memo)
+        if layer is not module:
+            places[id(layer)] = places.pop(id(module))
+            _swap(module, layer, places[id(layer)])
+    attentions = {name for name in map(attention_of, plan.modules) if name is not None and not sequence.is_whole(name)}
+    for name in sorted(attentions):
+        model.get_submodule(name).register_forward_pre_hook(partial(_show_whole_length, sequence), with_kwargs=True)
+        left_whole = [inner for inner, style in plan.modules.items() if within(inner, name) and spec_of(style) is WHOLE]
+        for layer in map(model.get_submodule, left_whole):
+            if isinstance(layer, nn.Linear):
+                layer.register_forward_pre_hook(_see_part)
+    _share_gathers(model, plan.modules)
+    for name, arguments in plan.per_head.items():
+        attention: Any = model.get_submodule(name)
+        heads = max(head_counts(attention).values())  # number of query heads
+        order = list(inspect.signature(attention.forward).parameters)
+        attention.register_forward_pre_hook(partial(_take_heads, mesh, heads, arguments, order), with_kwargs=True)
+    for name, attributes in plan.counts.items():
+        attention = model.get_submodule(name)
+        for attribute in attributes:
+            setattr(attention, attribute, getattr(attention, attribute) // mesh.size())
+
+
+def _take_heads(
+    mesh: DeviceMesh,
+    heads: int,
+    dims: Mapping[str, int],
+    order: list[str],
+    attention: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> HookArguments:
+    """Narrow per-head arguments of an attention module to this rank's heads. `dims` maps their names to the dim of size
+    heads or batch * heads."""
+    start, stop = shard_rows(heads, mesh)
+
+    def own(name: str, t: Any) -> Any:
+        if name not in dims or not isinstance(t, Tensor) or t.shape[dims[name]] == 1:
+            return t
+        dim = dims[name]
+        return t.unflatten(dim, (-1, heads)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
+
+    return tuple(map(own, order, args)), {name: own(name, t) for name, t in kwargs.items()}
+
+
+def shard_layer(name: str, module: Any, style: str, sharding: Sharding, memo: Memo) -> nn.Module:
+    """Return the parallel counterpart of `module`, called `name`, or `module` itself if its style leaves it whole; with
+    hooks for its input and output."""
+    spec, mesh, sequence = STYLES[style], sharding.mesh, sharding.sequence
+    if spec.shares_rotary:
+        module.register_forward_hook(partial(_sum_rotary_gradient, mesh, _rotary_width(sharding.config, module)))
+    if spec.convert is None:
+        return module
+    layer = spec.convert(module, mesh=mesh, memo=memo)
+    # Keep marks, such as transformers' mark of initialised layers.
+    vars(layer).update((key, value) for key, value in vars(module).items() if key not in vars(layer))
+    scale = embedding_scale(module)
+    if scale is not None:
+        layer.register_forward_hook(partial(_scale_output, scale))
+    if (
+        (sharding.plan.flattens or sequence.flattens(name))
+        and isinstance(layer, ColumnParallelLinear | RowParallelLinear)
+        and not sequence.is_whole(name)
+    ):
+        layer.register_forward_pre_hook(partial(_row_by_row, sequence), with_kwargs=True)
+    if isinstance(layer, ColumnParallelLinear) and not sequence.is_whole(name):
+        take_part = partial(_take_part, sequence, name if attention_of(name) is not None else "")
+        layer.register_forward_pre_hook(take_part, with_kwargs=True)
+    return layer
+
+
+def _scale_output(scale: float, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * torch.tensor(scale, dtype=output.dtype, device="cpu").item()  # rounded as transformers rounds it
+
+
+def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+    latent, rotary = output.split([output.shape[-1] - width, width], dim=-1)
+    return torch.cat([latent, copy_to_group(rotary, group=mesh)], dim=-1)
+
+
+def deal_experts(model: nn.Module, dealing: Dealing) -> None:
+    """Distribute the experts of a model without tensor parallel ranks."""
+    for name in sorted(dealing.names):
+        _run_experts(model.get_submodule(name), dealing.ranks(cut=False), unsharded)
+
+
+def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
+    if takes_routing(experts):
+        run_grouped(experts, ranks, state_now)
+        return
+    shares_input, sums_output = partial(_share_input, ranks.parts), partial(_sum_output, ranks.parts)
+    if ranks.dealt is not None:
+        deal_rows(experts, ranks, shares_input=shares_input, sums_output=sums_output)
+    else:
+        experts.register_forward_pre_hook(shares_input, with_kwargs=True)
+        experts.register_forward_hook(sums_output)
+
+
+def _share_input(mesh: GroupLike, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> HookArguments:
+    """Make backward sum over ranks the gradients of hidden states and routing weights from each rank's experts."""
+
+    def shared(value: Any) -> Any:
+        return copy_to_group(value, group=mesh) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(map(shared, args)), {name: shared(value) for name, value in kwargs.items()}
+
+
+def _sum_output(mesh: GroupLike, experts: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return all_reduce(output, group=mesh)
+
+
+def _keep_on_one_rank(mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    # A product, not zeros: the backward of every rank must reach the sum of `_share_input`.
+    return output if mesh.get_local_rank() == 0 else 0 * output
+
+
+def holds_sharded_heads(attention: nn.Module) -> bool:
+    """True if the TP ranks hold different heads of the attention module."""
+    return any(isinstance(m, ColumnParallelLinear) and not m.gather_output for m in attention.modules())
+
+
+def _swap(old: nn.Module, new: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
+    """Put `new` at `places`, and move the parameters of `old` to the meta device: this frees the full weight before the
+    next layer is sharded, and code that still computes with `old` fails."""
+    for parent, key in places:
+        parent._modules[key] = new
+    for key, parameter in old._parameters.items():
+        if parameter is not None:
+            old._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+
+
+def _row_by_row(
+    sequence: SequenceSharding, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> HookArguments | None:
+    """Pass the batch size to a layer whose input is [batch * seq, n], so that it gathers or scatters row by row."""
+    state = sequence.state_now()
+    return (args, {"batch": state.batch, **kwargs}) if state.tp_sharded and args[0].ndim == 2 else None
+
+
+_PART = "_fused_tp_part"
+
+
+def _show_whole_length(
+    sequence: SequenceSharding, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> HookArguments | None:
+    """Replace the input of an attention module by a stand-in of the whole sequence's shape that refers to the shard.
+
+    Attention modules reshape the output of q_proj, which is the whole sequence, by the shape of their own input.
+    Rejected: gathering that input here, which would undo the fused gather and matmul of the projections. The stand-in
+    is one NaN, expanded: a module that computes with it instead of passing it on returns NaN everywhere.
+    """
+    state = sequence.state_now()
+    if not state.tp_sharded:
+        return None
+    x = args[0] if args else next(iter(kwargs.values()))
+    stand_in = x.new_full((), float("nan")).expand(*x.shape[:-2], state.local_len, x.shape[-1])
+    setattr(stand_in, _PART, x)
+
+    def shown(value: Any) -> Any:  # also where the same tensor is passed again, for keys and values
+        return stand_in if value is x else value
+
+    return tuple(map(shown, args)), {name: shown(value) for name, value in kwargs.items()}
+
+
+def part_of(x: Tensor) -> Tensor:
+    """Shard that the stand-in `x` refers to (see `_show_whole_length`), or `x` itself."""
+    part: Tensor = getattr(x, _PART, x)
+    return part
+
+
+def _see_part(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pass the shard to a layer that stays whole, instead of the stand-in of the attention module around it."""
+    return tuple(map(part_of, args))
+
+
+def _take_part(
+    sequence: SequenceSharding,
+    attention_projection: str,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> HookArguments | None:
+    state = sequence.state_now()
+    if not state.tp_sharded:
+        return None
+    x = args[0]
+    part = getattr(x, _PART, None)  # gates in attention get the stand-in, too
+    if part is None and attention_projection:
+        raise ValueError(
+            "sequence_parallel=True needs attention modules that hand their first argument to their projections "
+            f"as it is; {attention_projection!r} was given another tensor. Pass sequence_parallel=False."
+        )
+    x = x if part is None else part
+    # The length of a shard does not determine that of the whole sequence: the last rank's shard may be shorter.
+    return (x, *args[1:]), {"gather_size": state.local_len, **kwargs}
+
+
+def _share_gathers(model: nn.Module, plan: Mapping[str, Style]) -> None:
+    """Gather the common input of q, k and v, and of gate and up, in one op."""
+    families: dict[tuple[Any, ...], list[ColumnParallelLinear]] = defaultdict(list)
+    modules = dict(model.named_modules())
+    for name in plan:
+        parent, _, leaf = name.rpartition(".")
+        layer, attention = modules.get(name), attention_of(name)
+        # In cross-attention q reads another tensor than k and v do.
+        crosses = "cross" in parent or "encoder_attn" in parent
+        scope = attention if attention is not None else parent if leaf in GATED_PROJECTIONS else None
+        if isinstance(layer, ColumnParallelLinear) and scope is not None and not crosses:
+            families[scope, attention is not None, layer.in_features, layer.weight.dtype].append(layer)
+    for layers in families.values():
+        if len(layers) > 1:
+            share_gather(layers)
+
+
+def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
+    """Make every parameter that is still whole a replicated DTensor, with a complete gradient on every rank.
+
+    FSDP2, clip_grad_norm_ and checkpoints need all parameters of a model on the same mesh. The forward of a module
+    still computes on plain tensors, also for parameters that it reads from other modules. If a rank's gradient covers
+    only its heads (style "replicated_with_grad_allreduce") or its shard of the sequence, backward sums it over ranks.
+    """
+    modules = dict(model.named_modules())
+    plan = sharding.plan
+    embeddings = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
+
+    def sums(name: str) -> Callable[[], bool]:
+        embedded = any(within(name, embedding) for embedding in embeddings)
+        return _question(name, spec_of(plan.modules.get(name)), sharding.sequence, embedded=embedded)
+
+    for name, module in modules.items():
+        own = plan.parameters_of(name, module).items()
+        cut = {key: PartsCut(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in own}
+        read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
+        # Not sharded ones: the code would take a plain shard for the whole parameter; for a DTensor torch raises.
+        asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
+        dealing = sharding.dealing
+        over = dealing.parameter_mesh if dealing and name in dealing.names else None
+        held = replicate_own(module, sharding.mesh, memo, sums=sums(name), cut=cut, read=asks, parameter_mesh=over)
+        if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)):
+            module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))
+
+
+def replicate_module(name: str, module: nn.Module, spec: StyleSpec, sharding: Sharding, memo: Memo) -> None:
+    """Replicate the own parameters of one module, called `name` in the model, like `replicate_parameters`."""
+    embedded = isinstance(module, nn.Embedding)
+    sums = _question(name, spec, sharding.sequence, embedded=embedded)
+    held = replicate_own(module, sharding.mesh, memo, sums=sums)
+    if held and embedded:
+        module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))
+
+
+def _question(name: str, spec: StyleSpec, sequence: SequenceSharding, *, embedded: bool) -> Callable[[], bool]:
+    # Every rank has all token ids: an embedding and its submodules compute the whole sequence, and the rank then takes
+    # its shard.
+    return partial(_sums_gradient, sequence, spec.sums_gradient, embedded or sequence.is_whole(name))
+
+
+def _sums_gradient(sequence: SequenceSharding, always: bool, whole: bool) -> bool:
+    return always or (not whole and sequence.state_now().tp_sharded)
+
+
+def _own_part(sequence: SequenceSharding, mesh: DeviceMesh, embedding: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return scatter(output, -2, group=mesh) if sequence.state_now().tp_sharded else output

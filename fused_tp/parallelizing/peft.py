@@ -1,0 +1,386 @@
+"""LoRA adapters of PEFT (arXiv:2106.09685) on the layers of a parallel model.
+
+A LoRA layer adds B(A(x)) to the output of its base layer. One of A and B is sharded like the base, so that only rank-r
+tensors are communicated:
+
+| base layer | A [r, in]        | B [out, r]        | communicated                         | with sequence parallelism |
+|------------|------------------|-------------------|--------------------------------------|---------------------------|
+| column     | whole            | sharded along out | backward: the sum of A(x)'s gradient | A(x), gathered            |
+| row        | sharded along in | whole             | the sum of A(x)                      | A(x), reduce-scattered    |
+| whole      | whole            | whole             | nothing                              | nothing                   |
+
+PEFT's own code adds, scales, merges, switches and loads adapters; parameters have the same names and shapes as in a
+model on one rank. LoRA layers, and copies in `modules_to_save`, are taken out of the model while it is checked and
+sharded, so that plans contain the names of the model alone.
+
+    # before: with adapters from get_peft_model, PeftModel.from_pretrained or model.add_adapter
+    parallelize(peft_model, mesh)
+
+    # after: on a parallel model, which may have come from the meta device
+    peft_model = get_peft_model(model, parallel_config(model, LoraConfig(...)))
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
+from fused_tp.nn.checkpoint import gather_tensors
+from fused_tp.nn.sharding import plain_parameters_
+from fused_tp.parallelizing.checks.model_check import MARK, SHARDING, check_equal_models
+from fused_tp.parallelizing.layers import Sharding, part_of, replicate_module, shard_layer
+from fused_tp.parallelizing.readers import parameters_read
+from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, spec_of, unread_of
+
+if TYPE_CHECKING:
+    from fused_tp.nn.sharding import Memo
+
+Config = TypeVar("Config", bound=LoraConfig)
+
+# Attribute of a PEFT wrapper that holds the model's own module.
+_BASE = {BaseTunerLayer: "base_layer", AuxiliaryTrainingWrapper: "original_module"}
+_WRAPPERS = tuple(_BASE)
+# Fields of a LoraConfig that ask for more than LoRA on linear layers.
+_MORE = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
+
+
+def base_model(model: PeftModel) -> nn.Module:
+    """Return the model inside a PeftModel, to be parallelized.
+
+    Raises:
+        ValueError: the PeftModel has more than LoRA adapters, such as a learned prompt.
+    """
+    kinds = {name: str(config.peft_type.value) for name, config in model.peft_config.items()}
+    other = next((name for name, kind in kinds.items() if kind != "LORA"), None)
+    if other is not None:
+        raise ValueError(
+            f"The adapter {other!r} is of the kind {kinds[other]}, of which parallelize does not know what tensor and "
+            "context parallel ranks compute; it serves LoRA. Parallelize the model without it: see unload(), and "
+            "get_base_model() for prompts."
+        )
+    inner: nn.Module = model.get_base_model()
+    return inner
+
+
+class Adapters:
+    """PEFT's wrappers in a model.
+
+    Raises:
+        ValueError: a wrapper is not supported; nothing has been changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.wrappers = {name: module for name, module in model.named_modules() if isinstance(module, _WRAPPERS)}
+        for name, wrapper in self.wrappers.items():
+            _check_wrapper(name, wrapper)
+
+    @contextmanager
+    def taken_out(self) -> Iterator[None]:
+        """Context in which the model has its own modules; afterwards the wrappers hold their replacements."""
+        places = [
+            (parent, key, child)
+            for parent in self.model.modules()
+            for key, child in parent._modules.items()
+            if isinstance(child, _WRAPPERS)
+        ]
+        for parent, key, wrapper in places:
+            parent._modules[key] = wrapper._modules[_base_key(wrapper)]
+        for _, _, wrapper in places:
+            wrapper._modules[_base_key(wrapper)] = None  # otherwise it would keep the replaced full weight in memory
+        try:
+            yield
+        finally:
+            for parent, key, wrapper in places:
+                wrapper._modules[_base_key(wrapper)] = parent._modules[key]
+                parent._modules[key] = wrapper
+
+    def check(self, whole_blocks: Collection[str]) -> None:
+        """Refuse wrappers of modules that are used other than by a call. Call it inside `taken_out`.
+
+        Raises:
+            ValueError: a module reads the parameters of a wrapped one by itself; a wrapped one is a block that runs on
+                the whole sequence.
+        """
+        for name in self.wrappers:
+            _check_no_block(name, whole_blocks)
+        unread = unread_of(self.model)
+        for name, module in self.model.named_modules() if self.wrappers else ():
+            for parameter in parameters_read(module):
+                path = f"{name}.{parameter}".lstrip(".")
+                owner = path.rpartition(".")[0]
+                if owner in self.wrappers and path not in unread:
+                    raise ValueError(
+                        f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, so what PEFT has put around "
+                        f"{owner!r} would not be used. Leave {owner!r} out of the LoraConfig."
+                    )
+
+    def plan(self, plan: ShardingPlan) -> ShardingPlan:
+        """Plan for the modules that the wrappers add to a model with `plan`.
+
+        Raises:
+            ValueError: a wrapped module has a torch ParallelStyle, which does not define how to shard adapters.
+        """
+        styles: dict[str, Style] = {}
+        for name, wrapper in self.wrappers.items():
+            style = plan.modules.get(name)
+            if isinstance(style, ParallelStyle):
+                raise ValueError(
+                    f"The plan gives {name!r} a ParallelStyle, and PEFT has put an adapter on it: how that is to be "
+                    "cut is not known. Give it the name of a style, such as 'colwise'."
+                )
+            for key, _ in _added(wrapper):
+                own = _style_of(key, style)
+                if own is not None:
+                    styles[f"{name}.{key}"] = own
+        return ShardingPlan(styles)
+
+    def shard(self, sharding: Sharding, memo: Memo) -> None:
+        """Shard the modules that the wrappers add. Call it after `taken_out`."""
+        for name, wrapper in self.wrappers.items():
+            place = WrapperPlace(name, sharding)
+            if isinstance(wrapper, Linear):
+                wrapper.__class__ = ParallelLoraLinear
+                wrapper.place = place
+            for key, module in _added(wrapper):
+                wrapper.set_submodule(key, place.shard(key, module, memo))
+
+
+@dataclass(frozen=True)
+class WrapperPlace:
+    """Name of a wrapper in a parallel model, and the model's sharding."""
+
+    name: str
+    sharding: Sharding
+
+    def shard(self, key: str, module: nn.Module, memo: Memo) -> nn.Module:
+        """Return `module`, sharded or replicated, for `key` of the wrapper."""
+        style = _style_of(key, self.sharding.plan.modules.get(self.name))
+        # A copy of the model's own module has the same input, so it is sharded under the name of that module.
+        name = f"{self.name}.{key}" if key.startswith("lora_") else self.name
+        if isinstance(style, str):
+            module = shard_layer(name, module, style, self.sharding, memo)
+        replicate_module(name, module, spec_of(style), self.sharding, memo)
+        return module
+
+
+class ParallelLoraLinear(Linear):
+    """PEFT's LoRA layer around a sharded or whole layer of a parallel model. (PEFT looks for "Linear" in the name.)"""
+
+    place: WrapperPlace
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **keywords: Any) -> None:
+        """Add an adapter, as PEFT does, and shard it.
+
+        Raises:
+            ValueError: the config asks for more than LoRA on linear layers; low_cpu_mem_usage=True.
+            RankMismatchError: the ranks have drawn different initial values.
+        """
+        check_config(config)
+        super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **keywords)
+        sharding = self.place.sharding
+        if any(p.is_meta for p in self.lora_A[adapter_name].parameters()):
+            raise ValueError("Adapters cannot be cut on the meta device; leave low_cpu_mem_usage=True out.")
+        made = {key: module for key, module in _added(self) if key.endswith(f".{adapter_name}")}
+        check_equal_models(nn.ModuleList(made.values()), sharding.meshes)
+        memo: Memo = WeakIdKeyDictionary()
+        for key, module in made.items():
+            layer = self.place.shard(key, module, memo)
+            self.set_submodule(key, layer)
+            sharding.sequence.add_layer(f"{self.place.name}.{key}", layer)
+        if sharding.plain:
+            plain_parameters_(self)
+        for module in self.modules():
+            setattr(module, MARK, sharding.sequence.parallelism)
+        if sharding.sequence.head in (self, self.base_layer):
+            sharding.sequence.set_head(self)
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.in_features, module.out_features  # of the whole layer
+
+    def _cast_input_dtype(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        # In attention, x is a stand-in for a shard of the sequence; the base layer resolves it by itself.
+        cast: Tensor = super()._cast_input_dtype(part_of(x), dtype)
+        return cast
+
+    def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **keywords: Any) -> Tensor:
+        """Apply to each row its adapter, in the same order on all ranks; PEFT uses the order of a set."""
+        result: Tensor = self.base_layer(x, *args)
+        for name in sorted(set(adapter_names) & self.lora_A.keys()):
+            rows = torch.tensor(
+                [i for i, one in enumerate(adapter_names) if one == name], dtype=torch.int64, device=x.device
+            )
+            given = self.lora_dropout[name](part_of(x)[rows].to(self.lora_A[name].weight.dtype))
+            added = self.lora_B[name](self.lora_A[name](given)) * self.scaling[name]
+            result = result.index_add(0, rows, added.to(result.dtype))
+        return result
+
+
+def parallel_config(model: nn.Module, config: Config) -> Config:
+    """Prepare `config` so that PEFT puts adapters on the layers of `model`, which `parallelize` returned.
+
+    All ranks must add adapters together, with equal random states.
+
+    Raises:
+        TypeError: `model` is not parallel.
+        ValueError: the config asks for more than LoRA on linear layers.
+
+    Example:
+        >>> parallelize(model, mesh)
+        >>> peft_model = get_peft_model(model, parallel_config(model, LoraConfig(target_modules="all-linear")))
+        >>> config = parallel_config(model, LoraConfig.from_pretrained(folder))     # or one that was saved
+        >>> peft_model = PeftModel.from_pretrained(model, folder, config=config)
+    """
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not hasattr(inner, SHARDING):
+        raise TypeError("model has not been parallelized, so PEFT's own get_peft_model(model, config) is right for it.")
+    check_config(config)
+    sharding: Sharding | None = getattr(inner, SHARDING)
+    if sharding is not None:
+        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+            config.target_modules = _linear_layers(inner)
+        config._register_custom_module({nn.Module: _Maker(sharding)})
+    return config
+
+
+def _linear_layers(model: Any) -> set[str]:
+    """Names of all linear layers but the output layer, including those that have adapters already."""
+    kinds = (nn.Linear, Linear)
+    wrappers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, _WRAPPERS))
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, kinds) and not name.startswith(wrappers)]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {name for name, module in named if module is not head}
+
+
+class _Maker:
+    """Makes LoRA layers of a parallel model; PEFT calls it."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+
+    def __call__(self, base: nn.Module, adapter_name: str, config: LoraConfig, **keywords: Any) -> ParallelLoraLinear:
+        name: str = keywords["target_name"]
+        whole = isinstance(base, nn.Linear) and type(base).__name__ == "Linear"
+        if not (whole or type(base) in (ColumnParallelLinear, RowParallelLinear)):
+            raise ValueError(f"{name!r} is a {type(base).__name__}; {_ONLY_LINEAR} Leave it out of target_modules.")
+        _check_no_block(name, self.sharding.sequence.whole_blocks)
+        layer = ParallelLoraLinear.__new__(ParallelLoraLinear)
+        layer.place = WrapperPlace(name, self.sharding)  # read by `update_layer`, which __init__ calls
+        Linear.__init__(layer, base, adapter_name, config, **keywords)
+        return layer
+
+
+def save_pretrained(model: PeftModel, save_directory: str, *args: Any, **keywords: Any) -> None:
+    """Save a PeftModel on a parallel model, to the same files as on one rank.
+
+    All ranks must call it; global rank 0 gathers the adapters on the CPU, and writes. `parallelize` makes it the
+    `save_pretrained` of a PeftModel.
+    """
+    call = inspect.signature(type(model).save_pretrained).bind(model, save_directory, *args, **keywords)
+    given = call.arguments.setdefault("kwargs", {})
+    writes = call.arguments.get("is_main_process", True)
+    inner: Any = model.get_base_model()
+    known = hasattr(inner, "get_output_embeddings")  # a transformers model, whose embeddings PEFT may write
+    layers = [inner.get_input_embeddings(), inner.get_output_embeddings()] if known else [None]
+    if given.get("state_dict") is None:
+        embeddings = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
+        wanted = {
+            name: t
+            for name, t in model.state_dict(keep_vars=True).items()
+            if "lora_" in name or "modules_to_save." in name or name.endswith("bias") or id(t) in embeddings
+        }
+        given["state_dict"] = gather_tensors(wanted, model, rank0_only=True, device="cpu")
+        writes = writes and dist.get_rank() == 0
+    if writes:
+        type(model).save_pretrained(*call.args, **call.kwargs)
+
+
+# ---- unsupported adapters -------------------------------------------------------------------------------------------
+
+_ONLY_LINEAR = "a parallel model serves LoRA on nn.Linear only."
+
+
+def check_config(config: LoraConfig) -> None:
+    """Refuse a config that asks for more than LoRA on the linear layers of a parallel model.
+
+    Raises:
+        TypeError: `config` is not a LoraConfig.
+        ValueError: names the unsupported field.
+    """
+    if type(config) is not LoraConfig:
+        raise TypeError(f"config is a {type(config).__name__}; a parallel model serves LoraConfig only.")
+    variants = [one.name for one in fields(config) if one.metadata.get("is_lora_variant")]
+    asked = next((name for name in (*variants, *_MORE) if getattr(config, name, None)), None)
+    if asked is not None:
+        before = " Or give modules_to_save to PEFT before parallelize." if asked == "modules_to_save" else ""
+        raise ValueError(
+            f"The LoraConfig has {asked}={getattr(config, asked)!r}, which is not served on a model that has been "
+            f"parallelized. Leave it out.{before}"
+        )
+    how = config.init_lora_weights
+    if not (isinstance(how, bool) or how == "gaussian"):
+        raise ValueError(
+            f"The LoraConfig has init_lora_weights={how!r}, which looks at weights that have been cut. Give "
+            "adapters to the model before parallelize, or pass init_lora_weights=True."
+        )
+
+
+def _check_wrapper(name: str, wrapper: Any) -> None:
+    kind = f"{type(wrapper).__module__}.{type(wrapper).__name__}"
+    if isinstance(wrapper, BaseTunerLayer):
+        variants = [type(one).__name__ for one in getattr(wrapper, "lora_variant", {}).values()]
+        if type(wrapper) is not Linear or variants:
+            what = f"{kind} ({variants[0]})" if variants else kind
+            raise ValueError(
+                f"PEFT has made a {what} of {name!r}; {_ONLY_LINEAR} Leave {name!r} and its like out of the config, or "
+                "bring the adapters into the weights: see merge_and_unload()."
+            )
+    elif type(wrapper) is not ModulesToSaveWrapper or next(wrapper.original_module.children(), None) is not None:
+        raise ValueError(
+            f"PEFT has made a {kind} of {name!r} ({type(wrapper._modules[_base_key(wrapper)]).__name__}); a parallel "
+            "model serves modules_to_save that have no modules inside, such as 'lm_head', and no trainable tokens. "
+            "Name the modules inside of it."
+        )
+
+
+def _check_no_block(name: str, whole_blocks: Collection[str]) -> None:
+    # The block's hooks would have to be on the wrapper, which merging removes, and not on the layer.
+    if name in whole_blocks:
+        raise ValueError(
+            f"sequence_parallel=True: {name!r} runs on the whole sequence, and an adapter on it would be given a part. "
+            f"Leave {name!r} out of the LoraConfig, or pass sequence_parallel=False."
+        )
+
+
+def _base_key(wrapper: nn.Module) -> str:
+    return next(key for kind, key in _BASE.items() if isinstance(wrapper, kind))
+
+
+def _added(wrapper: Any) -> list[tuple[str, nn.Module]]:
+    """Modules that a wrapper adds to the one that it holds, with their paths in the wrapper."""
+    kinds = ("lora_A", "lora_B") if isinstance(wrapper, Linear) else ("modules_to_save",)
+    return [(f"{kind}.{name}", module) for kind in kinds for name, module in getattr(wrapper, kind).items()]
+
+
+def _style_of(key: str, base: Style | None) -> Style | None:
+    """Style of the module that a wrapper adds at `key` to a module of the style `base`."""
+    spec = spec_of(base)
+    if key.startswith("lora_A") and (spec.shard_dim == 0 or spec.shares_rotary):
+        return None
+    if key.startswith("lora_B") and spec.shard_dim == 1:
+        return None
+    return base

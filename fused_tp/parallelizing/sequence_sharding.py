@@ -1,0 +1,621 @@
+"""Hooks around a parallel model's forward: they shard inputs along the sequence, and gather outputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fused_tp.core.checks import is_due
+from fused_tp.nn import ColumnParallelLinear
+from fused_tp.ops.collectives import gather, scatter
+from fused_tp.parallelizing.forward_shard import (
+    UNSHARDED,
+    CpContext,
+    ForwardShard,
+    LayerState,
+    RunningForward,
+    StateHistory,
+    enter_forward,
+    leave_forward,
+    running_forward,
+    running_node,
+    unsharded,
+    version_of,
+)
+from fused_tp.parallelizing.global_loss import GlobalLoss, scale_gradient, shift
+from fused_tp.parallelizing.grad_sync import GradientSync
+from fused_tp.parallelizing.graph import HeadOutputs, leaves, nodes_of
+from fused_tp.parallelizing.outputs import map_tensors, tensors_in
+
+# Mark of a model whose output is not for the caller: a pipeline stage that is not the last.
+PASSES_ON = "_fused_tp_passes_on"
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Arguments of `parallelize`. Meshes are 1-D; None for a dim that is missing or has one rank.
+
+    Attributes:
+        ulysses: see `CpContext`.
+    """
+
+    tp_mesh: DeviceMesh | None
+    cp_mesh: DeviceMesh | None
+    sequence_parallel: bool
+    loss_parallel: bool
+    grad_sync: bool
+    ulysses: tuple[DeviceMesh, DeviceMesh | None] | None = None
+
+    @property
+    def shards_sequence(self) -> bool:
+        return self.sequence_parallel or self.cp_mesh is not None
+
+    @property
+    def computes_loss(self) -> bool:
+        """True if the model's own loss would see only a shard of the tokens or of the vocabulary."""
+        return self.loss_parallel or self.cp_mesh is not None
+
+
+@dataclass(frozen=True)
+class RowMasks:
+    """Visibility between tokens, as found in the arguments of a forward pass.
+
+    Attributes:
+        padded: a mask with padding was removed from the arguments.
+        documents: bounds of packed documents: where each begins, and the end; () for one document. See `CpContext`.
+    """
+
+    padded: bool = False
+    documents: tuple[int, ...] = ()
+
+
+class SequenceSharding:
+    """Shards one forward pass at a time, unless it has a KV cache. Subclasses know argument names of a kind of model.
+
+    Layers read `state_now()`: the state of the running forward pass, or of one that activation checkpointing reruns.
+    """
+
+    tokens: tuple[str, ...]  # may hold the tokens [batch, seq] or their embeddings [batch, seq, hidden]
+    positions: str | None  # [seq] or [batch, seq]
+    labels: str | None  # [batch, seq], not shifted
+    asks_last_position = False  # True if part of the model depends on the length of the whole sequence
+    caches: tuple[str, ...]
+    known: frozenset[str] = frozenset({"shift_labels", "num_items_in_batch"})  # tensors that need no sharding here
+
+    def __init__(self, model: nn.Module, parallelism: Parallelism) -> None:
+        self.parallelism = parallelism
+        self.head: nn.Module | None = None  # the output layer, if it is sharded, with its adapters
+        self._head_outputs = HeadOutputs()
+        self._history = StateHistory()
+        self._noted = True  # the running, or last, forward pass is in the history
+        self._state = UNSHARDED  # state of the running forward pass
+        self._switched_to = UNSHARDED  # state that the layers are set to
+        cp_mesh = parallelism.cp_mesh
+        self.sync = GradientSync(cp_mesh) if cp_mesh is not None and parallelism.grad_sync else None
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+        self._computed_alike = False
+        # With experts, the parameters that a forward pass uses depend on its tokens.
+        self._routes = any("expert" in name for name, _ in model.named_modules())
+        self._calls = 0  # number of calls that backward may follow
+        self._layers: list[Any] = []
+        self._head_layers: list[ColumnParallelLinear] = []
+        self._noting: list[Any] = []  # handles of hooks
+        self.whole_blocks: list[str] = []  # names of blocks that run on the whole sequence, see `whole_blocks`
+        self.expert_blocks: list[str] = []  # names of blocks with experts that run on this rank's tokens
+        # Modules in front of the layers and behind them that see the whole sequence, and where it is split and joined:
+        # see `ShardingPlan`.
+        self.in_front: frozenset[str] = frozenset()
+        self.splits = False
+        self.joins = ""
+        self.behind: tuple[str, ...] = ()
+        self._loss: GlobalLoss | None = None
+        self.attends = 0  # least number of calls of attention over the CP ranks in a forward pass
+        self.attended = 0  # number of such calls in the last forward pass
+        self._known_ids = _known_ids(model)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Change layers of `model` that stay in it, before others are replaced."""
+
+    def install(self, model: nn.Module) -> None:
+        """Hook `model`, whose layers have been replaced."""
+        for name, module in model.named_modules():
+            self.add_layer(name, module)
+        for module in self.entrances(model):
+            self._have_ask(module)
+        if self.head is not None:
+            self.set_head(self.head)
+        # A traced program cannot register hooks on parameters, for example. The untraced hooks run before and after all
+        # of the model's own code, which is then traced by itself.
+        traced = self.sync is None
+        model.register_forward_pre_hook(self.before if traced else self.before_untraced, with_kwargs=True)
+        model.register_forward_hook(self.after if traced else self.after_untraced, with_kwargs=True, always_call=True)
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        """Bounds of the packed documents of the last forward pass, `CpContext.documents`."""
+        return () if self._state.cp is None else self._state.cp.documents
+
+    def add_layer(self, name: str, module: Any) -> None:
+        """Register `module`, called `name` in the model, for the state of each forward pass, if it depends on it."""
+        if hasattr(module, "sequence_parallel") and hasattr(module, "mesh") and not self.is_whole(name):
+            self._layers.append(module)
+            self._have_ask(module)
+
+    def set_head(self, head: nn.Module) -> None:
+        """Set the output layer to `head`, and find the layers of fused_tp in it."""
+        for handle in self._noting:
+            handle.remove()
+        self.head = head
+        self._head_layers = [module for module in head.modules() if isinstance(module, ColumnParallelLinear)]
+        # Hook each of its layers, too: one may become the output layer itself again (merged adapters).
+        self._noting = [one.register_forward_hook(self._note_head) for one in {head, *self._head_layers}]
+
+    def _have_ask(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._ask, prepend=True)
+        in_one_order(module._forward_pre_hooks)
+
+    def is_whole(self, name: str) -> bool:
+        """True if the module of that name is, or is inside, one that runs on the whole sequence."""
+        return _is_in(name, (*self.whole_blocks, *self.in_front, *self.behind))
+
+    def flattens(self, name: str) -> bool:
+        """True if the module of that name is in a block that may pass it the tokens of all rows in one dim."""
+        return _is_in(name, self.expert_blocks)
+
+    def state_of(self, name: str) -> Callable[[], LayerState]:
+        """Return the function from which experts of that name get the state of the running forward pass."""
+        asks = self.parallelism.sequence_parallel and not self.is_whole(name)
+        return self.state_now if asks else unsharded
+
+    def global_loss(self, own: Callable[..., Tensor]) -> GlobalLoss:
+        """Loss over all ranks that replaces a model's `own`."""
+        parallelism = self.parallelism
+        vocab_mesh = parallelism.tp_mesh if parallelism.loss_parallel else None
+        self._loss = GlobalLoss(
+            own,
+            vocab_mesh=vocab_mesh,
+            cp_mesh=parallelism.cp_mesh,
+            cuts_tokens=parallelism.shards_sequence,
+            grad_sync=parallelism.grad_sync,
+        )
+        return self._loss
+
+    # ---- overridden by subclasses ----
+
+    def entrances(self, model: nn.Module) -> list[nn.Module]:
+        """Modules that a caller may call instead of the model, and that do not call `state_now` themselves."""
+        return []
+
+    def attention_layers(self, model: nn.Module) -> int:
+        """Number of layers that call attention over the CP ranks, as far as known without a forward pass."""
+        return 0
+
+    def is_cached(self, arguments: dict[str, Any]) -> bool:
+        """True if this forward pass reads or fills a KV cache. Every CP rank then computes all of it, except perhaps
+        attention: see `open_cache`."""
+        return any(arguments.get(name) is not None for name in self.caches)
+
+    def cache_types(self, arguments: dict[str, Any]) -> tuple[type, ...]:
+        """Classes of KV caches that a forward pass with these arguments may return."""
+        return tuple(type(arguments[name]) for name in self.caches if arguments.get(name) is not None)
+
+    def check(self, arguments: dict[str, Any], seq_len: int, targets: Tensor | None) -> RowMasks:
+        """Refuse, or remove, arguments that a forward pass on a shard of the sequence cannot honour."""
+        return RowMasks()
+
+    def check_unsharded(self, arguments: dict[str, Any], seq_len: int) -> None:
+        """Give arguments the same meaning in a forward pass that is too short to be sharded as in a sharded one."""
+
+    def is_too_short(self, seq_len: int) -> bool:
+        """True if a forward pass of so many tokens is not sharded."""
+        # With fewer tokens than ranks some rank would have none, which the code of few models supports.
+        return self.parallelism.cp_mesh is not None and seq_len < self.parallelism.cp_mesh.size()
+
+    def default_positions(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """Positions that the model uses for `tokens`, the whole sequence, if the caller passes none."""
+        return torch.arange(tokens.shape[1], device=tokens.device)
+
+    def open_cache(self, model: nn.Module, arguments: dict[str, Any], new: int) -> object | None:
+        """Return the cache of this unsharded forward pass of `new` tokens if it is sharded over the CP ranks."""
+        return None
+
+    def extra_arguments(self, shard: ForwardShard | None) -> dict[str, Any]:
+        """More keyword arguments for the model's forward."""
+        return {}
+
+    def unshard_output(self, output: Any, shard: ForwardShard) -> Any:
+        """Return the model's output for the whole sequence."""
+        raise TypeError(f"{type(self).__name__} must define unshard_output.")
+
+    # ---- before forward ----
+
+    def before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        arguments = self.by_name(args, kwargs)
+        self._head_outputs.begin()
+        source, tokens = self.find_tokens(arguments)
+        cp_mesh, grad_sync = self.parallelism.cp_mesh, self.parallelism.grad_sync
+        too_short = self.is_too_short(tokens.shape[1])
+        own = self.sync is not None and _come_from_parameters(tokens, source, model)
+        cached = self.is_cached(arguments)
+        if too_short and not cached:
+            self.check_unsharded(arguments, tokens.shape[1])
+        shard = None if cached or too_short else self._shard(model, arguments, source, tokens, own)
+        cache = self.open_cache(model, arguments, tokens.shape[1]) if shard is None and cp_mesh is not None else None
+        self._computed_alike = shard is None and cp_mesh is not None
+        if self._computed_alike and grad_sync and tokens.is_floating_point() and not own:
+            assert cp_mesh is not None
+            arguments[source] = scale_gradient(tokens, cp_mesh.size())  # undoes the factor of `after`
+        if self.sync is not None and torch.is_grad_enabled():
+            self.sync.watch(model)
+        if self._loss is not None:
+            self._loss.computed = []
+        self._state = UNSHARDED
+        if shard is not None:
+            logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
+            tp_sharded = self.parallelism.sequence_parallel
+            self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
+        self._noted = not torch.compiler.is_compiling()
+        if self._noted:
+            self._history.note(self._state)
+        self._switch_layers(self._state)
+        enter_forward(self, shard, cache)
+        return (), {**arguments, **self.extra_arguments(shard)}
+
+    def find_tokens(self, arguments: dict[str, Any]) -> tuple[str, Tensor]:
+        """Name of the argument that holds the tokens, or their embeddings, and that tensor."""
+        source = next((name for name in self.tokens if arguments.get(name) is not None), None)
+        if source is None:
+            raise ValueError(f"forward needs {' or '.join(self.tokens)}: the tokens of the whole batch.")
+        tokens = arguments[source]
+        if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+            given = f"shape {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else f"type {type(tokens).__name__}"
+            raise ValueError(f"{source} has {given}; it must be a tensor [batch, seq, ...].")
+        return source, tokens
+
+    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name."""
+        names = self._positional
+        if len(args) > len(names):
+            raise TypeError(f"forward takes {len(names)} positional arguments ({', '.join(names)}), got {len(args)}.")
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    def _shard(
+        self, model: nn.Module, arguments: dict[str, Any], source: str, tokens: Tensor, own: bool
+    ) -> ForwardShard:
+        seq_len = tokens.shape[1]
+        ignore_index = arguments.get("ignore_index", -100)
+        targets = self._targets(arguments, tokens, ignore_index)
+        if self.parallelism.cp_mesh is not None:
+            self._check_range(model, source, tokens, targets, ignore_index)
+        rows = self.check(arguments, seq_len, targets)
+        cp = self._ring(seq_len, rows)
+        if self.parallelism.shards_sequence and self.positions is not None:
+            positions = self._set_positions(arguments, tokens, self.positions, cp)
+            if cp is not None and self.asks_last_position:
+                cp = replace(cp, last_position=int(positions.max()))
+        count = None
+        if targets is not None:
+            count = arguments.get("num_items_in_batch")
+            count = (targets != ignore_index).sum() if count is None else count
+        if cp is not None:
+            self._refuse_other_tensors(arguments, source)
+            tokens = self._shard_tokens(tokens, cp, own)
+            targets = None if targets is None else cp.shard(targets, 1)
+        local_len = tokens.shape[1]
+        if self.parallelism.sequence_parallel and tokens.is_floating_point() and not self.splits:
+            tokens = scatter(tokens, 1, group=self.parallelism.tp_mesh)  # embeddings; ids are sharded once embedded
+        arguments[source] = tokens
+        if targets is not None and self.labels is not None:
+            arguments[self.labels] = targets
+            arguments.pop("shift_labels", None)
+        keep: int | Tensor = 0
+        if self.parallelism.shards_sequence and "logits_to_keep" in arguments:
+            keep = arguments["logits_to_keep"]  # refers to the whole sequence
+            arguments["logits_to_keep"] = 0
+            if targets is None:
+                self._whole_labels(arguments, seq_len, keep)
+        return ForwardShard(
+            tokens.shape[0],
+            seq_len,
+            local_len,
+            cp=cp,
+            targets=targets,
+            target_count=count,
+            ignore_index=ignore_index,
+            logits_to_keep=keep,
+            targets_version=version_of(targets),
+        )
+
+    def _check_range(
+        self, model: nn.Module, source: str, tokens: Tensor, targets: Tensor | None, ignore_index: int
+    ) -> None:
+        """Refuse invalid ids on all ranks: otherwise only the rank that holds them would raise, and its peers would
+        wait for it. Not on a GPU, where this check would block the host."""
+        if torch.compiler.is_compiling():
+            return
+        for name, ids, at in ((source, tokens, 0), (self.labels, targets, 1)):
+            if ids is None or ids.is_floating_point() or ids.device.type != "cpu" or not ids.numel():
+                continue
+            ids = ids[ids != ignore_index] if at else ids
+            least, most = (int(one) for one in ids.aminmax()) if ids.numel() else (0, 0)
+            known = self._known_ids[at]
+            if known is not None and not 0 <= least <= most < known:
+                self._known_ids = _known_ids(model)  # embeddings may have been resized
+                known = self._known_ids[at]
+            if known is not None and not 0 <= least <= most < known:
+                raise ValueError(
+                    f"{name} holds {least if least < 0 else most}; ids are 0 to {known - 1}"
+                    + (f", or ignore_index={ignore_index}." if at else ".")
+                )
+
+    def _whole_labels(self, arguments: dict[str, Any], seq_len: int, keep: int | Tensor) -> None:
+        """Extend labels of the last logits_to_keep tokens to labels of all, with the others ignored: here the model
+        computes its loss from the logits of all tokens."""
+        ignore_index = arguments.get("ignore_index", -100)
+        for name in (self.labels, "shift_labels"):
+            labels = None if name is None else arguments.get(name)
+            if name is None or not isinstance(labels, Tensor) or labels.ndim != 2 or labels.shape[1] == seq_len:
+                continue
+            if not isinstance(keep, int) or labels.shape[1] != keep:
+                raise ValueError(
+                    f"{name} has shape {tuple(labels.shape)}, of {seq_len} tokens and logits_to_keep={keep}; pass "
+                    "labels of all tokens, or of the last logits_to_keep ones."
+                )
+            whole = labels.new_full((len(labels), seq_len), ignore_index)
+            first = 0 if name == "shift_labels" else 1  # no kept logits precede the first label
+            whole[:, seq_len - keep + first :] = labels[:, first:]
+            arguments[name] = whole
+
+    def _ring(self, seq_len: int, rows: RowMasks) -> CpContext | None:
+        tp_mesh, cp_mesh = self.parallelism.tp_mesh, self.parallelism.cp_mesh
+        if cp_mesh is None:
+            return None
+        tp_rank = 0 if tp_mesh is None else tp_mesh.get_local_rank()
+        return CpContext(cp_mesh, seq_len, rows.padded, rows.documents, tp_rank, self.parallelism.ulysses)
+
+    def _targets(self, arguments: dict[str, Any], tokens: Tensor, ignore_index: int) -> Tensor | None:
+        """Shifted labels of the whole sequence, if the loss is computed over ranks and there are labels."""
+        if not self.parallelism.computes_loss or self.labels is None:
+            return None
+        labels = arguments.get(self.labels)
+        if labels is None:  # shift_labels alone have no effect
+            return None
+        targets: Tensor | None = arguments.get("shift_labels")
+        if targets is None:
+            targets = shift(labels, ignore_index)
+        if targets.shape != tokens.shape[:2]:
+            raise ValueError(
+                f"{self.labels} has shape {tuple(targets.shape)} and the tokens {tuple(tokens.shape[:2])}; they must "
+                "be equal: every rank gets the full batch and its full labels."
+            )
+        return targets
+
+    def _set_positions(self, arguments: dict[str, Any], tokens: Tensor, name: str, cp: CpContext | None) -> Tensor:
+        """Pass to forward the positions of this CP rank's tokens, and return all positions. A model's default would
+        count its shard from 0."""
+        seq_len = tokens.shape[1]
+        given = arguments.get(name)
+        if given is None:
+            given = self.default_positions(tokens, arguments)
+        if given.shape[-1] != seq_len:
+            raise ValueError(f"{name} has shape {tuple(given.shape)}; its last dim must be the {seq_len} tokens.")
+        arguments[name] = given if cp is None else cp.shard(given, given.ndim - 1)
+        return given
+
+    def _shard_tokens(self, tokens: Tensor, cp: CpContext, own: bool) -> Tensor:
+        if own:
+            # Backward sums gradients of the parameters behind these embeddings over the ranks: each keeps its tokens'.
+            return tokens.index_select(1, cp.positions(tokens.device))
+        if tokens.is_floating_point() and not self.parallelism.grad_sync:
+            # Embeddings computed by the caller: their gradient is gathered, so it is complete on every rank already.
+            tokens = scale_gradient(tokens, 1 / cp.mesh.size())
+        return cp.shard(tokens, 1)
+
+    def _refuse_other_tensors(self, arguments: dict[str, Any], source: str) -> None:
+        served = {source, self.positions, self.labels, *self.known}
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and name not in served:
+                raise ValueError(
+                    f"forward was given the tensor {name} {tuple(value.shape)}; how to cut it over the context "
+                    "parallel ranks is not known. Leave it out, or use no cp_dim."
+                )
+
+    @torch.compiler.disable
+    def before_untraced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.before(model, args, kwargs)
+
+    @torch.compiler.disable
+    def after_untraced(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self.after(model, args, kwargs, output)
+
+    # ---- state of layers ----
+
+    def state_now(self) -> LayerState:
+        """Return the state to run a layer in. Every layer that can run on its own calls this first."""
+        if not (self.parallelism.shards_sequence or self.parallelism.loss_parallel):
+            return UNSHARDED
+        if torch.compiler.is_compiling():
+            return self._state  # recomputation is then part of the compiled program
+        frame, node = running_forward(), running_node()
+        if frame is not None and frame.owner is self and frame.node == node:
+            state = self._state
+        elif node is not None:
+            # A traced program cannot record that it begins: use the last state.
+            state = self._history.at(node) if self._noted else self._state
+        else:
+            state = self._called_apart()
+        if self._noted:
+            self._history.note(state)  # new nodes follow, perhaps of a checkpoint inside of this one
+        if state is not self._switched_to:
+            self._switch_layers(state)
+        return state
+
+    def _called_apart(self) -> LayerState:
+        """State for a submodule that the caller has called itself: it runs whole on this rank, on unchanged input."""
+        if self.parallelism.cp_mesh is not None and torch.is_grad_enabled():
+            raise ValueError(
+                "A module inside of a model over context parallel ranks was called by itself; what cuts its input and "
+                "sums its gradients is the model that parallelize returned. Call that one; or parallelize the inner "
+                "module instead, where nothing outside uses its parameters (a tied output layer does); or call it "
+                "under torch.no_grad(), where each rank computes all of it."
+            )
+        return UNSHARDED
+
+    def _ask(self, layer: nn.Module, args: Any) -> None:
+        self.state_now()
+
+    def _note_head(self, head: nn.Module, args: Any, output: Tensor) -> None:
+        frame = running_forward()
+        if frame is not None and frame.owner is self and frame.node == running_node():  # not if rerun in backward
+            self._head_outputs.note(output)
+
+    def _switch_layers(self, state: LayerState) -> None:
+        self._switched_to = state
+        for layer in self._layers:
+            layer.sequence_parallel = state.tp_sharded
+        if self.parallelism.loss_parallel:
+            for head in self._head_layers:
+                head.gather_output = not state.logits_sharded
+
+    # ---- after forward ----
+
+    def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        frame = leave_forward(self)
+        try:
+            if output is None:  # forward raised
+                return None
+            if frame is not None:
+                self._check_attended(model, frame)
+            return self._whole_output(model, args, kwargs, output, None if frame is None else frame.shard)
+        finally:
+            self._head_outputs.begin()  # drops the outputs, which hold a graph
+
+    def _check_attended(self, model: nn.Module, frame: RunningForward) -> None:
+        """Refuse a forward pass in which a layer has attended to this rank's tokens alone."""
+        if frame.shard is None or frame.shard.cp is None or frame.traced or torch.compiler.is_compiling():
+            return
+        self.attended = frame.attended
+        if frame.attended < self.attends:
+            raise ValueError(
+                f"{type(model).__name__} has called attention over the context parallel ranks {frame.attended} times "
+                f"in this forward pass, and {self.attends} of its layers should: others have attended to this rank's "
+                "tokens alone. Something has replaced their forward or attention function, or they were taken out, "
+                "after parallelize. Do that before it, or use no cp_dim."
+            )
+
+    def _whole_output(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, shard: ForwardShard | None
+    ) -> Any:
+        if shard is not None and shard.targets is not None and self._loss is not None:
+            self._loss.check_returned(output, self._head_outputs)
+        with_gradients = self.sync is not None and torch.is_grad_enabled() and not self.sync.is_off
+        self._calls += with_gradients
+        asks = self._routes or (self.sync is not None and self.sync.partly) or is_due(self._calls)
+        if self.sync is not None and with_gradients and asks and not self.sync.defers:
+            outputs = [t for t in tensors_in(output) if t.requires_grad]
+            self.sync.note_use(model, outputs, routed=self._routes)
+        if self._computed_alike and self.parallelism.grad_sync and torch.is_grad_enabled():
+            # Every CP rank has computed the same, and backward will sum their gradients.
+            assert self.parallelism.cp_mesh is not None
+            share = 1 / self.parallelism.cp_mesh.size()
+            caches = self.cache_types(self.by_name(args, kwargs))
+            return map_tensors(lambda t: scale_gradient(t, share) if t.requires_grad else t, output, caches=caches)
+        if shard is None or shard.targets is not None or hasattr(model, PASSES_ON):
+            return output
+        return self.unshard_output(output, shard)
+
+    def whole_of_tokens(self, t: Tensor, shard: ForwardShard) -> Tensor:
+        """Gather `t` [batch, seq, ...], computed from this rank's shard of the sequence, to the whole sequence.
+
+        Raises:
+            ValueError: `t` has another shape.
+        """
+        if t.ndim == 0 and shard.cp is None:  # a loss over the whole sequence, which the head has gathered
+            if not self._head_outputs.gave(t):
+                raise ValueError(
+                    "The model returns a number that it made of hidden states, of which each tensor parallel rank has "
+                    "those of other tokens (sequence_parallel=True); it would be another one on every rank. Make it of "
+                    "what the output layer gives, or use no sequence_parallel."
+                )
+            return t
+        if t.ndim < 2 or t.shape[1] != shard.local_len:
+            raise ValueError(
+                f"The model returns a tensor {tuple(t.shape)} that is not [batch, seq, ...]; made of this rank's "
+                "part of the sequence, it would be another one on every rank. Return what is made of single "
+                "tokens, behind the output layer, and compute the rest (a mean, a pooled token) from it outside."
+            )
+        return self.whole(t, shard)
+
+    def whole(self, t: Tensor, shard: ForwardShard, *, tp_sharded: bool = False) -> Tensor:
+        """Gather `t`, a shard of the sequence along dim 1, to the whole sequence on every rank; differentiable."""
+        parallelism = self.parallelism
+        if tp_sharded:
+            t = gather(t, 1, group=parallelism.tp_mesh, gather_size=shard.local_len)
+        if shard.cp is None:
+            return t
+        t = shard.cp.unshard(t, 1)
+        # Every rank computes the same from the whole output, so its gradient is counted once.
+        return t if parallelism.grad_sync else scale_gradient(t, shard.cp.mesh.size())
+
+
+def _is_in(name: str, blocks: Iterable[str]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
+
+
+def cut_head(head: nn.Module | None) -> nn.Module | None:
+    """Return `head` if it is, or contains (as with an adapter), a ColumnParallelLinear; else None."""
+    cut = head is not None and any(isinstance(module, ColumnParallelLinear) for module in head.modules())
+    return head if cut else None
+
+
+def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:
+    """True if `tokens` are embeddings computed from trainable parameters of `model`, and not by the caller.
+
+    Raises:
+        ValueError: they come from both: one needs gradients of all tokens on every rank, the other of the rank's own.
+    """
+    if not (tokens.requires_grad and torch.is_grad_enabled()):
+        return False
+    parameters = {id(p) for p in model.parameters() if p.requires_grad}
+    own = {id(leaf) in parameters for leaf in leaves(nodes_of(tokens))}
+    if len(own) > 1:
+        raise ValueError(
+            f"{source} was computed from parameters of the model and from other tensors that require grad; over "
+            "context parallel ranks only one of them would get the right gradient. Detach one of them, or pass the "
+            "token ids and let the model embed them."
+        )
+    return own == {True}
+
+
+def in_one_order(hooks: dict[int, Any]) -> None:
+    """Give the plain dict of a reordered OrderedDict the same order: torch.compile of torch 2.11 looks a hook up in the
+    plain dict by its index in the OrderedDict."""
+    for key in list(hooks):
+        hooks[key] = hooks.pop(key)
+
+
+def _known_ids(model: Any) -> tuple[int | None, int | None]:
+    """Numbers of token ids and of target ids that a model accepts; None where unknown."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config") and config.get_text_config() is not config:
+        return None, None  # ids beyond the vocabulary may denote images
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    found: list[int | None] = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            layer = getattr(model, name)()
+        except (AttributeError, NotImplementedError):  # a plain model; or one without such a layer
+            layer = embeddings[0] if len(embeddings) == 1 and name == "get_input_embeddings" else None
+        weight = getattr(layer, "weight", None)
+        known = isinstance(layer, (nn.Embedding, nn.Linear)) and isinstance(weight, Tensor) and weight.ndim == 2
+        found.append(weight.shape[0] if known and weight is not None else None)
+    return found[0], found[1]

@@ -1,0 +1,255 @@
+"""Blocks of a sequence parallel model that run on the whole sequence: state spaces, latent attention, unknown experts.
+
+Between layers a rank has a shard of the tokens. A block that cannot run on a shard, or is not known to, gets the tokens
+of all ranks and returns this rank's; inside it runs as without sequence parallelism:
+
+| tensors             | forward                    | backward                                                        |
+|---------------------|----------------------------|-----------------------------------------------------------------|
+| input [b, s / W, n] | gathered along dim 1       | own shard: the block's gradient is the same on all ranks        |
+| layers inside       | unchanged                  | unchanged                                                       |
+| output [b, s, n]    | own shard                  | gathered                                                        |
+
+A block is a module that a layer of the model calls: a direct child of the elements of an nn.ModuleList.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fused_tp.ops.collectives import gather, scatter
+from fused_tp.parallelizing.experts import takes_routing
+from fused_tp.parallelizing.layers import HookArguments, attachments
+from fused_tp.parallelizing.sequence_sharding import SequenceSharding, in_one_order
+from fused_tp.parallelizing.shard_plan import ShardingPlan, spec_of, within
+
+
+def find_blocks(model: nn.Module, plan: ShardingPlan, *, rows_travel: bool) -> tuple[list[str], list[str]]:
+    """Names of the blocks of `model` that run on the whole sequence, and of those with experts that run on a shard.
+
+    `rows_travel`: experts are distributed over other ranks than the tensor parallel ones, and get rows from there.
+    (Each tensor parallel rank then sends the rows of all tokens.)
+
+    Raises:
+        ValueError: a module that may not run on a shard of the sequence is in no block; or a `ParallelStyle`.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, None] = {}
+    for name, module in modules.items():
+        style = plan.modules.get(name)
+        if any(within(name, one) for one in (*plan.before, *plan.behind)):  # these see the whole sequence anyway
+            continue
+        if isinstance(style, ParallelStyle):
+            raise ValueError(
+                f"The plan gives {name!r} a ParallelStyle; with sequence_parallel=True use style names, so that "
+                "parallelize knows what each module does with the sequence."
+            )
+        spec = spec_of(style)
+        owns = any(True for _ in module.parameters(recurse=False))
+        known = style is not None or "norm" in type(module).__name__.lower() or isinstance(module, nn.Embedding)
+        if not (spec.splits_input or spec.shares_rotary or spec.sums_output) and (known or not owns):
+            continue
+        block = _block_of(name, modules)
+        if block is None and style is not None:
+            raise ValueError(
+                f"sequence_parallel=True: {name!r} has the style {style!r}, which takes whole sequences, and is not "
+                "inside of a layer in an nn.ModuleList, whose input could be gathered. Pass sequence_parallel=False."
+            )
+        if block is None:
+            raise ValueError(
+                f"sequence_parallel=True: {name!r} ({type(module).__name__}) has parameters and is not in the plan, so "
+                "whether it may see a part of the sequence is not known, nor what calls it. Give it a style, or pass "
+                "sequence_parallel=False."
+            )
+        # A linear layer that stays whole, right below a layer of the model, treats tokens independently.
+        if not (block == name and type(module) is nn.Linear and style is None):
+            found[block] = None
+    own = [] if rows_travel else [block for block in found if _takes_tokens_alone(block, modules[block], plan)]
+    return [block for block in found if block not in own], own
+
+
+RECORDERS = "transformers.utils.output_capturing"
+KNOWN = ("transformers.models.", "transformers.activations", "torch.nn.modules.linear", "torch.nn.modules.activation")
+
+
+def _takes_tokens_alone(name: str, block: nn.Module, plan: ShardingPlan) -> bool:
+    """True if `block` has experts and treats tokens independently.
+
+    Inspecting a module cannot prove this, so it is assumed only of transformers' own, unmodified code, which has been
+    read, and is compared with the whole model type by type (tests/integrations/sweep.py). Any other block runs on the
+    whole sequence:
+
+    - one that is, or contains, a module of another class than transformers' models or torch's linear layers and
+      activations; or with a patched forward or hooks, which may look at all tokens;
+    - one that scales tokens or their scores by noise: ranks would draw different amounts, so all later draws would
+      differ between them;
+    - one with arguments besides hidden states, which would have to be sharded like these;
+    - one without experts that take routing, or with a layer whose input or output is not that of a plain column or row
+      layer.
+    """
+    experts = []
+    for path, module in block.named_modules(prefix=name):
+        spec = spec_of(plan.modules.get(path))
+        if spec.sums_output:
+            experts.append(path)
+            served = takes_routing(module)
+        else:
+            served = not (spec.splits_input or spec.gathers_output or spec.shares_rotary or spec.shares_keys)
+            served &= not spec.adds_once and not plan.parameters_of(path, module)
+        alone = type(module).__module__.startswith(KNOWN) and not _may_look(module) and not _draws_noise(module)
+        if not (served and alone):
+            return False
+    parameters = inspect.signature(type(block).forward).parameters.values()
+    one = [p.kind for p in parameters] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2  # self, and hidden states
+    return bool(experts) and one
+
+
+def _may_look(module: nn.Module) -> bool:
+    """True if hooks or a patched forward of `module` may look at its inputs; transformers' output recorders only store
+    outputs."""
+    recorders = all(getattr(hook, "__module__", "") == RECORDERS for hook in module._forward_hooks.values())
+    return bool(set(attachments(module)) - ({"_forward_hooks"} if recorders else set()))
+
+
+def _draws_noise(module: nn.Module) -> bool:
+    """True if `module` draws noise in training: transformers' routers store its amount in a "jitter" attribute."""
+    return any("jitter" in name and value for name, value in vars(module).items())
+
+
+def _block_of(name: str, modules: dict[str, nn.Module]) -> str | None:
+    """Name of the block that the module of that name is, or is inside; None if it is in no block."""
+    parts = name.split(".")
+    for n in range(1, len(parts) - 1):
+        if isinstance(modules[".".join(parts[:n])], nn.ModuleList):
+            rest = range(n + 2, len(parts) + 1)
+            names = (".".join(parts[:m]) for m in rest)
+            return next((at for at in names if not isinstance(modules[at], nn.ModuleList)), None)
+    return None
+
+
+def run_whole(block: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding, *, parts: Collection[str] = ()) -> None:
+    """Hook `block`, whose layers run without sequence parallelism, to run on the whole sequence. `parts` names
+    arguments, besides the first, of which a rank has its shard, too."""
+    # Before the hooks of a style, which expect whole sequences.
+    gather_input = partial(_gather_input, sequence, mesh, _places(block, parts))
+    block.register_forward_pre_hook(gather_input, with_kwargs=True, prepend=True)
+    in_one_order(block._forward_pre_hooks)
+    block.register_forward_hook(partial(_scatter_output, sequence, mesh))
+
+
+def split_before(module: nn.Module, arguments: Collection[str], mesh: DeviceMesh, sequence: SequenceSharding) -> None:
+    """Hook `module` to get this rank's tokens of `arguments`, which hold the tokens of all ranks."""
+    split_input = partial(_split_input, sequence, mesh, _places(module, arguments))
+    module.register_forward_pre_hook(split_input, with_kwargs=True)
+
+
+def join_behind(module: nn.Module, mesh: DeviceMesh, sequence: SequenceSharding) -> None:
+    """Hook `module`, which sees this rank's tokens, to return the tokens of all ranks."""
+    module.register_forward_hook(partial(_gather_output, sequence, mesh))
+
+
+def _gather_output(
+    sequence: SequenceSharding, mesh: DeviceMesh, module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    state = sequence.state_now()
+    return gather(output, 1, group=mesh, gather_size=state.local_len) if state.tp_sharded else output
+
+
+def _places(module: nn.Module, names: Collection[str]) -> frozenset[int | str]:
+    """Positions and names under which arguments of these names can be passed."""
+    order = enumerate(inspect.signature(module.forward).parameters)
+    return frozenset({*names, *(position for position, name in order if name in names)})
+
+
+def _changed(
+    places: frozenset[int | str], change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> HookArguments:
+    """Arguments, with `change` applied to the tensors at these places."""
+
+    def changed(place: int | str, value: Any) -> Any:
+        return change(value) if place in places and isinstance(value, Tensor) else value
+
+    return tuple(changed(i, value) for i, value in enumerate(args)), {k: changed(k, v) for k, v in kwargs.items()}
+
+
+def _split_input(
+    sequence: SequenceSharding,
+    mesh: DeviceMesh,
+    places: frozenset[int | str],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> HookArguments | None:
+    if not sequence.state_now().tp_sharded:
+        return None
+    return _changed(places, partial(scatter, dim=1, group=mesh), args, kwargs)
+
+
+def _gather_input(
+    sequence: SequenceSharding,
+    mesh: DeviceMesh,
+    parts: frozenset[int | str],
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> HookArguments | None:
+    state = sequence.state_now()
+    if not state.tp_sharded:
+        return None
+
+    def whole_of(t: Tensor) -> Tensor:
+        flat = t.ndim == 2  # tokens of all rows, one after the other
+        part = t if t.is_floating_point() else t.double()  # indices, which float64 holds exactly
+        part = part.unflatten(0, (state.batch, -1)) if flat else part
+        whole = gather(part, 1, group=mesh, gather_size=state.local_len).to(t.dtype)
+        return whole.flatten(0, 1) if flat else whole
+
+    args, kwargs = _changed(parts, whole_of, args, kwargs)
+    x = args[0] if args else next(iter(kwargs.values()))
+    length = state.local_len or 0
+    if not isinstance(x, Tensor) or not (x.ndim == 3 or (x.ndim == 2 and parts)):
+        given = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+        raise ValueError(
+            f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and its first argument has "
+            f"{given}; it must be hidden states [batch, seq, hidden]. Pass sequence_parallel=False."
+        )
+    for other in (*args[1:], *kwargs.values()):
+        # With more than one token every shard is shorter than the whole, so all ranks decide alike.
+        if other is not x and isinstance(other, Tensor) and other.shape == x.shape and length > 1:
+            raise ValueError(
+                f"sequence_parallel=True: {type(block).__name__} runs on the whole sequence, and is given two tensors "
+                f"{tuple(x.shape)} of a part of it. Pass sequence_parallel=False."
+            )
+    whole = whole_of(x)
+    return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): whole})
+
+
+def _scatter_output(sequence: SequenceSharding, mesh: DeviceMesh, block: nn.Module, args: Any, output: Any) -> Any:
+    state = sequence.state_now()
+    if not state.tp_sharded:
+        return output
+    first = output[0] if isinstance(output, tuple) else output
+    length = state.local_len or 0
+    if not isinstance(first, Tensor) or not (first.shape[1:2] == (length,) or first.ndim == 2):
+        raise ValueError(
+            f"sequence_parallel=True: {type(block).__name__} returns {type(first).__name__} "
+            f"{tuple(getattr(first, 'shape', ()))}, not hidden states [batch, seq, hidden]. Pass "
+            "sequence_parallel=False."
+        )
+
+    def own(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        if t.ndim == 3 and t.shape[1] == length and t.is_floating_point():  # the next block gets whole indices
+            return scatter(t, 1, group=mesh)
+        if t is first:  # tokens of all rows, one after the other
+            return scatter(t.unflatten(0, (-1, length)), 1, group=mesh).flatten(0, 1)
+        return t
+
+    return tuple(map(own, output)) if isinstance(output, tuple) else own(output)

@@ -1,1 +1,0 @@
-"""Base layer: groups, settings, errors, partitions, tracing, dispatch. Imports no other layer."""

@@ -1,1 +1,0 @@
-"""Schedules: the order of data movement and computation in an op. They do not use autograd."""
