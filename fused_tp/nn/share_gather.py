@@ -40,10 +40,10 @@ class SharedGather:
         parameters = [p for layer in self.layers for p in (layer.weight, layer.bias) if p is not None]
         # A DTensor and its local tensor have separate version counters: a write through one does not move the other's.
         tensors = [x, *parameters, *(p._local_tensor for p in parameters if isinstance(p, DTensor))]
-        if any(t.is_inference() for t in tensors):  # such tensors have no version counter
+        if True in [t.is_inference() for t in tensors]:  # such tensors have no version counter
             return column_forward([self.layers[index]], x, *sizes)[0]
-        versions = tuple(t._version for t in tensors)
-        written = torch.is_inference_mode_enabled(), versions, *((id(p), p.requires_grad) for p in parameters)
+        versions = [t._version for t in tensors]
+        written = torch.is_inference_mode_enabled(), versions, [(id(p), p.requires_grad) for p in parameters]
         state = (*_modes(x, *sizes), *written)
         source, source_state, outputs = self.waiting or (None, None, {})
         if source is not x or source_state != state or index not in outputs:

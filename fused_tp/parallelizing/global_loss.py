@@ -179,6 +179,30 @@ class GlobalLoss:
         )
 
 
+@dataclass(eq=False)
+class ReplacedLoss:
+    """A model's `loss_function` that was set after `parallelize`, in place of `replaced`.
+
+    Raises:
+        ValueError: it fails without having called `replaced`: it was given logits of a shard of the vocabulary.
+    """
+
+    function: Callable[..., Tensor]
+    replaced: GlobalLoss
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return self.function(*args, **kwargs)
+        except Exception as error:
+            if self.replaced.computed:
+                raise
+            raise ValueError(
+                f"The model's loss_function was replaced after parallelize, and fails ({type(error).__name__}: "
+                f"{error}) on logits that cover this rank's shard of the vocabulary. Have it call the function that it "
+                "replaces; or call the model without labels, and compute another loss from the logits."
+            ) from error
+
+
 def _holds(output: Any, t: Tensor) -> bool:
     """True if `t` itself is in a nest of tuples, lists and dicts. Written so that torch.compile can trace it."""
     if isinstance(output, Mapping):

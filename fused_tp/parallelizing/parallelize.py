@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -14,12 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fused_tp.backends.hierarchical.two_level import split
-from fused_tp.core.availability import Availability
-from fused_tp.core.group import check_mesh_order, resolve_group
 from fused_tp.nn.optimizers import note_replaced, watch
 from fused_tp.nn.sharding import plain_parameters_
-from fused_tp.ops.arguments import check_bool, check_int
+from fused_tp.ops.arguments import check_bool
 from fused_tp.parallelizing.checks.batch_check import BatchCheck
 from fused_tp.parallelizing.checks.gradient_check import GradientCheck
 from fused_tp.parallelizing.checks.loss_check import LossCheck
@@ -44,6 +42,7 @@ from fused_tp.parallelizing.hf.hf_model import (
     without_input_hooks,
 )
 from fused_tp.parallelizing.layers import Sharding, check_layers, deal_experts, replicate_parameters, shard_layers
+from fused_tp.parallelizing.mesh_dims import check_ulysses, find_dims, mesh_of_both, split_for_ulysses
 from fused_tp.parallelizing.plain_model import PlainSequence, check_plain_model
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, in_one_order
 from fused_tp.parallelizing.shard_plan import (
@@ -53,8 +52,6 @@ from fused_tp.parallelizing.shard_plan import (
     check_head_counts,
     check_nothing_dealt,
     deal_experts_in,
-    head_counts,
-    is_of_keys,
     resolve_plan,
     settle_between,
     warn_of_small_share,
@@ -63,7 +60,76 @@ from fused_tp.parallelizing.state_dict import check_buffers, materialize
 from fused_tp.parallelizing.whole_blocks import find_blocks, join_behind, run_whole, split_before
 
 Model = TypeVar("Model", bound=nn.Module)
-_HEADS_OF_LAYERS = "num_attention_heads_per_layer"  # in configs whose layers have different numbers of heads
+
+
+@dataclass(frozen=True)
+class Keywords:
+    """Keywords of `parallelize`, which documents them and has their defaults."""
+
+    tp_dim: str
+    cp_dim: str
+    ep_dim: str | None
+    ulysses_size: int
+    plan: str | Mapping[str, Style]
+    sequence_parallel: bool
+    loss_parallel: bool
+    grad_sync: bool
+    parameters: str
+    verify: str | bool | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Request that `_check` has accepted.
+
+    Attributes:
+        mesh: mesh of the caller.
+        parallelism: its TP and CP dims, and the options that forward passes read.
+        ep_mesh: the dim over which whole experts are distributed: one of the TP and CP meshes, or a dim of its own.
+        from_meta: the model has parameters on the meta device.
+    """
+
+    keywords: Keywords
+    mesh: DeviceMesh
+    parallelism: Parallelism
+    ep_mesh: DeviceMesh | None
+    from_meta: bool
+
+    @property
+    def meshes(self) -> list[DeviceMesh]:
+        """TP and CP meshes: their ranks share one batch."""
+        return [mesh for mesh in (self.parallelism.tp_mesh, self.parallelism.cp_mesh) if mesh is not None]
+
+    @property
+    def own_ep_mesh(self) -> DeviceMesh | None:
+        """Mesh of expert parallel ranks with different batches."""
+        return None if any(self.ep_mesh is one for one in self.meshes) else self.ep_mesh
+
+    @property
+    def sharing(self) -> list[DeviceMesh]:
+        """Meshes whose ranks share the model."""
+        return [*([] if self.own_ep_mesh is None else [self.own_ep_mesh]), *self.meshes]
+
+
+@dataclass
+class _Planned:
+    """Plan of one model, made without changing it.
+
+    Attributes:
+        modules: style of each module and parameter.
+        experts: experts to distribute, None for none.
+        sequence: sharding of each forward pass.
+        adapters: LoRA adapters in the model, None without PEFT.
+    """
+
+    modules: ShardingPlan
+    experts: Dealing | None
+    sequence: SequenceSharding
+    adapters: Any
+
+    def without_adapters(self) -> AbstractContextManager[Any]:
+        """Context manager in which modules have the names that the plan contains."""
+        return self.adapters.taken_out() if self.adapters else nullcontext()
 
 
 def parallelize(
@@ -189,128 +255,150 @@ def parallelize(
         >>> parallelize(model, mesh, sequence_parallel=True, loss_parallel=True)
         >>> model(input_ids=tokens, labels=tokens).loss.backward()
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
-    check_bool(sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, grad_sync=grad_sync)
-    if parameters not in ("dtensor", "plain"):
-        raise ValueError(f"parameters is {parameters!r}; it must be 'dtensor' or 'plain'.")
-    check_verify(verify)
-    peft = _peft()
-    if peft and isinstance(model, peft.PeftModel):
-        keywords: dict[str, Any] = {"tp_dim": tp_dim, "cp_dim": cp_dim, "ep_dim": ep_dim, "plan": plan}
-        keywords["ulysses_size"] = ulysses_size
-        keywords |= {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "grad_sync": grad_sync}
-        keywords |= {"parameters": parameters, "verify": verify}
-        parallelize(peft.base_model(model), mesh, **keywords)
-        model.save_pretrained = partial(peft.save_pretrained, model)
-        return model
-    tp_mesh, cp_mesh, ep_mesh = _find_dims(mesh, tp_dim, cp_dim, ep_dim)
-    meshes = [mesh for mesh in (tp_mesh, cp_mesh) if mesh is not None]
-    if parameters == "plain" and ep_mesh is not None and ep_mesh is not tp_mesh:
-        raise ValueError(
-            f"parameters='plain' with experts dealt out over ep_dim={ep_dim!r}: what averages gradients over these "
-            "ranks would average those of different experts. Deal them out over tensor parallel ranks, or have "
-            "DTensors."
-        )
-    own_dim = [] if ep_mesh is None or ep_mesh is tp_mesh or ep_mesh is cp_mesh else [ep_mesh]
-    sharing = [*own_dim, *meshes]
-    check_equal_models(model, sharing)  # first, as later checks may raise on some ranks only
-    if tp_mesh is None and (sequence_parallel or loss_parallel):
-        asked = "sequence_parallel" if sequence_parallel else "loss_parallel"
-        if tp_dim not in (mesh.mesh_dim_names or ()):
-            raise ValueError(f"{asked}=True needs tensor parallel ranks, and mesh has no dim {tp_dim!r}.")
-        sequence_parallel = loss_parallel = False  # nothing to shard over one rank
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise TypeError(
-            "model is in a DistributedDataParallel, which holds the parameters that parallelize replaces; parallelize "
-            "the model inside, and wrap that."
-        )
-    compiled = sys.modules.get("torch._dynamo.eval_frame")  # before its import nothing has been compiled
-    if compiled is not None and any(isinstance(module, compiled.OptimizedModule) for module in model.modules()):
-        raise TypeError(
-            "model is, or holds, what torch.compile has returned, in which names differ from the plan's. Parallelize "
-            "the model first, and compile it after: torch.compile(parallelize(model, mesh))."
-        )
-    if is_parallelized(model):
-        raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
-    _check_ulysses(
-        model, ulysses_size, 1 if cp_mesh is None else cp_mesh.size(), 1 if tp_mesh is None else tp_mesh.size()
+    keywords = Keywords(
+        tp_dim=tp_dim,
+        cp_dim=cp_dim,
+        ep_dim=ep_dim,
+        ulysses_size=ulysses_size,
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+        loss_parallel=loss_parallel,
+        grad_sync=grad_sync,
+        parameters=parameters,
+        verify=verify,
     )
-    ulysses = None if cp_mesh is None or ulysses_size == 1 else _split(cp_mesh, ulysses_size)
-    parallelism = Parallelism(tp_mesh, cp_mesh, sequence_parallel, loss_parallel, grad_sync, ulysses)
-
-    with compared(model, verify, sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
-        # Experts distributed over a separate dim see batches of other ranks, which this rank does not have.
-        uncut = UncutModel(model) if verify is not False and len(sharing) == len(meshes) > 0 else None
-        sequence = _cut(
-            model, mesh, parallelism, uncut, plan=plan, ep_dim=ep_dim, ep_mesh=ep_mesh, plain=parameters == "plain"
-        )
-    remember_code(model)
-    sequence.attends = sequence.attended if outcome.right else sequence.attention_layers(model)
+    peft = _peft()
+    # The layers of a PeftModel, with their adapters, are in the model inside.
+    base: nn.Module = peft.base_model(model) if peft and isinstance(model, peft.PeftModel) else model
+    options = _check(base, mesh, keywords)
+    tp_mesh, cp_mesh = options.parallelism.tp_mesh, options.parallelism.cp_mesh
+    with compared(base, verify, options.sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
+        # Expert parallel ranks of their own have other batches, so that no rank can compute the whole step.
+        can_replay = verify is not False and options.meshes and options.own_ep_mesh is None
+        unsharded = UncutModel(base) if can_replay else None
+        planned = _plan(base, options)
+        sharding = _apply(base, options, planned)
+        _add_hooks(base, options, planned.sequence, sharding, unsharded)
+    remember_code(base)
+    sequence = planned.sequence
+    sequence.attends = sequence.attended if outcome.right else sequence.attention_layers(base)
+    if peft and base is not model:
+        users: Any = model
+        users.save_pretrained = partial(peft.save_pretrained, model)
     return model
 
 
-def _cut(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    parallelism: Parallelism,
-    uncut: UncutModel | None,
-    *,
-    plan: str | Mapping[str, Style],
-    ep_dim: str | None,
-    ep_mesh: DeviceMesh | None,
-    plain: bool,
-) -> SequenceSharding:
-    """Shard `model` over the ranks of `parallelism` and `ep_mesh`, after the checks of `parallelize`."""
-    tp_mesh, cp_mesh, sequence_parallel = parallelism.tp_mesh, parallelism.cp_mesh, parallelism.sequence_parallel
-    meshes = [one for one in (tp_mesh, cp_mesh) if one is not None]
-    peft = _peft()
+def _check(model: nn.Module, mesh: DeviceMesh, keywords: Keywords) -> _Options:
+    """Check the request without changing anything, except what depends on names in the model (`_plan`)."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}.")
+    asked = {key: getattr(keywords, key) for key in ("sequence_parallel", "loss_parallel")}
+    check_bool(**asked, grad_sync=keywords.grad_sync)
+    if keywords.parameters not in ("dtensor", "plain"):
+        raise ValueError(f"parameters is {keywords.parameters!r}; it must be 'dtensor' or 'plain'.")
+    check_verify(keywords.verify)
+    tp_mesh, cp_mesh, ep_mesh = find_dims(mesh, keywords.tp_dim, keywords.cp_dim, keywords.ep_dim)
+    if keywords.parameters == "plain" and ep_mesh is not None and ep_mesh is not tp_mesh:
+        raise ValueError(
+            f"parameters='plain' with experts dealt out over ep_dim={keywords.ep_dim!r}: what averages gradients over "
+            "these ranks would average those of different experts. Deal them out over tensor parallel ranks, or have "
+            "DTensors."
+        )
     from_meta = any(parameter.is_meta for parameter in model.parameters())
+    parallelism = Parallelism(tp_mesh, cp_mesh, False, False, keywords.grad_sync)
+    options = _Options(keywords, mesh, parallelism, ep_mesh, from_meta)
+    check_equal_models(model, options.sharing)  # first, as later checks may raise on some ranks only
+    if tp_mesh is None and any(asked.values()):
+        if keywords.tp_dim not in (mesh.mesh_dim_names or ()):
+            first = next(key for key, value in asked.items() if value)
+            raise ValueError(f"{first}=True needs tensor parallel ranks, and mesh has no dim {keywords.tp_dim!r}.")
+        asked = dict.fromkeys(asked, False)  # nothing to shard over one rank
+    _check_unwrapped(model)
+    size = keywords.ulysses_size
+    check_ulysses(model, size, *(1 if one is None else one.size() for one in (cp_mesh, tp_mesh)))
+    ulysses = None if cp_mesh is None or size == 1 else split_for_ulysses(cp_mesh, size)
+    return replace(options, parallelism=replace(parallelism, **asked, ulysses=ulysses))
+
+
+def _check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model that wrappers hold, or that is parallel already."""
+    compiled = sys.modules.get("torch._dynamo.eval_frame")  # before its import nothing has been compiled
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                "model is in a DistributedDataParallel, which holds the parameters that parallelize replaces; "
+                "parallelize the model inside, and wrap that."
+            )
+        if compiled is not None and isinstance(module, compiled.OptimizedModule):
+            raise TypeError(
+                "model is, or holds, what torch.compile has returned, in which names differ from the plan's. "
+                "Parallelize the model first, and compile it after: torch.compile(parallelize(model, mesh))."
+            )
+    if is_parallelized(model):
+        raise TypeError("model, or a part of it, has been parallelized already; start from the whole model.")
+
+
+def _plan(model: nn.Module, options: _Options) -> _Planned:
+    """Plan the sharding of `model`, and check the plan in full, before the first module is changed."""
+    parallelism, asked = options.parallelism, options.keywords.plan
+    tp_mesh = parallelism.tp_mesh
+    peft = _peft()
     adapters = peft.Adapters(model) if peft else None
     hf = is_transformers_model(model)
     # Without TP ranks the model's own plan is used to locate the attention of a plain model; a transformers model does
     # not need it.
-    has_plan = plan != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
+    has_plan = asked != "auto" or (bool(getattr(model, "tp_plan", None)) and not hf)
     ranks = 1 if tp_mesh is None else tp_mesh.size()
     sequence: SequenceSharding
     with adapters.taken_out() if adapters else nullcontext():
-        resolved = resolve_plan(model, plan) if tp_mesh is not None or has_plan else ShardingPlan()
-        dealing = None
-        if ep_mesh is not None:
-            over_tp = ep_mesh is tp_mesh
-            names = deal_experts_in(model, resolved, plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
-            both = None if over_tp or tp_mesh is None else _mesh_of_both(mesh, str(ep_dim), tp_mesh)
-            factor = 1.0 if over_tp else 1 / ep_mesh.size()
-            dealing = Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
-        elif ep_dim is None or tp_mesh is not None:
-            check_nothing_dealt(resolved, ep_dim)
+        plan = resolve_plan(model, asked) if tp_mesh is not None or has_plan else ShardingPlan()
+        experts = _plan_experts(model, options, plan)
         if tp_mesh is not None:
-            resolved = settle_between(model, resolved, cuts_logits=parallelism.loss_parallel)
-            check_head_counts(model, resolved.modules, tp_mesh.size())
-            check_experts(model, resolved)
+            plan = settle_between(model, plan, cuts_logits=parallelism.loss_parallel)
+            check_head_counts(model, plan.modules, tp_mesh.size())
+            check_experts(model, plan)
         with without_input_hooks(model):
-            check_layers(model, resolved, ranks)
+            check_layers(model, plan, ranks)
         check_buffers(model, hf=hf)
         if hf:  # before `find_blocks`, which may ask for a style that would not help
-            check_transformers_model(model, resolved.modules, parallelism)
-        rows_travel = dealing is not None and dealing.mesh is not tp_mesh
-        blocks = find_blocks(model, resolved, rows_travel=rows_travel) if sequence_parallel else ([], [])
-        whole_blocks, expert_blocks = blocks
+            check_transformers_model(model, plan.modules, parallelism)
+        rows_travel = experts is not None and experts.mesh is not tp_mesh
+        blocks = find_blocks(model, plan, rows_travel=rows_travel) if parallelism.sequence_parallel else ([], [])
         if hf:
             sequence = TransformersSequence(model, parallelism)
         else:
-            check_plain_model(model, resolved.modules, parallelism)
-            sequence = PlainSequence(model, parallelism, resolved.modules)
+            check_plain_model(model, plan.modules, parallelism)
+            sequence = PlainSequence(model, parallelism, plan.modules)
+        sequence.whole_blocks, sequence.expert_blocks = blocks
         if adapters:
-            adapters.check(whole_blocks)
+            adapters.check(sequence.whole_blocks)
     if adapters:
-        check_layers(model, adapters.plan(resolved), ranks)
+        check_layers(model, adapters.plan(plan), ranks)
+    if parallelism.sequence_parallel:
+        sequence.in_front, sequence.splits = frozenset(plan.before), bool(plan.splits)
+        sequence.joins, sequence.behind = plan.joins, plan.behind
+    return _Planned(plan, experts, sequence, adapters)
 
-    sequence.whole_blocks, sequence.expert_blocks = whole_blocks, expert_blocks
+
+def _plan_experts(model: nn.Module, options: _Options, plan: ShardingPlan) -> Dealing | None:
+    """Distribution of whole experts over `ep_mesh`, for which `plan` is adapted; None without these ranks."""
+    ep_dim, ep_mesh, tp_mesh = options.keywords.ep_dim, options.ep_mesh, options.parallelism.tp_mesh
+    if ep_mesh is None:
+        if ep_dim is None or tp_mesh is not None:
+            check_nothing_dealt(plan, ep_dim)
+        return None
+    over_tp = ep_mesh is tp_mesh
+    names = deal_experts_in(model, plan, options.keywords.plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
+    both = None if over_tp or tp_mesh is None else mesh_of_both(options.mesh, str(ep_dim), tp_mesh)
+    factor = 1.0 if over_tp else 1 / ep_mesh.size()
+    return Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
+
+
+def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding | None:
+    """Replace layers and parameters as planned. Return the sharding over TP ranks, None without such ranks."""
+    plan, experts, sequence, adapters = planned.modules, planned.experts, planned.sequence, planned.adapters
+    tp_mesh, plain = options.parallelism.tp_mesh, options.keywords.parameters == "plain"
     sequence.prepare(model)
-    if sequence_parallel:
-        sequence.in_front, sequence.splits = frozenset(resolved.before), bool(resolved.splits)
-        sequence.joins, sequence.behind = resolved.joins, resolved.behind
     sharding: Sharding | None = None
     before = WeakIdKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
     input_hooks = ExitStack()
@@ -318,60 +406,78 @@ def _cut(
     if tp_mesh is not None:
         memo = WeakIdKeyDictionary()
         config = getattr(model, "config", None)
-        sharding = Sharding(resolved, tp_mesh, meshes, sequence, config, dealing, plain=plain)
-        with adapters.taken_out() if adapters else nullcontext():
-            warn_of_small_share(model, resolved)
+        sharding = Sharding(plan, tp_mesh, options.meshes, sequence, config, experts, plain=plain)
+        with planned.without_adapters():
+            warn_of_small_share(model, plan)
             shard_layers(model, sharding, memo)
             replicate_parameters(model, sharding, memo)
-            for name in whole_blocks:
-                run_whole(model.get_submodule(name), tp_mesh, sequence, parts=resolved.parts.get(name, ()))
-            for name, arguments in resolved.splits.items() if sequence_parallel else ():
+            for name in sequence.whole_blocks:
+                run_whole(model.get_submodule(name), tp_mesh, sequence, parts=plan.parts.get(name, ()))
+            for name, arguments in plan.splits.items() if options.parallelism.sequence_parallel else ():
                 split_before(model.get_submodule(name), arguments, tp_mesh, sequence)
             if sequence.joins:
                 join_behind(model.get_submodule(sequence.joins), tp_mesh, sequence)
         if adapters:
             adapters.shard(sharding, memo)
-    elif dealing is not None:
-        deal_experts(model, dealing)
+    elif experts is not None:
+        deal_experts(model, experts)
         # Make all parameters DTensors on one mesh: clipping and optimizers do not accept two kinds at once. But with
         # grad_sync=False, FSDP2 shards the other parameters over these ranks itself, and needs plain ones.
         # Plan entries of other modules apply to tensor parallel ranks only.
-        for name in dealing.names:
-            experts = model.get_submodule(name)
-            whole = ShardingPlan(parameters=dict.fromkeys(experts._parameters, "grouped_gemm"))
-            replicate_parameters(experts, Sharding(whole, dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
-        if parallelism.grad_sync:
-            replicate_parameters(model, Sharding(ShardingPlan(), dealing.mesh, meshes, sequence), WeakIdKeyDictionary())
+        for name in experts.names:
+            module = model.get_submodule(name)
+            whole = ShardingPlan(parameters=dict.fromkeys(module._parameters, "grouped_gemm"))
+            own = Sharding(whole, experts.mesh, options.meshes, sequence)
+            replicate_parameters(module, own, WeakIdKeyDictionary())
+        if options.parallelism.grad_sync:
+            own = Sharding(ShardingPlan(), experts.mesh, options.meshes, sequence)
+            replicate_parameters(model, own, WeakIdKeyDictionary())
     note_replaced(before, model)
-    materialize(model, mesh.device_type, hf=hf)
+    materialize(model, options.mesh.device_type, hf=is_transformers_model(model))
     if plain:
         plain_parameters_(model)
     sequence.adapt(model)
     input_hooks.close()
+    return sharding
+
+
+def _add_hooks(
+    model: nn.Module,
+    options: _Options,
+    sequence: SequenceSharding,
+    sharding: Sharding | None,
+    unsharded: UncutModel | None,
+) -> None:
+    """Register the hooks that shard each forward pass, check it, and sum gradients.
+
+    Hooks that are registered later with `prepend` run earlier: changed parameters are refused first, then batches are
+    compared, then steps replayed, then the sequence is sharded.
+    """
+    parallelism, meshes = options.parallelism, options.meshes
     if parallelism.shards_sequence or parallelism.computes_loss:
         sequence.install(model)
-    if uncut is not None:
-        step = StepCheck(sequence, meshes, uncut)
+    if unsharded is not None:
+        step = StepCheck(sequence, meshes, unsharded)
         loss = LossCheck(step)
         model.register_forward_pre_hook(loss.before, with_kwargs=True, prepend=True)
         model.register_forward_pre_hook(step, with_kwargs=True, prepend=True)
         model.register_forward_hook(loss.after, with_kwargs=True)
     if meshes:
-        changes = ModuleCheck(parallelism, model, from_meta=from_meta)
+        changes = ModuleCheck(parallelism, model, from_meta=options.from_meta)
         model.register_forward_pre_hook(changes.refuse, prepend=True)
         model.register_forward_pre_hook(BatchCheck(meshes), with_kwargs=True, prepend=True)
         in_one_order(model._forward_pre_hooks)
         model.register_forward_pre_hook(changes.name_changes)
-    own_dim = [ep_mesh] if ep_mesh not in (None, tp_mesh, cp_mesh) else []
-    if shared_over := [*meshes, *own_dim]:
+    shared_over = [*meshes, *([] if options.own_ep_mesh is None else [options.own_ep_mesh])]
+    if shared_over:
         watch(model, shared_over)
-        model.register_forward_pre_hook(PartsCheck(shared_over, tp_mesh), prepend=True)
+        model.register_forward_pre_hook(PartsCheck(shared_over, parallelism.tp_mesh), prepend=True)
         in_one_order(model._forward_pre_hooks)
-    if tp_mesh is not None:
-        model.register_forward_hook(GradientCheck(tp_mesh))
+    if parallelism.tp_mesh is not None:
+        model.register_forward_hook(GradientCheck(parallelism.tp_mesh))
     syncs = [] if sequence.sync is None else [sequence.sync]
-    if ep_mesh not in (None, tp_mesh, cp_mesh) and parallelism.grad_sync:
-        syncs.append(GradientSync(ep_mesh, mean=True))
+    if options.own_ep_mesh is not None and parallelism.grad_sync:
+        syncs.append(GradientSync(options.own_ep_mesh, mean=True))
         model.register_forward_pre_hook(_Watch(syncs[-1]))
     setattr(model, GRADIENT_SYNCS, syncs)
     users: Any = model
@@ -380,9 +486,8 @@ def _cut(
         if next(module.parameters(), None) is not None:  # models may share others, such as OpenAI GPT's activations
             setattr(module, MARK, parallelism)
     setattr(model, SHARDING, sharding)
-    if uncut is not None:
-        uncut.note_cut(model)
-    return sequence
+    if unsharded is not None:
+        unsharded.note_cut(model)
 
 
 def _peft() -> ModuleType | None:
@@ -404,87 +509,3 @@ class _Watch:
     def __call__(self, model: nn.Module, args: object) -> None:
         if torch.is_grad_enabled():
             self.sync.watch(model)
-
-
-def _find_dims(
-    mesh: DeviceMesh, tp_dim: str, cp_dim: str, ep_dim: str | None
-) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
-    """1-D meshes of these dims; None for a dim that is missing or has one rank. The mesh of `ep_dim` is one of the
-    others if it names the same dim."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
-            f"mesh must be a DeviceMesh, not {type(mesh).__name__}; see torch.distributed.init_device_mesh."
-        )
-    names = mesh.mesh_dim_names or ()
-    if tp_dim == cp_dim:
-        raise ValueError(f"tp_dim and cp_dim are both {tp_dim!r}; they must be different dims of the mesh.")
-    if ep_dim is not None and ep_dim not in names:
-        raise ValueError(f"ep_dim is {ep_dim!r}, and mesh has the dims {names or 'without names'}; name one of them.")
-    if tp_dim not in names and cp_dim not in names and ep_dim is None:
-        raise ValueError(
-            f"mesh has the dims {names or 'without names'}, and neither {tp_dim!r} nor {cp_dim!r} is one of them; make "
-            f"it with init_device_mesh(device_type, sizes, mesh_dim_names=({cp_dim!r}, {tp_dim!r})) or pass tp_dim= "
-            "and cp_dim=."
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError("mesh does not contain this rank; only its members can hold a part of the model.")
-    dims = dict.fromkeys(dim for dim in (ep_dim, cp_dim, tp_dim) if dim in names)
-    check_mesh_order(mesh, tuple(names.index(dim) for dim in dims if dim is not None))
-    meshes = {dim: mesh[dim] for dim in dims if dim is not None and mesh[dim].size() > 1}
-    if ep_dim in meshes and ep_dim not in (cp_dim, tp_dim) and cp_dim in meshes:
-        raise ValueError(
-            f"ep_dim={ep_dim!r} next to context parallel ranks is not served; deal experts out over these, "
-            f"ep_dim={cp_dim!r}, or over the tensor parallel ones."
-        )
-    return meshes.get(tp_dim), meshes.get(cp_dim), None if ep_dim is None else meshes.get(ep_dim)
-
-
-def _check_ulysses(model: nn.Module, size: int, cp_size: int, tp_size: int) -> None:
-    check_int("ulysses_size", size, 1)
-    if cp_size % size:
-        sizes = [n for n in range(1, cp_size + 1) if cp_size % n == 0]
-        raise ValueError(
-            f"ulysses_size is {size}, which does not divide the {cp_size} context parallel ranks. Sizes that work: "
-            f"{', '.join(map(str, sizes))}."
-        )
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    counts = [(name, heads) for name, heads in head_counts(config).items() if not is_of_keys(name)]
-    counts += [(_HEADS_OF_LAYERS, heads) for heads in sorted({*(getattr(text, _HEADS_OF_LAYERS, None) or ())})]
-    uneven = next((f"{name}={heads}" for name, heads in counts if heads % (size * tp_size)), None)
-    if size > 1 and uneven is not None:
-        shares = (n for n in range(2, cp_size + 1) if cp_size % n == 0)
-        shared = [n for n in shares if all(heads % (n * tp_size) == 0 for _, heads in counts)]
-        sizes = [1, *shared]  # a ring takes any number of heads
-        raise ValueError(
-            f"{type(model).__name__} has {uneven}, which {tp_size} tensor parallel ranks times ulysses_size={size} "
-            f"cannot share evenly. Values of ulysses_size that work: {', '.join(map(str, sizes))}."
-        )
-
-
-def _split(mesh: DeviceMesh, ulysses_size: int) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Split a 1-D mesh: return this rank's group of `ulysses_size` consecutive ranks, and the ring of ranks at the same
-    place in each group, None for one group. These are meshes, which can be copied with the model."""
-    if ulysses_size == mesh.size():
-        return mesh, None
-    groups = split(resolve_group(mesh), ulysses_size)
-    if isinstance(groups, Availability):
-        raise ValueError(
-            f"ulysses_size={ulysses_size} needs parts of the group of {mesh.size()} context parallel ranks, and "
-            f"{groups.reason}. Pass ulysses_size={mesh.size()} or 1."
-        )
-    inner, ring = (
-        DeviceMesh.from_group(group.process_group, mesh.device_type, mesh_dim_names=(name,))
-        for name, group in zip(("ulysses", "ring"), groups, strict=True)
-        if group.process_group is not None
-    )
-    return inner, ring
-
-
-def _mesh_of_both(mesh: DeviceMesh, ep_dim: str, tp_mesh: DeviceMesh) -> DeviceMesh:
-    names, (tp_dim,) = mesh.mesh_dim_names or (), tp_mesh.mesh_dim_names or ("",)
-    if names.index(ep_dim) > names.index(tp_dim):
-        raise ValueError(
-            f"mesh has the dims {names}; put {ep_dim!r} before {tp_dim!r}, whose ranks hold parts of the same experts."
-        )
-    return mesh[ep_dim, tp_dim]

@@ -18,9 +18,13 @@ from typing import Any
 
 from torch import nn
 
+_BASES = ("torch.", "transformers.modeling_utils")  # modules of base classes, which read no submodule's parameters
 # Methods that prepare weights, and attributes that need no values.
 _PREPARE = ("__init__", "_init_weights", "extra_repr", "reset_parameters", "tie_weights", "_tie_weights")
 _DESCRIBE = {"dtype", "device", "shape", "ndim", "requires_grad", "is_meta", "is_cuda"}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_BRANCHES = (ast.If, ast.Try, ast.ExceptHandler, ast.With)
+_HOLD_CLASSES = (ast.ClassDef, *_FUNCTIONS, *_BRANCHES)
 
 
 def parameters_read(module: nn.Module, *, by_forward: bool = False) -> list[str]:
@@ -58,8 +62,10 @@ def _chains(kind: Any, by_forward: bool, patches: tuple[tuple[Any, str, Function
     """Every `a.b.c` of a `self.a.b.c` in the methods of a class and its bases."""
     found: set[str] = set()
     for base in kind.__mro__:
-        if issubclass(base, nn.Module) and (not base.__module__.startswith("torch.") or base is nn.MultiheadAttention):
-            methods = dict(_chains_of(_source(base.__module__)).get(base.__qualname__, {}))
+        if issubclass(base, nn.Module) and (not base.__module__.startswith(_BASES) or base is nn.MultiheadAttention):
+            methods: dict[str, frozenset[str]] = {}
+            for definition in _definitions(base):
+                methods |= _chains_in(definition)
             methods |= {name: _chains_of_function(function) for of, name, function in patches if of is base}
             found.update(*([methods.get("forward", frozenset())] if by_forward else methods.values()))
     return frozenset(found)
@@ -96,48 +102,55 @@ def _source(module: str) -> str:
         return ""
 
 
-@lru_cache(maxsize=16)  # the classes of a model are in few files
-def _chains_of(source: str) -> dict[str, dict[str, frozenset[str]]]:
-    """Attribute chains as in `_chains`, by qualified class name and by method, for all classes in a source.
-
-    inspect.getsource of a class parses the whole file each time, which took most of the time of `parallelize`.
-    """
-    try:
-        return {name: _chains_in(definition) for name, definition in _definitions(ast.parse(source), "")}
-    except SyntaxError:
-        return {}
-
-
 def _chains_in(definition: ast.AST) -> dict[str, frozenset[str]]:
+    """Attribute chains that begin at `self`, without it, by the name of the function that reads them."""
     found: dict[str, frozenset[str]] = {}
     for method in ast.walk(definition):
         if isinstance(method, ast.FunctionDef) and method.name not in _PREPARE:
             read = [node for node in ast.walk(method) if isinstance(node, ast.Attribute)]
             described = {id(node.value) for node in read if node.attr in _DESCRIBE}
-            owners = {"self", *(a.arg for a in method.args.args[:1])}
-            chains = {_chain(node, owners) for node in read if id(node) not in described}
+            owners = ["self", *[argument.arg for argument in method.args.args[:1]]]
+            chains: set[str] = set()
+            for node in read:
+                parts: list[str] = []
+                start: ast.expr = node
+                while isinstance(start, ast.Attribute):
+                    parts.append(start.attr)
+                    start = start.value
+                if isinstance(start, ast.Name) and start.id in owners and id(node) not in described:
+                    chains.add(".".join(reversed(parts)))
             found[method.name] = found.get(method.name, frozenset()) | chains
     return found
 
 
-def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ClassDef]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef):
-            yield prefix + child.name, child
-            yield from _definitions(child, f"{prefix}{child.name}.")
-        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _definitions(child, f"{prefix}{child.name}.<locals>.")
-        elif not isinstance(child, ast.expr):  # if, try, except
-            yield from _definitions(child, prefix)
+def _definitions(kind: type) -> list[ast.ClassDef]:
+    """Definitions of a class in the source of its module; several if branches define it."""
+    return _classes_in(_source(kind.__module__)).get(kind.__qualname__, [])
 
 
-def _chain(node: ast.expr, owners: set[str]) -> str:
-    """`a.b` for `self.a.b`, where "self" is in `owners`; "" for anything else."""
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return ".".join(reversed(parts)) if isinstance(node, ast.Name) and node.id in owners else ""
+@lru_cache(maxsize=16)  # the classes of a model are in few files
+def _classes_in(source: str) -> dict[str, list[ast.ClassDef]]:
+    """Classes defined in a source, by qualified name.
+
+    inspect.getsource of a class parses the whole file each time, which took most of the time of `parallelize`.
+    """
+    found: dict[str, list[ast.ClassDef]] = {}
+    try:
+        waiting: list[tuple[str, ast.AST]] = [("", ast.parse(source))]
+    except SyntaxError:
+        return found
+    while waiting:
+        prefix, node = waiting.pop()
+        inside = prefix
+        if isinstance(node, ast.ClassDef):
+            found.setdefault(prefix + node.name, []).append(node)
+            inside = f"{prefix}{node.name}."
+        elif isinstance(node, _FUNCTIONS):
+            inside = f"{prefix}{node.name}.<locals>."
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, _HOLD_CLASSES):
+                waiting.append((inside, child))
+    return found
 
 
 def attentions_named(module: nn.Module) -> set[str]:
@@ -145,17 +158,10 @@ def attentions_named(module: nn.Module) -> set[str]:
     them. A comparison with "eager" alone does not count: it only decides whether to look the attention up."""
     found: set[str] = set()
     for kind in type(module).__mro__:
-        if issubclass(kind, nn.Module) and not kind.__module__.startswith(("torch.", "transformers.modeling_utils")):
-            found |= _attentions_in(_source(kind.__module__)).get(kind.__qualname__, frozenset())
+        of_model = issubclass(kind, nn.Module) and not kind.__module__.startswith(_BASES)
+        if of_model and "_attn_implementation" in _source(kind.__module__):
+            found.update(*(_compared(definition) for definition in _definitions(kind)))
     return found
-
-
-@lru_cache(maxsize=16)
-def _attentions_in(source: str) -> dict[str, frozenset[str]]:
-    """Names as in `attentions_named`, by qualified class name, for all classes in a source."""
-    if "_attn_implementation" not in source:
-        return {}
-    return {name: frozenset(_compared(definition)) for name, definition in _definitions(ast.parse(source), "")}
 
 
 def _compared(definition: ast.ClassDef) -> Iterator[str]:
@@ -177,7 +183,7 @@ _SAME = {"contiguous", "float", "to", "clone"}  # methods that keep a tensor's d
 def splits_output(kind: Any, layer: str) -> str | None:
     """Name of the function by which methods of class `kind` unpack the output of `self.<layer>`, directly or through a
     variable; None if they do not unpack it, or without source."""
-    for definition in [d for k in kind.__mro__ for n, d in _parsed(_source(k.__module__)) if n == k.__qualname__]:
+    for definition in [definition for base in kind.__mro__ for definition in _definitions(base)]:
         for method in (node for node in ast.walk(definition) if isinstance(node, ast.FunctionDef)):
             called = f"{method.args.args[0].arg if method.args.args else 'self'}.{layer}"
             named: set[str] = set()
@@ -211,14 +217,6 @@ def _made_of(node: ast.expr, called: str, named: set[str]) -> bool:
             return False
         node = node.func.value
     return isinstance(node, ast.Name) and node.id in named
-
-
-@lru_cache(maxsize=16)
-def _parsed(source: str) -> list[tuple[str, ast.ClassDef]]:
-    try:
-        return list(_definitions(ast.parse(source), ""))
-    except SyntaxError:
-        return []
 
 
 def forward_mentions(module: nn.Module, words: str, *, unknown: bool) -> bool:

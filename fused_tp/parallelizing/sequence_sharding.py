@@ -28,7 +28,7 @@ from fused_tp.parallelizing.forward_shard import (
     unsharded,
     version_of,
 )
-from fused_tp.parallelizing.global_loss import GlobalLoss, scale_gradient, shift
+from fused_tp.parallelizing.global_loss import GlobalLoss, ReplacedLoss, scale_gradient, shift
 from fused_tp.parallelizing.grad_sync import GradientSync
 from fused_tp.parallelizing.graph import HeadOutputs, leaves, nodes_of
 from fused_tp.parallelizing.outputs import map_tensors, tensors_in
@@ -122,6 +122,9 @@ class SequenceSharding:
 
     def prepare(self, model: nn.Module) -> None:
         """Change layers of `model` that stay in it, before others are replaced."""
+
+    def adapt(self, model: Any) -> None:
+        """Change attention, masks and loss of `model`, after its layers were replaced."""
 
     def install(self, model: nn.Module) -> None:
         """Hook `model`, whose layers have been replaced."""
@@ -262,6 +265,9 @@ class SequenceSharding:
         if shard is not None:
             logits_sharded = self.parallelism.loss_parallel and shard.targets is not None
             tp_sharded = self.parallelism.sequence_parallel
+            users: Any = model
+            if logits_sharded and self._loss and not isinstance(users.loss_function, (GlobalLoss, ReplacedLoss)):
+                users.loss_function = ReplacedLoss(users.loss_function, self._loss)
             self._state = LayerState(tp_sharded, shard.local_len, shard.cp, logits_sharded, shard.batch)
         self._noted = not torch.compiler.is_compiling()
         if self._noted:

@@ -8,7 +8,7 @@ names, or torch's `ParallelStyle` objects.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -161,8 +161,10 @@ class ShardingPlan:
 
     def parameters_of(self, name: str, module: nn.Module) -> dict[str, ParameterSpec]:
         """Specs of the planned parameters of `module`, called `name`, by their names in it."""
+        if not self.parameters:
+            return {}
         prefix = f"{name}." if name else ""
-        known = ((key, self.parameters.get(prefix + key)) for key in module._parameters)
+        known = [(key, self.parameters.get(prefix + key)) for key in module._parameters]
         return {key: PARAMETER_STYLES[style] for key, style in known if style is not None}
 
 
@@ -230,7 +232,7 @@ def unread_of(model: nn.Module) -> set[str]:
     """Names of parameters that no forward reads by itself, although its source does, under an option that is off."""
     prefix, family = _family(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return {name for name in names if any(_matches(name, prefix + one) for one in family.unread)}
+    return set(_matching(list(names), *(prefix + one for one in family.unread)))
 
 
 def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingPlan:
@@ -266,18 +268,18 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
         resolved = replace(resolved, joins=prefix + family.joins, behind=behind)
     unserved: dict[str, Style] = {}
     for pattern, style in patterns.items():
-        names = [name for name in modules if _matches(name, pattern)]
+        matching = _matching(modules, pattern)
+        names = matching
         if style != "moe_identity_expert":
             names = [name for name in names if not isinstance(modules[name], nn.Identity)]
-        cut = [name for name in parameters if _matches(name, pattern)]
+        cut = _matching(parameters, pattern)
         # A model's own plan may name layers that only some of its configurations have; an entry of the caller's that
         # matches nothing is a mistake.
-        known = own_plan.get(pattern) == style or any(_matches(name, pattern) for name in modules)
+        known = own_plan.get(pattern) == style or bool(matching)
         if not (names or cut or known):
             raise ValueError(f"plan names {pattern!r}, but {type(model).__name__} has no such module.")
-        if not all(_is_served(style, parameters[name], _own_styles(name, patterns)) for name in cut) or (
-            isinstance(style, str) and names and style not in STYLES
-        ):
+        served = [_is_served(style, parameters[name], _own_styles(name, patterns)) for name in cut]
+        if False in served or (isinstance(style, str) and names and style not in STYLES):
             unserved[pattern] = style
             continue
         for name in names:
@@ -297,20 +299,18 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
             )
         )
     _cut_tied_embeddings(model, resolved)
-    for name, module in modules.items():
-        specs = (spec_of(resolved.modules.get(f"{name}.{leaf}")) for leaf, _ in module.named_children())
-        if any(spec.shard_dim == 0 and not spec.gathers_output for spec in specs):
-            for pattern, attributes in family.counts.items():
-                if _matches(name, prefix + pattern):
-                    resolved.counts[name] = attributes
-            for pattern, arguments in family.per_head.items():
-                if _matches(name, prefix + pattern):
-                    resolved.per_head[name] = arguments
-    resolved.embeds.update(name for name in modules if any(_matches(name, prefix + one) for one in family.embeds))
-    resolved.before.update(name for name in modules if any(_matches(name, prefix + one) for one in family.before))
+    specs = {name: spec_of(style) for name, style in resolved.modules.items()}
+    columns = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
+    for pattern, attributes in family.counts.items():
+        resolved.counts.update(dict.fromkeys(_matching(parents, prefix + pattern), attributes))
+    for pattern, arguments in family.per_head.items():
+        resolved.per_head.update(dict.fromkeys(_matching(parents, prefix + pattern), arguments))
+    resolved.embeds.update(_matching(modules, *(prefix + one for one in family.embeds)))
+    resolved.before.update(_matching(modules, *(prefix + one for one in family.before)))
     for taken, known_arguments in ((resolved.splits, family.splits), (resolved.parts, family.parts)):
         for pattern, arguments_of in known_arguments.items():
-            for name in (name for name in modules if _matches(name, prefix + pattern)):
+            for name in _matching(modules, prefix + pattern):
                 taken[name] = (*taken.get(name, ()), *arguments_of)
     resolved.unread.update(unread_of(model))
     if not resolved:
@@ -357,9 +357,7 @@ def deal_experts_in(
     """
     patterns = {**_own_plan(model), **(getattr(model, "ep_plan", None) or {})} if isinstance(asked, str) else asked
     modules = dict(model.named_modules())
-    found = [
-        name for name in modules if any(s in EXPERTS and _matches(name, pattern) for pattern, s in patterns.items())
-    ]
+    found = _matching(modules, *(pattern for pattern, style in patterns.items() if style in EXPERTS))
     if not found:
         raise ValueError(
             f"ep_dim is given, and the plan of {type(model).__name__} names no experts, as 'moe_tp_experts' or "
@@ -406,7 +404,7 @@ def _cut_tied_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
 def _own_styles(name: str, patterns: Mapping[str, Style]) -> set[Style]:
     """Styles of the module that owns a parameter."""
     owner = name.rpartition(".")[0]
-    return {style for pattern, style in patterns.items() if _matches(owner, pattern)}
+    return {style for pattern, style in patterns.items() if _matching([owner], pattern)}
 
 
 def _is_served(style: Style, parameter: Tensor, own: set[Style]) -> bool:
@@ -465,9 +463,16 @@ def warn_of_small_share(model: nn.Module, plan: ShardingPlan) -> None:
         )
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+def _matching(names: Iterable[str], *patterns: str) -> list[str]:
+    """Those of `names` that match one of `patterns`, part by part between dots."""
+    wanted, found = [pattern.split(".") for pattern in patterns], []
+    for name in names:
+        parts = name.split(".")
+        for one in wanted:
+            if len(parts) == len(one) and all(map(fnmatchcase, parts, one)):
+                found.append(name)
+                break
+    return found
 
 
 def _check_not_by_head(name: str, module: nn.Module) -> None:
@@ -520,11 +525,13 @@ def check_head_counts(model: nn.Module, plan: Mapping[str, Style], world_size: i
 
     Head counts are read from the attention module, its `config` or the model's `config`; the first one found is used.
     """
+    checked: set[tuple[str, StyleSpec]] = set()  # q_proj, k_proj and v_proj share their module's counts
     for name, style in plan.items():
         attention = attention_of(name)
         spec = spec_of(style)
-        if spec.shard_dim != 0 or spec.gathers_output or attention is None:
+        if spec.shard_dim != 0 or spec.gathers_output or attention is None or (attention, spec) in checked:
             continue
+        checked.add((attention, spec))
         parent = model.get_submodule(attention)
         counts = head_counts(parent, getattr(parent, "config", None), getattr(model, "config", None))
         if spec.shares_keys:

@@ -702,6 +702,23 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
 
 
 @on_ranks(2)
+def test_loss_function_replaced_later(group: dist.ProcessGroup) -> None:
+    """Logits of a shard of the vocabulary once gave an IndexError inside the caller's function."""
+
+    def cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int, **keywords: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    mesh, tokens = mesh_of(group, 1, 2), make_tokens(2, 9)
+    own, wrapped = (parallelize(make("llama"), mesh, loss_parallel=True) for _ in range(2))
+    own.loss_function = cross_entropy
+    refuses(ValueError, "replaced after parallelize", own, input_ids=tokens, labels=torch.full_like(tokens, 66))
+    wrapped.loss_function = partial(lambda inner, *args, **kwargs: inner(*args, **kwargs), wrapped.loss_function)
+    for _ in range(2):
+        loss = wrapped(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(loss, make("llama")(input_ids=tokens, labels=tokens).loss)
+
+
+@on_ranks(2)
 def test_buffers_that_nothing_fills(group: dist.ProcessGroup) -> None:
     """Refuse a meta model with a buffer that is in no checkpoint and that transformers does not compute."""
     with torch.device("meta"):

@@ -273,11 +273,11 @@ class _CutRun:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True if `error` was raised in this folder, whose messages address the caller; those of ops describe tensors."""
+    """True if `error` was raised in `fused_tp.parallelizing`, whose messages address the caller; those of ops describe tensors."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    ours = trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parent))
+    ours = trace is not None and trace.tb_frame.f_code.co_filename.startswith(str(Path(__file__).parents[1]))
     return ours and isinstance(error, (ValueError, TypeError))
 
 
