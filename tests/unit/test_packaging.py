@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from fused_tp.backends.cuda import native_kernels
 from fused_tp.backends.cuda.native_kernels import built_for
 from tests.native_build import native_build, prebuild
 from tests.workers import REPOSITORY
@@ -52,6 +53,12 @@ def build_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> setuptool
 
 @pytest.mark.filterwarnings("ignore:setup.py install is deprecated")  # setuptools runs it to find install paths
 @pytest.mark.parametrize("cuda", ["", "off"])
+def test_libraries_are_where_the_build_puts_them() -> None:
+    """A module that had moved once looked in its own folder."""
+    assert Path(native_kernels.__file__).is_relative_to(native_kernels.LIBRARY.parent)
+    assert native_kernels.LIBRARY == REPOSITORY / "fused_tp" / "_cuda.so"
+
+
 def test_what_an_earlier_build_left_is_not_loaded(
     build_in_place: setuptools.Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str
 ) -> None:

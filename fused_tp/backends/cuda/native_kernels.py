@@ -20,7 +20,7 @@ import torch
 from fused_tp.backends.cuda import cuda_driver
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 
-LIBRARY = Path(__file__).resolve().parents[1] / "_cuda.so"
+LIBRARY = Path(__file__).resolve().parents[2] / "_cuda.so"
 DEVICES = ("cuda",)  # device types that the library has kernels for
 HOW_TO_BUILD = (
     "install the CUDA toolkit (12.0 or later, for its nvcc) and reinstall fused_tp where the GPU is visible, or with "
