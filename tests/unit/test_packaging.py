@@ -51,14 +51,14 @@ def build_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> setuptool
     return command
 
 
-@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")  # setuptools runs it to find install paths
-@pytest.mark.parametrize("cuda", ["", "off"])
 def test_libraries_are_where_the_build_puts_them() -> None:
     """A module that had moved once looked in its own folder."""
     assert Path(native_kernels.__file__).is_relative_to(native_kernels.LIBRARY.parent)
     assert native_kernels.LIBRARY == REPOSITORY / "fused_tp" / "_cuda.so"
 
 
+@pytest.mark.filterwarnings("ignore:setup.py install is deprecated")  # setuptools runs it to find install paths
+@pytest.mark.parametrize("cuda", ["", "off"])
 def test_what_an_earlier_build_left_is_not_loaded(
     build_in_place: setuptools.Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str
 ) -> None:

@@ -273,7 +273,7 @@ class _CutRun:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """True if `error` was raised in `fused_tp.parallelizing`, whose messages address the caller, unlike those of ops."""
+    """True if `error` was raised in `fused_tp.parallelizing`, whose messages address the caller."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
