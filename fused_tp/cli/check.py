@@ -33,7 +33,7 @@ _SIZES = {
     "pp": "pipeline ranks",
     "dp_replicate": "data parallel ranks with all parameters",
     "dp_shard": "data parallel ranks with a part of the parameters (FSDP2)",
-    "ep": "ranks that whole experts are dealt out over",
+    "ep": "ranks that whole experts are distributed over",
     "cp": "context parallel ranks",
     "tp": "tensor parallel ranks",
     "ulysses_size": "context parallel ranks that share out heads",

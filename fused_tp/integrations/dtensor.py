@@ -198,7 +198,7 @@ class _Styled(nn.Module):
 
     def _give_sum(self, sums: Callable[[int | None], Tensor], shape: tuple[int, ...], dims: int) -> Tensor:
         """Output of global `shape` that `sums` reduces over ranks, or reduce-scatters along one of its first `dims`."""
-        dim = _cut_dim(_positive(self._style.output_layouts[0], len(shape)), dims)
+        dim = _shard_dim(_positive(self._style.output_layouts[0], len(shape)), dims)
         return self._give(sums(dim), Replicate() if dim is None else Shard(dim), shape)
 
 
@@ -211,7 +211,7 @@ class _ColumnLinear(_Styled):
         check_floating(x)
         weight, bias = local(self.weight), local(self.bias)
         layout = self._layout_of(x)
-        dim = _cut_dim(layout, x.ndim - 1)
+        dim = _shard_dim(layout, x.ndim - 1)
         if dim is None and (isinstance(x, DTensor) or layout != Replicate()):
             # DTensor sums the gradient: once for all layers that read x, and by reduce-scatter if x was gathered.
             x = self._take(x, Replicate(), grad=Partial())
@@ -302,6 +302,6 @@ def _positive(layout: Placement, ndim: int) -> Placement:
     return Shard(layout.dim % ndim) if isinstance(layout, Shard) and ndim else layout
 
 
-def _cut_dim(layout: Placement, dims: int) -> int | None:
+def _shard_dim(layout: Placement, dims: int) -> int | None:
     """The dim of `layout` that the op itself gathers or scatters: one of the first `dims`, else None."""
     return layout.dim if isinstance(layout, Shard) and layout.dim < dims else None

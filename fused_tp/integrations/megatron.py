@@ -177,7 +177,7 @@ class FusedColumnParallelLinear(ColumnParallelLinear):
         given.gradient_accumulation_fusion = False
         super().__init__(input_size, output_size, config=given, **keywords)
         self.config, self.gradient_accumulation_fusion = config, config.gradient_accumulation_fusion
-        _check_uncut(self)
+        _check_unsharded(self)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -214,7 +214,7 @@ class FusedRowParallelLinear(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **keywords: Any) -> None:
         _check_config(config)
         super().__init__(input_size, output_size, config=config, **keywords)
-        _check_uncut(self)
+        _check_unsharded(self)
         if self.explicit_expert_comm and not self.skip_bias_add:
             raise ValueError("an expert's output is summed by its token dispatcher; set skip_bias_add=True.")
 
@@ -240,7 +240,7 @@ class FusedVocabParallelEmbedding(VocabParallelEmbedding):
 
     def __init__(self, *sizes: int, **keywords: Any) -> None:
         super().__init__(*sizes, **keywords)
-        _check_uncut(self)
+        _check_unsharded(self)
 
     def forward(self, input_: Tensor) -> Tensor:
         """Embed `input_` [batch, seq]: to [seq / ranks, batch, embedding_dim] if reduce_scatter_embeddings, else to
@@ -278,11 +278,11 @@ def _check_config(config: Any) -> None:
             )
 
 
-def _check_uncut(layer: Any) -> None:
+def _check_unsharded(layer: Any) -> None:
     """Refuse weights that are also sharded over data parallel ranks, as Megatron-Core 0.19 can do."""
     if getattr(layer, "gtp_remat_size", 1) > 1:
         raise ValueError(
-            f"the weight is cut over {layer.gtp_remat_size} more ranks (generalized tensor parallelism), which "
+            f"the weight is sharded over {layer.gtp_remat_size} more ranks (generalized tensor parallelism), which "
             f"{type(layer).__name__} does not gather; set its size to 1."
         )
 

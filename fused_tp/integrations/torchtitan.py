@@ -275,7 +275,7 @@ def _varlen_ring(
     if length != q.shape[1] * mesh.size():
         raise ValueError(
             f"attention_masks is of {rows} rows of {length} tokens, and {mesh.size()} ranks hold {q.shape[1]} of each; "
-            "give the VarlenMetadata of the whole batch, made before its tokens are cut."
+            "give the VarlenMetadata of the whole batch, made before its tokens are sharded."
         )
     starts = [row * length for row in range(rows)]
     documents = [bounds[(bounds >= start) & (bounds <= start + length)] - start for start in starts]
@@ -301,7 +301,8 @@ def _documents_at(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> li
     steps = whole.diff(dim=1)
     if not bool(((steps == 1) | (whole[:, 1:] == 0)).all()):
         raise ValueError(
-            f"positions neither count up by one nor begin at 0 where tokens are taken to be cut in layout {layout!r}; "
+            f"positions neither count up by one nor begin at 0 where tokens are taken to be sharded in layout "
+            f"{layout!r}; "
             "ring='zigzag' goes with parallelism.context_parallel_load_balancer='headtail', 'contiguous' with None."
         )
     for row in whole:

@@ -147,7 +147,7 @@ class _ParallelTrainer:
             from fused_tp.parallelizing.peft import parallel_config
 
             kwargs["peft_config"] = parallel_config(model, kwargs["peft_config"])
-        self._cuts_logits = parallelism.cp_mesh is not None or parallelism.loss_parallel
+        self._shards_logits = parallelism.cp_mesh is not None or parallelism.loss_parallel
         if settings is not None and settings.load_best_model_at_end and settings.save_only_model:
             raise ValueError(
                 "load_best_model_at_end=True loads from what save_only_model=True leaves out; choose one of them."
@@ -184,7 +184,7 @@ class _ParallelTrainer:
     ) -> tuple[Any, Any, Any]:
         trainer: Any = super()
         loss, logits, labels = trainer.prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-        if logits is not None and self._cuts_logits and "labels" in inputs:
+        if logits is not None and self._shards_logits and "labels" in inputs:
             # Beside a loss, logits are a shard: of the tokens or of the vocabulary.
             without = {name: value for name, value in self._prepare_inputs(inputs).items() if name != "labels"}
             with torch.no_grad():

@@ -448,7 +448,7 @@ class ParallelAttention(nn.Module):
             ),
             (
                 over_cp and context is not None and group_identity(context.group) != group_identity(self.cp_group),
-                "the cache is cut over another group than cp_group; make it with this cp_group.",
+                "the cache is sharded over another group than cp_group; make it with this cp_group.",
             ),
             (
                 context is not None and mask is not None,
@@ -465,7 +465,7 @@ class ParallelAttention(nn.Module):
             ),
             (
                 call.sharded_chunk and (context is None or not over_cp),
-                "sharded_chunk is for a ContextKVCache over cp_group; without one x is cut already.",
+                "sharded_chunk is for a ContextKVCache over cp_group; without one x is sharded already.",
             ),
             (
                 call.sharded_chunk and call.new_lengths is not None,
@@ -521,7 +521,7 @@ def _check_apart(what: str, group: GroupLike, mesh: DeviceMesh) -> None:
     if len(shared) > 1:
         raise ValueError(
             f"{what} shares the ranks {shared} with the tensor parallel mesh, whose ranks hold different heads; tokens "
-            "can be cut only over ranks that hold the same heads. Use another dim of one mesh for it."
+            "can be sharded only over ranks that hold the same heads. Use another dim of one mesh for it."
         )
 
 
@@ -546,9 +546,9 @@ def check_heads(num_heads: int, num_kv_heads: int, world_size: int) -> None:
     if not works(world_size):
         sizes = [size for size in range(1, num_heads + 1) if works(size)]
         raise ValueError(
-            f"{num_heads} heads with {num_kv_heads} key/value heads cannot be cut over {world_size} ranks: every rank "
-            "needs equally many heads, and key/value heads of its own or one shared by whole ranks. Group sizes that "
-            f"work: {sizes}."
+            f"{num_heads} heads with {num_kv_heads} key/value heads cannot be sharded over {world_size} ranks: every "
+            "rank needs equally many heads, and key/value heads of its own or one shared by whole ranks. Group sizes "
+            f"that work: {sizes}."
         )
 
 

@@ -441,8 +441,8 @@ def check_parts(name: str, parameter: Tensor, cut: PartsCut, ranks: int) -> None
     """Raise ValueError if parts are not of equal length, or `ranks` ranks cannot share each evenly."""
     if cut.parts > 1 and parameter.shape[cut.dim] % (cut.parts * ranks):
         raise ValueError(
-            f"{name} {tuple(parameter.shape)} is to be cut along dim {cut.dim} in {cut.parts} parts, each of them over "
-            f"{ranks} ranks; {parameter.shape[cut.dim]} is not a multiple of {cut.parts} x {ranks}."
+            f"{name} {tuple(parameter.shape)} is to be sharded along dim {cut.dim} in {cut.parts} parts, each of them "
+            f"over {ranks} ranks; {parameter.shape[cut.dim]} is not a multiple of {cut.parts} x {ranks}."
         )
 
 

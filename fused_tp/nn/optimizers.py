@@ -245,7 +245,8 @@ def _try_parts(name: str, optimizer: Optimizer, group: Mapping[str, Any], parame
         raise ValueError(
             f"{name} computes an update from all of a parameter (a norm, means over rows, a product of matrices), and "
             "with parameters='plain' each rank has a part of it, for which that is another one. Take an elementwise "
-            "optimizer such as AdamW for parameters that are cut (partition_dim >= 0), or leave out parameters='plain'."
+            "optimizer such as AdamW for parameters that are sharded (partition_dim >= 0), or leave out "
+            "parameters='plain'."
         )
 
 

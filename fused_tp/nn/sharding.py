@@ -141,8 +141,8 @@ def shard_parameter(
         if not isinstance(known, DTensor) or known.placements != placements_on(mesh, placement):
             raise ValueError(
                 f"this weight is shared with a module that cuts it as {getattr(known, 'placements', None)}, and "
-                f"{(placement,)} is asked for here; tied weights must be cut alike (an embedding by vocabulary goes "
-                "with a column-parallel output layer). Untie them or convert only one."
+                f"{(placement,)} is asked for here; tied weights must be sharded alike (an embedding by vocabulary "
+                "goes with a column-parallel output layer). Untie them or convert only one."
             )
         return known
     if parameter.is_meta:
@@ -236,7 +236,7 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
         if parameter.device_mesh.ndim > 1:
             raise ValueError(
                 f"{name!r} lies over several dims of a mesh ({parameter.placements}), which plain parameters are not "
-                "told of; make parameters plain before fully_shard, and deal experts out over tensor parallel ranks "
+                "told of; make parameters plain before fully_shard, and distribute experts over tensor parallel ranks "
                 "only."
             )
     made = {key: _plain(parameter) for key, (_, parameter) in named.items()}

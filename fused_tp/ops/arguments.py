@@ -289,7 +289,7 @@ def total_size(name: str, given: Any, length: int, world_size: int, rank: int, w
     start, stop = shard_range(given, world_size, rank) if given >= 0 else (0, -1)
     if stop - start != length:
         raise ValueError(
-            f"{name}={given} cut over {world_size} ranks as torch.chunk does gives rank {rank} {max(0, stop - start)}, "
-            f"but {what} holds {length}."
+            f"{name}={given} sharded over {world_size} ranks as torch.chunk does gives rank {rank} "
+            f"{max(0, stop - start)}, but {what} holds {length}."
         )
     return int(given)

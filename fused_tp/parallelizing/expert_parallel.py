@@ -52,7 +52,7 @@ class ExpertRanks:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class ExpertDistribution:
     """Distribution of experts that `parallelize` was asked for.
 
     Attributes:
@@ -121,7 +121,7 @@ class ExpertExchange:
         return exchange_rows(made, self._receive, self._send, group=self._mesh)
 
 
-def check_dealt(name: str, experts: nn.Module, ranks: int, served: bool) -> None:
+def check_distributed(name: str, experts: nn.Module, ranks: int, served: bool) -> None:
     """Refuse experts that cannot be distributed.
 
     Raises:
@@ -140,7 +140,7 @@ def check_dealt(name: str, experts: nn.Module, ranks: int, served: bool) -> None
             else f"its parameters have first dims of {of_each}, not one for each expert"
         )
         raise ValueError(
-            f"{name!r} ({kind}) cannot be dealt out over expert parallel ranks: {why}. Leave ep_dim out; where the "
+            f"{name!r} ({kind}) cannot be distributed over expert parallel ranks: {why}. Leave ep_dim out; where the "
             "mesh has a tensor parallel dim, each of its ranks holds a part of each expert."
         )
     count = next(iter(of_each.values()))

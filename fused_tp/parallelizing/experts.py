@@ -170,7 +170,7 @@ def route(chosen: Tensor, tokens: Tensor, experts: int) -> Routing:
 # Llama 4 passes every token to each expert as a row scaled by its score, with the rows sorted by expert.
 
 
-def deal_rows(experts: nn.Module, ranks: ExpertRanks, *, sums_output: Any, shares_input: Any) -> None:
+def distribute_rows(experts: nn.Module, ranks: ExpertRanks, *, sums_output: Any, shares_input: Any) -> None:
     """Hook experts with input rows [experts * tokens, hidden]: the model's own code runs this rank's experts only.
 
     `shares_input` and `sums_output` are the hooks for ranks that shard the same experts.

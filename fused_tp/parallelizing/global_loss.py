@@ -71,7 +71,7 @@ class GlobalLoss:
         own: the model's function.
         vocab_mesh: the ranks that shard the last dim of the logits, or None.
         cp_mesh: the ranks that shard the sequence, or None.
-        cuts_tokens: True if a rank has hidden states of only a part of the sequence.
+        shards_tokens: True if a rank has hidden states of only a part of the sequence.
         grad_sync: False scales gradients by the CP size, for a wrapper that averages over the CP ranks.
         computed: losses of the running forward pass.
     """
@@ -79,7 +79,7 @@ class GlobalLoss:
     own: Callable[..., Tensor]
     vocab_mesh: DeviceMesh | None
     cp_mesh: DeviceMesh | None
-    cuts_tokens: bool
+    shards_tokens: bool
     grad_sync: bool
     computed: list[ComputedLoss] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class GlobalLoss:
         if runs_again():
             raise ValueError(
                 "The model calls its loss_function inside of an activation checkpoint, which runs it again in "
-                "backward, when it is no longer known how the tokens were cut. Call it outside of the checkpoint."
+                "backward, when it is no longer known how the tokens were sharded. Call it outside of the checkpoint."
             )
         shard = running_shard()
         if shard is None or shard.targets is None:
@@ -101,8 +101,9 @@ class GlobalLoss:
         readable = not (torch.compiler.is_compiling() or is_capturing())
         if readable and not (same(labels, shard.targets) and shard.targets_unchanged):
             raise ValueError(
-                "The model calls its loss_function with other labels than it was given; over cut tokens or a cut "
-                "vocabulary only those are served. Compute another loss from the logits: call the model without labels."
+                "The model calls its loss_function with other labels than it was given; over sharded tokens or a "
+                "sharded vocabulary only those are served. Compute another loss from the logits: call the model "
+                "without labels."
             )
         asked = []
         for name, usual in OTHER_LOSSES.items():  # torch.compile does not trace this as a comprehension
@@ -111,8 +112,9 @@ class GlobalLoss:
                 asked.append(name)
         if asked:
             raise ValueError(
-                f"The model calls its loss_function with {', '.join(asked)}; over cut tokens or a cut vocabulary it is "
-                "the plain mean cross entropy. Compute another loss from the logits: call the model without labels."
+                f"The model calls its loss_function with {', '.join(asked)}; over sharded tokens or a sharded "
+                "vocabulary it is the plain mean cross entropy. Compute another loss from the logits: call the model "
+                "without labels."
             )
         assert shard.target_count is not None  # set together with the targets
         loss = self._sum_of_own_tokens(logits, shard, shard.targets, vocab_size) / shard.target_count
@@ -143,13 +145,13 @@ class GlobalLoss:
         numbers = [t for t in tensors_in(output) if t.numel() == 1]
         given = [t for t in numbers if any(found.is_given_as(t) for found in computed)]
         others = [t for t in numbers if t.requires_grad and not any(t is one for one in given)]
-        if not self.cuts_tokens and head.known:
+        if not self.shards_tokens and head.known:
             # The model may add terms computed from all tokens, such as a router loss.
             losses = [found.node for found in computed]
             behind = [(t, nodes_of(t, behind=losses)) for t in others]
             given += [t for t, nodes in behind if not nodes.isdisjoint(losses)]
             others = [t for t, nodes in behind if not nodes.isdisjoint(head.nodes)]
-        elif not self.cuts_tokens:
+        elif not self.shards_tokens:
             given += [t for t in numbers if any(t is found.loss for found in computed)]
         if others or not given:
             raise ValueError(

@@ -102,8 +102,8 @@ class GradientSync:
             raise ValueError(
                 "fully_shard was applied to a model that was parallelized with grad_sync=True. Pass grad_sync=False to "
                 f"parallelize and a mesh that includes {', '.join(self.mesh.mesh_dim_names or ())!r} to fully_shard, "
-                "which then reduces the gradients. (Experts that are dealt out over that dim are sharded by themselves "
-                "before, over the other dims, or are given in ignored_params.)"
+                "which then reduces the gradients. (Experts that are distributed over that dim are sharded by "
+                "themselves before, over the other dims, or are given in ignored_params.)"
             )
         for name, parameter in missing:
             hooks = parameter._backward_hooks
@@ -115,7 +115,7 @@ class GradientSync:
                     del hooks[key]
                 parameter._backward_hooks = hooks
             # Bound by id, not by weak reference: module.to() does not swap tensors that have weak references.
-            hook = self._take_shares if is_dealt(parameter, self.mesh) else self._sum
+            hook = self._take_shares if is_distributed(parameter, self.mesh) else self._sum
             parameter.register_hook(partial(hook, name, id(parameter)))
             if hook == self._sum:
                 self._watched[id(parameter)] = parameter
@@ -175,7 +175,7 @@ class GradientSync:
             ValueError: there are such parameters, and hooks or DDP read their gradients in the middle of backward; or a
                 reentrant checkpoint in a model with experts hides the used parameters.
         """
-        parameters = [p for p in model.parameters() if p.requires_grad and not is_dealt(p, self.mesh)]
+        parameters = [p for p in model.parameters() if p.requires_grad and not is_distributed(p, self.mesh)]
         nodes = [node for t in outputs for node in nodes_of(t)]
         used = {id(leaf) for leaf in leaves(nodes)}
         hidden = routed and any(node.name() == REENTRANT for node in nodes)
@@ -300,7 +300,7 @@ def _nothing() -> None:
     return None
 
 
-def is_dealt(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+def is_distributed(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     """True if `parameter` holds different experts on each rank of `mesh`."""
     if not isinstance(parameter, DTensor):
         return False

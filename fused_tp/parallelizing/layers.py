@@ -27,8 +27,8 @@ from fused_tp.nn.norm import replicate_own
 from fused_tp.nn.sharding import Memo, PartsCut, shard_rows
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
-from fused_tp.parallelizing.expert_parallel import Dealing, ExpertRanks
-from fused_tp.parallelizing.experts import deal_rows, run_grouped, takes_routing
+from fused_tp.parallelizing.expert_parallel import ExpertDistribution, ExpertRanks
+from fused_tp.parallelizing.experts import distribute_rows, run_grouped, takes_routing
 from fused_tp.parallelizing.forward_shard import LayerState, unsharded
 from fused_tp.parallelizing.readers import parameters_read
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
@@ -60,7 +60,7 @@ class Sharding:
         meshes: meshes of all ranks that share the model, see `of_all_ranks`.
         sequence: shards the sequence of each forward pass.
         config: the model's config, if it has one.
-        dealing: distribution of experts over the ranks of `ep_dim`, if any.
+        distribution: distribution of experts over the ranks of `ep_dim`, if any.
         plain: parameters end up as plain tensors, see `plain_parameters_`.
     """
 
@@ -69,7 +69,7 @@ class Sharding:
     meshes: Sequence[DeviceMesh]
     sequence: SequenceSharding
     config: Any = None
-    dealing: Dealing | None = None
+    distribution: ExpertDistribution | None = None
     plain: bool = False
 
 
@@ -105,7 +105,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                 dims_of[id(parameter)][name] = cut[key].dim_of(parameter) if key in cut else spec_of(style).shard_dim
             if key in cut and (size := parameter.shape[cut[key].dim_of(parameter)] // cut[key].parts) % ranks:
                 raise ValueError(
-                    f"{_path(name, key)!r} {tuple(parameter.shape)} is to be cut along dim "
+                    f"{_path(name, key)!r} {tuple(parameter.shape)} is to be sharded along dim "
                     f"{cut[key].dim_of(parameter)}, where it has {f'twice {size}' if cut[key].parts == 2 else size} "
                     f"elements, which {ranks} tensor parallel ranks cannot share evenly."
                 )
@@ -121,7 +121,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
             first, second = list(dims)[:2]
             raise ValueError(
                 f"{first!r} and {second!r} share a weight, and the plan gives them the styles "
-                f"{plan.modules.get(first)!r} and {plan.modules.get(second)!r}; tied weights must be cut alike "
+                f"{plan.modules.get(first)!r} and {plan.modules.get(second)!r}; tied weights must be sharded alike "
                 "('embedding_rowwise' goes with 'colwise_gather_output')."
             )
 
@@ -200,8 +200,8 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             parallelize_module(module, mesh, style)
             continue
         if spec_of(style).sums_output:
-            cut, dealing = style == "moe_tp_experts", sharding.dealing
-            ranks = dealing.ranks(cut=cut) if dealing and name in dealing.names else ExpertRanks(mesh)
+            cut, distribution = style == "moe_tp_experts", sharding.distribution
+            ranks = distribution.ranks(cut=cut) if distribution and name in distribution.names else ExpertRanks(mesh)
             _run_experts(module, ranks, sequence.state_of(name))
         if spec_of(style).adds_once:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
@@ -285,10 +285,10 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
     return torch.cat([latent, copy_to_group(rotary, group=mesh)], dim=-1)
 
 
-def deal_experts(model: nn.Module, dealing: Dealing) -> None:
+def distribute_experts(model: nn.Module, distribution: ExpertDistribution) -> None:
     """Distribute the experts of a model without tensor parallel ranks."""
-    for name in sorted(dealing.names):
-        _run_experts(model.get_submodule(name), dealing.ranks(cut=False), unsharded)
+    for name in sorted(distribution.names):
+        _run_experts(model.get_submodule(name), distribution.ranks(cut=False), unsharded)
 
 
 def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
@@ -297,7 +297,7 @@ def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], Layer
         return
     shares_input, sums_output = partial(_share_input, ranks.parts), partial(_sum_output, ranks.parts)
     if ranks.dealt is not None:
-        deal_rows(experts, ranks, shares_input=shares_input, sums_output=sums_output)
+        distribute_rows(experts, ranks, shares_input=shares_input, sums_output=sums_output)
     else:
         experts.register_forward_pre_hook(shares_input, with_kwargs=True)
         experts.register_forward_hook(sums_output)
@@ -440,8 +440,8 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
         read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
         # Not sharded ones: the code would take a plain shard for the whole parameter; for a DTensor torch raises.
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
-        dealing = sharding.dealing
-        over = dealing.parameter_mesh if dealing and name in dealing.names else None
+        distribution = sharding.distribution
+        over = distribution.parameter_mesh if distribution and name in distribution.names else None
         held = replicate_own(module, sharding.mesh, memo, sums=sums(name), cut=cut, read=asks, parameter_mesh=over)
         if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)):
             module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))

@@ -43,7 +43,7 @@ def find_dims(
     meshes = {dim: mesh[dim] for dim in dims if dim is not None and mesh[dim].size() > 1}
     if ep_dim in meshes and ep_dim not in (cp_dim, tp_dim) and cp_dim in meshes:
         raise ValueError(
-            f"ep_dim={ep_dim!r} next to context parallel ranks is not served; deal experts out over these, "
+            f"ep_dim={ep_dim!r} next to context parallel ranks is not served; distribute experts over these, "
             f"ep_dim={cp_dim!r}, or over the tensor parallel ones."
         )
     return meshes.get(tp_dim), meshes.get(cp_dim), None if ep_dim is None else meshes.get(ep_dim)

@@ -32,8 +32,8 @@ from fused_tp.parallelizing.checks.model_check import (
 from fused_tp.parallelizing.checks.parts_check import PartsCheck
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compared
 from fused_tp.parallelizing.checks.step_check import StepCheck
-from fused_tp.parallelizing.checks.unsharded import UncutModel
-from fused_tp.parallelizing.expert_parallel import Dealing
+from fused_tp.parallelizing.checks.unsharded import UnshardedModel
+from fused_tp.parallelizing.expert_parallel import ExpertDistribution
 from fused_tp.parallelizing.grad_sync import GRADIENT_SYNCS, GradientSync, no_sync
 from fused_tp.parallelizing.hf.hf_model import (
     TransformersSequence,
@@ -41,7 +41,7 @@ from fused_tp.parallelizing.hf.hf_model import (
     is_transformers_model,
     without_input_hooks,
 )
-from fused_tp.parallelizing.layers import Sharding, check_layers, deal_experts, replicate_parameters, shard_layers
+from fused_tp.parallelizing.layers import Sharding, check_layers, distribute_experts, replicate_parameters, shard_layers
 from fused_tp.parallelizing.mesh_dims import check_ulysses, find_dims, mesh_of_both, split_for_ulysses
 from fused_tp.parallelizing.plain_model import PlainSequence, check_plain_model
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, in_one_order
@@ -50,8 +50,8 @@ from fused_tp.parallelizing.shard_plan import (
     Style,
     check_experts,
     check_head_counts,
-    check_nothing_dealt,
-    deal_experts_in,
+    check_none_distributed,
+    plan_experts,
     resolve_plan,
     settle_between,
     warn_of_small_share,
@@ -123,7 +123,7 @@ class _Planned:
     """
 
     modules: ShardingPlan
-    experts: Dealing | None
+    experts: ExpertDistribution | None
     sequence: SequenceSharding
     adapters: Any
 
@@ -275,7 +275,7 @@ def parallelize(
     with compared(base, verify, options.sharing, tp=tp_mesh, cp=cp_mesh) as outcome:
         # Expert parallel ranks of their own have other batches, so that no rank can compute the whole step.
         can_replay = verify is not False and options.meshes and options.own_ep_mesh is None
-        unsharded = UncutModel(base) if can_replay else None
+        unsharded = UnshardedModel(base) if can_replay else None
         planned = _plan(base, options)
         sharding = _apply(base, options, planned)
         _add_hooks(base, options, planned.sequence, sharding, unsharded)
@@ -300,9 +300,9 @@ def _check(model: nn.Module, mesh: DeviceMesh, keywords: Keywords) -> _Options:
     tp_mesh, cp_mesh, ep_mesh = find_dims(mesh, keywords.tp_dim, keywords.cp_dim, keywords.ep_dim)
     if keywords.parameters == "plain" and ep_mesh is not None and ep_mesh is not tp_mesh:
         raise ValueError(
-            f"parameters='plain' with experts dealt out over ep_dim={keywords.ep_dim!r}: what averages gradients over "
-            "these ranks would average those of different experts. Deal them out over tensor parallel ranks, or have "
-            "DTensors."
+            f"parameters='plain' with experts distributed over ep_dim={keywords.ep_dim!r}: what averages gradients "
+            "over these ranks would average those of different experts. Distribute them over tensor parallel ranks, or "
+            "have DTensors."
         )
     from_meta = any(parameter.is_meta for parameter in model.parameters())
     parallelism = Parallelism(tp_mesh, cp_mesh, False, False, keywords.grad_sync)
@@ -354,7 +354,7 @@ def _plan(model: nn.Module, options: _Options) -> _Planned:
         plan = resolve_plan(model, asked) if tp_mesh is not None or has_plan else ShardingPlan()
         experts = _plan_experts(model, options, plan)
         if tp_mesh is not None:
-            plan = settle_between(model, plan, cuts_logits=parallelism.loss_parallel)
+            plan = settle_between(model, plan, shards_logits=parallelism.loss_parallel)
             check_head_counts(model, plan.modules, tp_mesh.size())
             check_experts(model, plan)
         with without_input_hooks(model):
@@ -380,18 +380,18 @@ def _plan(model: nn.Module, options: _Options) -> _Planned:
     return _Planned(plan, experts, sequence, adapters)
 
 
-def _plan_experts(model: nn.Module, options: _Options, plan: ShardingPlan) -> Dealing | None:
+def _plan_experts(model: nn.Module, options: _Options, plan: ShardingPlan) -> ExpertDistribution | None:
     """Distribution of whole experts over `ep_mesh`, for which `plan` is adapted; None without these ranks."""
     ep_dim, ep_mesh, tp_mesh = options.keywords.ep_dim, options.ep_mesh, options.parallelism.tp_mesh
     if ep_mesh is None:
         if ep_dim is None or tp_mesh is not None:
-            check_nothing_dealt(plan, ep_dim)
+            check_none_distributed(plan, ep_dim)
         return None
     over_tp = ep_mesh is tp_mesh
-    names = deal_experts_in(model, plan, options.keywords.plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
+    names = plan_experts(model, plan, options.keywords.plan, ep_mesh.size(), whole=over_tp or tp_mesh is None)
     both = None if over_tp or tp_mesh is None else mesh_of_both(options.mesh, str(ep_dim), tp_mesh)
     factor = 1.0 if over_tp else 1 / ep_mesh.size()
-    return Dealing(frozenset(names), ep_mesh, tp_mesh, both, factor)
+    return ExpertDistribution(frozenset(names), ep_mesh, tp_mesh, both, factor)
 
 
 def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding | None:
@@ -420,7 +420,7 @@ def _apply(model: nn.Module, options: _Options, planned: _Planned) -> Sharding |
         if adapters:
             adapters.shard(sharding, memo)
     elif experts is not None:
-        deal_experts(model, experts)
+        distribute_experts(model, experts)
         # Make all parameters DTensors on one mesh: clipping and optimizers do not accept two kinds at once. But with
         # grad_sync=False, FSDP2 shards the other parameters over these ranks itself, and needs plain ones.
         # Plan entries of other modules apply to tensor parallel ranks only.
@@ -446,7 +446,7 @@ def _add_hooks(
     options: _Options,
     sequence: SequenceSharding,
     sharding: Sharding | None,
-    unsharded: UncutModel | None,
+    unsharded: UnshardedModel | None,
 ) -> None:
     """Register the hooks that shard each forward pass, check it, and sum gradients.
 
@@ -487,7 +487,7 @@ def _add_hooks(
             setattr(module, MARK, parallelism)
     setattr(model, SHARDING, sharding)
     if unsharded is not None:
-        unsharded.note_cut(model)
+        unsharded.note_sharded(model)
 
 
 def _peft() -> ModuleType | None:

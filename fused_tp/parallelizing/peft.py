@@ -194,7 +194,7 @@ class ParallelLoraLinear(Linear):
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **keywords)
         sharding = self.place.sharding
         if any(p.is_meta for p in self.lora_A[adapter_name].parameters()):
-            raise ValueError("Adapters cannot be cut on the meta device; leave low_cpu_mem_usage=True out.")
+            raise ValueError("Adapters cannot be sharded on the meta device; leave low_cpu_mem_usage=True out.")
         made = {key: module for key, module in _added(self) if key.endswith(f".{adapter_name}")}
         check_equal_models(nn.ModuleList(made.values()), sharding.meshes)
         memo: Memo = WeakIdKeyDictionary()
@@ -334,7 +334,7 @@ def check_config(config: LoraConfig) -> None:
     how = config.init_lora_weights
     if not (isinstance(how, bool) or how == "gaussian"):
         raise ValueError(
-            f"The LoraConfig has init_lora_weights={how!r}, which looks at weights that have been cut. Give "
+            f"The LoraConfig has init_lora_weights={how!r}, which looks at weights that have been sharded. Give "
             "adapters to the model before parallelize, or pass init_lora_weights=True."
         )
 

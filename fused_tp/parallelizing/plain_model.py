@@ -39,7 +39,7 @@ from fused_tp.parallelizing.forward_shard import CpContext, ForwardShard
 from fused_tp.parallelizing.layers import holds_sharded_heads
 from fused_tp.parallelizing.outputs import map_tensors
 from fused_tp.parallelizing.readers import splits_output
-from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, RowMasks, SequenceSharding, cut_head
+from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, RowMasks, SequenceSharding, sharded_head
 from fused_tp.parallelizing.shard_plan import Style, StyleSpec, spec_of
 
 POSITIONS = ("positions", "position_ids")
@@ -123,7 +123,7 @@ class PlainSequence(SequenceSharding):
         """Replace the model's attention and loss. Its layers have been replaced already."""
         parallelism = self.parallelism
         heads = _heads(self.plan)
-        self.head = cut_head(model.get_submodule(heads[0]) if len(heads) == 1 else None)
+        self.head = sharded_head(model.get_submodule(heads[0]) if len(heads) == 1 else None)
         if parallelism.cp_mesh is not None:
             # Not one mode around the whole model: activation checkpointing reruns layers in backward, outside of it.
             for module in _modules_around_attention(model, self.plan):

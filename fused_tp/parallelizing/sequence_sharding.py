@@ -185,7 +185,7 @@ class SequenceSharding:
             own,
             vocab_mesh=vocab_mesh,
             cp_mesh=parallelism.cp_mesh,
-            cuts_tokens=parallelism.shards_sequence,
+            shards_tokens=parallelism.shards_sequence,
             grad_sync=parallelism.grad_sync,
         )
         return self._loss
@@ -577,7 +577,7 @@ def _is_in(name: str, blocks: Iterable[str]) -> bool:
     return any(name == block or name.startswith(f"{block}.") for block in blocks)
 
 
-def cut_head(head: nn.Module | None) -> nn.Module | None:
+def sharded_head(head: nn.Module | None) -> nn.Module | None:
     """Return `head` if it is, or contains (as with an adapter), a ColumnParallelLinear; else None."""
     cut = head is not None and any(isinstance(module, ColumnParallelLinear) for module in head.modules())
     return head if cut else None

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fused_tp.nn.linear import MultiQueryLinear, features_of, is_conv1d
-from fused_tp.parallelizing.expert_parallel import check_dealt
+from fused_tp.parallelizing.expert_parallel import check_distributed
 from fused_tp.parallelizing.experts import takes_routing
 from fused_tp.parallelizing.hf.families import Family, family_of, is_known
 
@@ -218,8 +218,8 @@ def _own_plan(model: Any) -> dict[str, Style]:
     # Only newer versions of transformers have the property.
     plan: dict[str, Style] = dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     of_family = {(prefix + pattern).removesuffix("."): style for pattern, style in family.plan.items()}
-    if family.cuts_head is not None:
-        head, style = model.get_output_embeddings(), "colwise_gather_output" if family.cuts_head else None
+    if family.shards_head is not None:
+        head, style = model.get_output_embeddings(), "colwise_gather_output" if family.shards_head else None
         of_family |= {name: style for name, module in model.named_modules() if module is head}
     for name, style in of_family.items():
         plan.pop(name, None)
@@ -298,7 +298,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
                 else "."
             )
         )
-    _cut_tied_embeddings(model, resolved)
+    _shard_tied_embeddings(model, resolved)
     specs = {name: spec_of(style) for name, style in resolved.modules.items()}
     columns = {name for name, spec in specs.items() if spec.shard_dim == 0 and not spec.gathers_output}
     parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
@@ -318,7 +318,7 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
         first = ", ".join(list(patterns)[:2])
         found = f"has {len(patterns)} entries ({first}, ...), of which {type(model).__name__} has none"
         raise ValueError(
-            f"The plan {found if patterns else 'is empty'}, so nothing would be cut. "
+            f"The plan {found if patterns else 'is empty'}, so nothing would be sharded. "
             + (
                 "Give parallelize the PeftModel, or the model without adapters: see merge_and_unload()."
                 if adapters
@@ -345,7 +345,7 @@ def _instead_of_auto(model: nn.Module) -> str:
     )
 
 
-def deal_experts_in(
+def plan_experts(
     model: nn.Module, plan: ShardingPlan, asked: str | Mapping[str, Style], ep_ranks: int, *, whole: bool
 ) -> list[str]:
     """Return the names of the modules of experts to distribute over `ep_ranks` ranks, and adapt `plan` to it.
@@ -365,7 +365,7 @@ def deal_experts_in(
         )
     rows = _family(model)[1].expert_rows
     for name in found:
-        check_dealt(name, modules[name], ep_ranks, served=takes_routing(modules[name]) or rows)
+        check_distributed(name, modules[name], ep_ranks, served=takes_routing(modules[name]) or rows)
         keys = [f"{name}.{key}" for key in modules[name]._parameters]
         if whole:
             plan.modules[name] = "ep_dispatch_experts"
@@ -378,12 +378,12 @@ def deal_experts_in(
     return found
 
 
-def check_nothing_dealt(plan: ShardingPlan, ep_dim: str | None) -> None:
+def check_none_distributed(plan: ShardingPlan, ep_dim: str | None) -> None:
     """Refuse 'ep_dispatch_experts' without `ep_dim`; drop its entries if `ep_dim` has one rank."""
     dealt = [name for name, style in plan.modules.items() if style == "ep_dispatch_experts"]
     if dealt and ep_dim is None:
         raise ValueError(
-            f"The plan gives {dealt[0]!r} the style 'ep_dispatch_experts', whole experts dealt out over ranks; pass "
+            f"The plan gives {dealt[0]!r} the style 'ep_dispatch_experts', whole experts distributed over ranks; pass "
             "ep_dim=, the mesh dim of these ranks. Tensor parallel ranks hold parts of each expert as 'moe_tp_experts'."
         )
     for name in dealt:
@@ -392,7 +392,7 @@ def check_nothing_dealt(plan: ShardingPlan, ep_dim: str | None) -> None:
         del plan.parameters[name]
 
 
-def _cut_tied_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
+def _shard_tied_embeddings(model: nn.Module, plan: ShardingPlan) -> None:
     """Shard an embedding that is tied to a sharded output layer like that layer, by vocabulary."""
     heads = [name for name, style in plan.modules.items() if spec_of(style).gathers_output]
     weights = {id(model.get_submodule(name).weight) for name in heads}
@@ -507,8 +507,8 @@ def check_style(name: str, module: nn.Module, style: Style) -> None:
     for key, parameter in module.named_parameters(recurse=False):
         if STYLES[style].shard_dim is not None and not parameter.is_floating_point():
             raise ValueError(
-                f"{name}.{key} holds {parameter.dtype}; only layers of floating-point weights can be cut. Parallelize "
-                f"the model before it is quantized, or leave {name!r} out of the plan."
+                f"{name}.{key} holds {parameter.dtype}; only layers of floating-point weights can be sharded. "
+                f"Parallelize the model before it is quantized, or leave {name!r} out of the plan."
             )
 
 
@@ -580,17 +580,17 @@ def head_counts(*sources: object) -> dict[str, int]:
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def settle_between(model: nn.Module, plan: ShardingPlan, *, cuts_logits: bool = False) -> ShardingPlan:
+def settle_between(model: nn.Module, plan: ShardingPlan, *, shards_logits: bool = False) -> ShardingPlan:
     """Return `plan`, with a style for each module that has parameters and must be between two sharded ones.
 
-    `cuts_logits`: the output layer leaves its features sharded, too.
+    `shards_logits`: the output layer leaves its features sharded, too.
 
     Raises:
         ValueError: a module is not in the plan, and its widths do not show its place.
     """
     settled = replace(plan, modules=dict(plan.modules))
     modules = dict(model.named_modules())
-    head = _output_layer(model, plan.modules) if cuts_logits else None
+    head = _output_layer(model, plan.modules) if shards_logits else None
     names = [*plan.modules, *plan.parameters]
     for name, (column, whole) in _around_parts(modules, plan.modules, head).items():
         parent, prefix = modules[name], f"{name}." if name else ""
@@ -598,7 +598,7 @@ def settle_between(model: nn.Module, plan: ShardingPlan, *, cuts_logits: bool = 
             for key, parameter in parent.named_parameters(recurse=False):
                 if prefix + key not in plan and (parameter.ndim == 0 or parameter.shape[-1] not in whole):
                     raise ValueError(
-                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, and {column[0]!r} is cut: "
+                        f"{prefix + key!r} {tuple(parameter.shape)} is not in the plan, and {column[0]!r} is sharded: "
                         "whether a rank uses all of it is not known. Add it to the plan as 'colwise' if each rank is "
                         f"to have its part; or {name!r} as 'replicated_with_grad_allreduce' if each rank adds one term "
                         "to its gradient, or as 'replicate' if all ranks find the same."
@@ -614,7 +614,7 @@ def settle_between(model: nn.Module, plan: ShardingPlan, *, cuts_logits: bool = 
             _check_not_by_head(path, child)
             style = "mla_kv_a_proj" if leaf == LATENT else "replicated_with_grad_allreduce"
             raise ValueError(
-                f"{path!r} ({type(child).__name__}) is not in the plan, and {column[0]!r} near it is cut: if it "
+                f"{path!r} ({type(child).__name__}) is not in the plan, and {column[0]!r} near it is sharded: if it "
                 "sees this rank's features, each rank would find the gradient of these only. Add it to the plan as "
                 f"{style!r}, or as 'replicate' if it sees what all ranks have."
             )

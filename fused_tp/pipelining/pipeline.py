@@ -30,7 +30,7 @@ from fused_tp.ops.split_backward import split_backward
 from fused_tp.parallelizing.checks.batch_check import BatchCheck, of_all_ranks
 from fused_tp.parallelizing.checks.parts_check import check_equal_steps
 from fused_tp.parallelizing.checks.sharding_check import check_verify, compared
-from fused_tp.parallelizing.grad_sync import is_dealt, take_mean
+from fused_tp.parallelizing.grad_sync import is_distributed, take_mean
 from fused_tp.parallelizing.hf.hf_model import is_transformers_model
 from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.parallelizing.readers import forward_mentions
@@ -148,7 +148,7 @@ def pipeline(
     dims = tuple(keywords[key] for key in ("tp_dim", "cp_dim"))
     if keywords["ep_dim"] not in (None, *dims):
         raise ValueError(
-            f"ep_dim={keywords['ep_dim']!r} is a dim of its own, which is not served in a pipeline; deal experts out "
+            f"ep_dim={keywords['ep_dim']!r} is a dim of its own, which is not served in a pipeline; distribute experts "
             f"over {dims[0]!r} or {dims[1]!r}."
         )
     check_int("microbatches", microbatches, 1)
@@ -678,7 +678,7 @@ class Pipeline:
     def _sync_gradients(self) -> None:
         if self._cp_mesh is not None and self._grad_sync:
             mesh = self._cp_mesh
-            ours = [p for p in self.parameters() if p.requires_grad and not is_dealt(p, mesh)]
+            ours = [p for p in self.parameters() if p.requires_grad and not is_distributed(p, mesh)]
             take_mean(mesh, ours, [p.grad is not None for p in ours])
         self._add_tied()
 

@@ -113,7 +113,7 @@ def container_name(model: nn.Module, given: str | None) -> str:
     if len(found) != 1:
         raise ValueError(
             f"{kind} has {len(found)} lists of layers ({', '.join(map(repr, found)) or 'none'}), and none that is said "
-            "to be cut; pass layers=, the name of the nn.ModuleList whose layers pass one hidden state on."
+            "to be split; pass layers=, the name of the nn.ModuleList whose layers pass one hidden state on."
         )
     return found[0]
 

@@ -64,7 +64,7 @@ def build(
     container = container_name(model, layers) if needs_layers else ""
     if config.recompute == "full":
         recompute_layers(model, container)
-    experts = _dealt_experts(model, plan) if config.ep > 1 and config.is_sharded else []
+    experts = _distributed_experts(model, plan) if config.ep > 1 and config.is_sharded else []
     built: nn.Module | Pipeline = model
     if config.pp > 1:
         built = pipeline(
@@ -132,7 +132,7 @@ def _placement(parameter: nn.Parameter) -> Placement | None:
     return Shard(1) if parameter.ndim == 3 and parameter.shape[0] <= 3 else None
 
 
-def _dealt_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
+def _distributed_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
     """Names of the modules whose experts are distributed over the ranks of "ep"."""
     found = resolve_plan(model, plan)
     return [name for name, style in found.modules.items() if style in EXPERTS]

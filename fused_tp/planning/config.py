@@ -85,11 +85,11 @@ class ParallelConfig:
             object.__setattr__(self, "virtual_stages", stages)
             if self.ep > 1:
                 raise ValueError(
-                    f"ep={self.ep} with pp={self.pp}: a pipeline deals experts out over its tp or cp ranks only."
+                    f"ep={self.ep} with pp={self.pp}: a pipeline distributes experts over its tp or cp ranks only."
                 )
         elif self.ep > 1 and self.cp > 1:
             raise ValueError(
-                f"ep={self.ep} with cp={self.cp}: experts are not dealt out next to context parallel ranks."
+                f"ep={self.ep} with cp={self.cp}: experts are not distributed next to context parallel ranks."
             )
         elif self.virtual_stages is not None:
             raise ValueError(f"virtual_stages={self.virtual_stages} is of a pipeline, and pp=1; leave it out.")

@@ -36,10 +36,10 @@ from fused_tp.parallelizing.shard_plan import (
     ShardingPlan,
     check_experts,
     check_head_counts,
-    check_nothing_dealt,
-    deal_experts_in,
+    check_none_distributed,
     head_counts,
     is_of_keys,
+    plan_experts,
     resolve_plan,
     settle_between,
     spec_of,
@@ -509,11 +509,11 @@ class Cuts:
         try:
             plan = resolve_plan(model, "auto") if tp > 1 else ShardingPlan()
             if ep > 1:
-                deal_experts_in(model, plan, "auto", ep, whole=tp == 1)
+                plan_experts(model, plan, "auto", ep, whole=tp == 1)
             else:
-                check_nothing_dealt(plan, None)
+                check_none_distributed(plan, None)
             if tp > 1:
-                plan = settle_between(model, plan, cuts_logits=loss_parallel)
+                plan = settle_between(model, plan, shards_logits=loss_parallel)
                 check_head_counts(model, plan.modules, tp)
                 check_experts(model, plan)
             check_layers(model, plan, tp)

@@ -135,7 +135,7 @@ def recommend(
             fitting.append(costs)
     if smallest == float("inf"):
         raise ValueError(
-            f"{shape.name} can be cut over {gpus} ranks in no way for {global_batch} rows of {seq} tokens: data "
+            f"{shape.name} can be sharded over {gpus} ranks in no way for {global_batch} rows of {seq} tokens: data "
             "parallel ranks and microbatches must divide the rows, and tp the key/value heads; change rows or ranks."
         )
     if not fitting:

@@ -454,7 +454,7 @@ class CheckpointManager:
         for name, parameter in shapes.named.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    _check_cut(name, key, value, parameter, shapes)
+                    _check_sharded(name, key, value, parameter, shapes)
                     tensors.setdefault(name, {})[key] = _as_saved(value, parameter, shapes)
                 else:
                     values.setdefault(name, {})[key] = value
@@ -597,7 +597,7 @@ def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> 
     return torch.zeros(saved.size, dtype=dtype, device="cpu")
 
 
-def _check_cut(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
+def _check_sharded(name: str, key: str, value: Tensor, parameter: nn.Parameter, shapes: OriginalShapes) -> None:
     cut = isinstance(shapes(parameter.detach(), parameter), (DTensor, InOriginalShape))
     if cut and value.numel() > 1 and value.shape != parameter.shape:
         raise ValueError(

@@ -73,12 +73,12 @@ def keywords(one: Case) -> dict[str, Any]:
     return {**{name: one[name] for name in KEYWORDS if name in one}, **per_head(one)}
 
 
-def held(x: Tensor, lengths: list[int], dealing: BlockCyclicLayout) -> Tensor:
+def held(x: Tensor, lengths: list[int], distribution: BlockCyclicLayout) -> Tensor:
     """Shard of x on this rank, with NaN in unused rows."""
-    rows = max(dealing.count(length) for length in lengths) + 3
+    rows = max(distribution.count(length) for length in lengths) + 3
     shard = x.new_full((x.shape[0], rows, *x.shape[2:]), torch.nan)
     for text, length in enumerate(lengths):
-        own = torch.from_numpy(dealing.indices(0, dealing.count(length)))
+        own = torch.from_numpy(distribution.indices(0, distribution.count(length)))
         shard[text, : len(own)] = x[text, own]
     return shard
 
@@ -101,9 +101,9 @@ def paged(shards: list[Tensor], size: int, in_order: bool) -> tuple[list[Tensor]
 
 def of_rank(group: dist.ProcessGroup, one: Case) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
     """q, this rank's shards, and keywords of the call."""
-    dealing = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
+    distribution = BlockCyclicLayout(dist.get_world_size(group), dist.get_rank(group), one["block"])
     q, *both = whole(one)
-    shards = [held(x, one["lengths"], dealing) for x in both]
+    shards = [held(x, one["lengths"], distribution) for x in both]
     lengths = torch.tensor(one["lengths"])
     return q, shards, {"group": group, "cache_seqlens": lengths, "return_lse": True, **keywords(one)}
 

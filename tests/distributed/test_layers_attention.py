@@ -362,7 +362,7 @@ def test_bad_inputs_are_refused(group: dist.ProcessGroup) -> None:
     cut: dict[str, Any] = {"mesh": over["tp"], "cp_group": over["cp"]}
     attention = ParallelAttention(8, 4, mesh=mesh, causal=True)
     x = torch.ones(2, 3, 8)
-    refuses(ValueError, "cannot be cut over 2 ranks", ParallelAttention, 9, 3, mesh=mesh)
+    refuses(ValueError, "cannot be sharded over 2 ranks", ParallelAttention, 9, 3, mesh=mesh)
     refuses(ValueError, "no multiple of num_heads", ParallelAttention, 9, 4, mesh=mesh)
     refuses(ValueError, "dropout must be in", ParallelAttention, 8, 4, mesh=mesh, dropout=1.0)
     refuses(ValueError, r"x must be a Tensor \[batch, seq, 8\]", attention, x[0])

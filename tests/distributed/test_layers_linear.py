@@ -161,7 +161,9 @@ def test_tied_weights_stay_tied(group: dist.ProcessGroup) -> None:
     memo = {}
     linear = nn.Linear(4, 4)
     ColumnParallelLinear.from_linear(linear, mesh=mesh, memo=memo)
-    refuses(ValueError, "tied weights must be cut alike", RowParallelLinear.from_linear, linear, mesh=mesh, memo=memo)
+    refuses(
+        ValueError, "tied weights must be sharded alike", RowParallelLinear.from_linear, linear, mesh=mesh, memo=memo
+    )
 
 
 @on_ranks(2)

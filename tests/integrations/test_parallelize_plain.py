@@ -248,7 +248,7 @@ def test_what_lies_between_layers_that_are_cut(group: dist.ProcessGroup) -> None
     assert_trains_alike(parallel, whole, lambda model: (model(x) * weights).sum())
     model = make("plain")
     model.temperature = nn.Parameter(torch.ones(1))
-    refuses(ValueError, r"'temperature' .*'lm_head' is cut", parallelize, model, mesh, loss_parallel=True)
+    refuses(ValueError, r"'temperature' .*'lm_head' is sharded", parallelize, model, mesh, loss_parallel=True)
 
 
 class Scaled(nn.Module):

@@ -17,7 +17,7 @@ from fused_tp.nn import gather_state_dict
 from fused_tp.parallelizing.checks.step_check import StepCheck
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import make, make_tokens, mesh_of
-from tests.integrations.test_cut_check import PLAN, Block, llama, log_lines
+from tests.integrations.test_sharding_check import PLAN, Block, llama, log_lines
 from tests.workers import on_ranks
 
 WRONG = "does not compute what the whole one does: on the batch of this step"

@@ -387,7 +387,7 @@ def test_variable_lengths_by_a_wrapper_of_torchtitans_signature(group: dist.Proc
     short = create_varlen_metadata_for_document(positions_of()[:, :16])
     varlen = VarlenAttention.Config().build()
     apply_cp_to_forward([varlen], mesh)
-    assert "made before its tokens are cut" in str(error_of(varlen, *cut, attention_masks=short))
+    assert "made before its tokens are sharded" in str(error_of(varlen, *cut, attention_masks=short))
     assert "masks that a ring cannot read" in str(error_of(apply_cp_to_forward, [FlexAttention.Config().build()], mesh))
 
 

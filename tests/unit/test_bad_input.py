@@ -112,8 +112,12 @@ CASES: list[Refusal] = [
     *bias_cases(ag),
     *list_cases(ag),
     *dim_cases(ag, "gather_dim", "x_shard"),
-    (lambda: ag(gather_size=7), ValueError, "gather_size=7 cut over 1 ranks as torch.chunk does gives rank 0 7, but"),
-    (lambda: ag(gather_size=-1), ValueError, "gather_size=-1 cut over 1 ranks"),
+    (
+        lambda: ag(gather_size=7),
+        ValueError,
+        "gather_size=7 sharded over 1 ranks as torch.chunk does gives rank 0 7, but",
+    ),
+    (lambda: ag(gather_size=-1), ValueError, "gather_size=-1 sharded over 1 ranks"),
     (lambda: ag(return_gathered=1), TypeError, "return_gathered must be a bool, not int."),
     (lambda: ce(ignore_index=2**63), ValueError, "ignore_index is 9223372036854775808; it must fit in 64 bits."),
     (lambda: ar(X.to_sparse()), TypeError, "x is a sparse_coo tensor; pass a dense one (x.to_dense(), or a nested"),
@@ -162,7 +166,7 @@ CASES: list[Refusal] = [
     (lambda: ce(label_smoothing=None), TypeError, "label_smoothing must be a float, not NoneType."),
     (lambda: ce(ignore_index=0.5), TypeError, "ignore_index must be an int, not float."),
     (lambda: ce(reduction="max"), ValueError, "reduction is 'max'; it must be one of mean, sum, none."),
-    (lambda: ce(vocab_size=9), ValueError, "vocab_size=9 cut over 1 ranks as torch.chunk does gives rank 0 9, but"),
+    (lambda: ce(vocab_size=9), ValueError, "vocab_size=9 sharded over 1 ranks as torch.chunk does gives rank 0 9, but"),
 ]
 
 
@@ -199,7 +203,7 @@ for gather, scatter, reduce in (
         *collective_cases(scatter, "x", 0),
         *collective_cases(reduce, "x"),
     ]
-    CASES += [(partial(gather, X, 0, group=None, gather_size=4), ValueError, "gather_size=4 cut over 1 ranks")]
+    CASES += [(partial(gather, X, 0, group=None, gather_size=4), ValueError, "gather_size=4 sharded over 1 ranks")]
 CASES += [
     (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather, all_gather_grouped"),
     (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),

@@ -38,9 +38,9 @@ def test_sizes_and_what_follows_from_them() -> None:
         ({"cp": 4, "ulysses_size": 3}, "does not divide cp=4"),
         ({"virtual_stages": 2}, "pp=1; leave it out"),
         ({"pp": 4, "microbatches": 2}, "at least one for each of the 4 pipeline ranks"),
-        ({"pp": 2, "microbatches": 2, "ep": 2}, "a pipeline deals experts out"),
+        ({"pp": 2, "microbatches": 2, "ep": 2}, "a pipeline distributes experts"),
         ({"schedule": "foo"}, "schedule is 'foo'; it must be one of"),
-        ({"cp": 2, "ep": 2}, "not dealt out next to context parallel"),
+        ({"cp": 2, "ep": 2}, "not distributed next to context parallel"),
     ],
 )
 def test_fields_that_do_not_fit(fields: dict[str, Any], says: str) -> None:

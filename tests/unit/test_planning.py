@@ -220,7 +220,7 @@ def test_what_parallelize_refuses_is_not_planned() -> None:
         ("gemma3", {"tp": 2}, "sequence_parallel=True serves only these"),
         ("gemma3", {"tp": 2, "sequence_parallel": False, "loss_parallel": False}, ""),
         ("xlm", {"dp_shard": 2}, "has 4 lists of layers"),
-        ("longcat_flash", {"ep": 2}, "cannot be dealt out"),
+        ("longcat_flash", {"ep": 2}, "cannot be distributed"),
     ):
         refusal: Any = None
         try:

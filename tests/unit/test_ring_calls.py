@@ -99,10 +99,16 @@ def test_tables_that_a_graph_reads_outlive_the_cache_they_were_in(monkeypatch: p
     monkeypatch.setattr(decode, "_captured_tables", set())
     monkeypatch.setattr("fused_tp.triton_kernels.attention.decode.flash_decode", lambda *_, **__: None)
     monkeypatch.setattr(decode, "terms_of", lambda _: None)
-    dealing, scores, q = BlockCyclicLayout(2, 0, 4), Scores(1.0, alibi_slopes=torch.ones(2)), torch.ones(1, 1, 2, 4)
+    distribution, scores, q = (
+        BlockCyclicLayout(2, 0, 4),
+        Scores(1.0, alibi_slopes=torch.ones(2)),
+        torch.ones(1, 1, 2, 4),
+    )
 
     def attend(length: int) -> None:
-        decode.attend_by_kernel(decode.CacheCall(dealing, scores, (-1, -1), REFERENCE, False), q, [length], q, q, None)
+        decode.attend_by_kernel(
+            decode.CacheCall(distribution, scores, (-1, -1), REFERENCE, False), q, [length], q, q, None
+        )
 
     real = decode._on
     monkeypatch.setattr(decode, "_on", lambda *given: real(*given).as_subclass(OnGpu))

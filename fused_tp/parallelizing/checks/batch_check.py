@@ -26,7 +26,7 @@ _suspended = threading.local()
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Context manager: no check acts in this thread, neither at forward passes nor at the cut."""
+    """Context manager: no check acts in this thread, neither at forward passes nor after sharding."""
     before = getattr(_suspended, "now", False)
     _suspended.now = True
     try:

@@ -86,8 +86,9 @@ class GradientCheck:
                 f"after backward the ranks of {(self.mesh.mesh_dim_names or ('tp',))[0]!r} hold different gradients of "
                 f"{listed(map(repr, first))}{more}, which each of them holds whole. Either they drew different "
                 "dropout: give them equal random states (torch.manual_seed). Or the parameter is used between layers "
-                "that are cut, where a rank sees only its own features and has one term of the gradient: leave these "
-                "layers out of the plan, or give the parameter's module the style 'replicated_with_grad_allreduce'."
+                "that are sharded, where a rank sees only its own features and has one term of the gradient: leave "
+                "these layers out of the plan, or give the parameter's module the style "
+                "'replicated_with_grad_allreduce'."
             )
 
     def _whole(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

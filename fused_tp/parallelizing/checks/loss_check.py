@@ -28,7 +28,7 @@ from fused_tp.parallelizing.checks.gradient_check import sketch
 from fused_tp.parallelizing.checks.model_check import warn_once
 from fused_tp.parallelizing.checks.step_check import (
     StepCheck,
-    as_cut,
+    as_sharded,
     copies_of,
     gradient_errors,
     norm_of,
@@ -130,7 +130,7 @@ class _LossCall:
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if all(p.grad is None for p in named.values()):
             return  # torch.autograd.grad has run the backward
-        with as_cut(self.model, Mode.AS_IT_IS, self.random_states):
+        with as_sharded(self.model, Mode.AS_IT_IS, self.random_states):
             with self.autocast():  # as in forward: backward runs outside of autocast
                 outputs = run_on_copies(self.model, self.args, self.kwargs)
             if any(node.name() == REENTRANT for i in found for node in nodes_of(outputs[i])):

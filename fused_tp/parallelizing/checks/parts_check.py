@@ -93,7 +93,7 @@ class PartsCheck:
         assert self.tp_mesh is not None
         for name, parameter, cut in _plain_parts(model):
             if not isinstance(parameter, DTensor):
-                if not _is_dealt(parameter, cut.placement):
+                if not _is_distributed(parameter, cut.placement):
                     yield parameter
             elif shared := self._shared_with(parameter.device_mesh.mesh.flatten().tolist()):
                 self._refuse(f"{name!r} is sharded over global ranks {listed(map(str, shared))}, which hold")
@@ -101,7 +101,7 @@ class PartsCheck:
             if isinstance(parameter, DTensor):
                 placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
                 over = dict(placed).get((self.tp_mesh.mesh_dim_names or ("",))[0])
-                if over is not None and over.is_shard() and not _is_dealt(parameter, over):
+                if over is not None and over.is_shard() and not _is_distributed(parameter, over):
                     yield parameter.to_local()
 
     def _refuse(self, what: str) -> None:
@@ -140,5 +140,5 @@ def _plain_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedL
                 yield f"{path}.{key}" if path else key, parameter, cut
 
 
-def _is_dealt(parameter: Tensor, placement: Placement) -> bool:
+def _is_distributed(parameter: Tensor, placement: Placement) -> bool:
     return parameter.ndim > 2 and placement.is_shard(0)

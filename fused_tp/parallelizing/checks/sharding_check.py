@@ -125,17 +125,17 @@ def compared(
             yield outcome
             return
         yield outcome
-        run = _CutRun(whole, outcome, tp, cp)
+        run = _ShardedRun(whole, outcome, tp, cp)
         refusal = run.run()
         of_dtype = BOUNDS.get(whole.dtype, BOUNDS[torch.bfloat16])
-        ranks = of_all_ranks(meshes, "outputs of the cut model", [run.error, refusal, of_dtype])
+        ranks = of_all_ranks(meshes, "outputs of the sharded model", [run.error, refusal, of_dtype])
         if refusals := [one[1] for one in ranks if one[1]]:
             _leave_out(verify, f"it refuses what the whole model takes: {refusals[0]}", meshes)
             return
         # The maximum over ranks: all take the same decision even if their processors or settings round differently.
         error, bound = (max(one[field] for one in ranks) for field in (0, 2))
         if BOUNDS[torch.float32] < bound < error < float("inf"):
-            rounding = max(of_all_ranks(meshes, "rounding errors of the cut model", run.error_of_rounding()))
+            rounding = max(of_all_ranks(meshes, "rounding errors of the sharded model", run.error_of_rounding()))
             bound = max(bound, ROUNDING_FACTOR * rounding)
         if bound > LARGEST_BOUND:
             kind = type(model).__name__
@@ -148,8 +148,8 @@ def compared(
         first = max(names, key=lambda one: one[0])[1]
         at = "The first module whose output differs is {!r} ({}). ".format(*first) if first else ""
         raise ValueError(
-            f"the cut {type(model).__name__} does not compute what the whole one does: on {whole.shown} its output is "
-            f"off by {error:.2g} of its size, of which rounding explains {bound:g}. {at}{advice(tp, cp)} "
+            f"the sharded {type(model).__name__} does not compute what the whole one does: on {whole.shown} its output "
+            f"is off by {error:.2g} of its size, of which rounding explains {bound:g}. {at}{advice(tp, cp)} "
             "verify=False leaves this comparison out."
         )
 
@@ -161,8 +161,8 @@ def advice(tp: DeviceMesh | None, cp: DeviceMesh | None) -> str:
         "this rank's."
     )
     over_tp = (
-        "Over tensor parallel ranks nothing between two cut layers may join features or heads (softmax, norm, chunk, "
-        "topk), and with sequence_parallel nothing may join tokens: leave such layers out of the plan."
+        "Over tensor parallel ranks nothing between two sharded layers may join features or heads (softmax, norm, "
+        "chunk, topk), and with sequence_parallel nothing may join tokens: leave such layers out of the plan."
     )
     return " ".join([over_cp] * (cp is not None) + [over_tp] * (tp is not None))
 
@@ -173,8 +173,8 @@ def _leave_out(verify: object, reason: str, meshes: Sequence[DeviceMesh]) -> Non
     warn_once(
         meshes,
         reason,
-        "parallelize does not compare the cut model with the whole one: %s. `fused-tp check` compares a model of this "
-        "kind on CPUs.",
+        "parallelize does not compare the sharded model with the whole one: %s. `fused-tp check` compares a model of "
+        "this kind on CPUs.",
         reason,
     )
 
@@ -222,7 +222,7 @@ class _Whole:
         return max((float(one.median() if self.routed else one.max()) for one in errors if one.numel()), default=0.0)
 
 
-class _CutRun:
+class _ShardedRun:
     """Runs the sharded model on the whole one's batch. All methods but `first_difference` are collective calls.
 
     Attributes:
@@ -248,8 +248,8 @@ class _CutRun:
             if _is_refusal(error):
                 return str(error)
             raise ValueError(
-                f"the cut {type(modules[0]).__name__} does not run on {self._whole.shown}, which the whole one takes: "
-                f"{type(error).__name__}: {error}. {self._advice} verify=False leaves this comparison out."
+                f"the sharded {type(modules[0]).__name__} does not run on {self._whole.shown}, which the whole one "
+                f"takes: {type(error).__name__}: {error}. {self._advice} verify=False leaves this comparison out."
             ) from error
         self.error = self._whole.error(self._found, self._whole.recording.outputs[""][0]) if self._found else 0.0
         return ""

@@ -5,7 +5,7 @@ At a call with gradients that is due, and differs in kind from the calls before 
 | model   | computes                                                                                               |
 |---------|--------------------------------------------------------------------------------------------------------|
 | sharded | outputs of the batch, to find those that are whole on every rank                                       |
-| whole   | outputs, and gradients of a random weighted sum of those, from gathered parameters (`uncut`); on each  |
+| whole   | outputs, and gradients of a random weighted sum of those, from gathered parameters (`unsharded`); on each  |
 |         | rank alone, which keeps its shard of the gradients                                                     |
 | sharded | the same outputs and gradients; only this comparison sums gradients over context parallel ranks        |
 | whole   | if the ranks find a large error: outputs and gradients with rounding errors added. If these do not     |
@@ -13,8 +13,8 @@ At a call with gradients that is due, and differs in kind from the calls before 
 
 Then the call itself runs, with random states, modes, buffers and gradients as before (`undisturbed`).
 
-Unlike the comparison after sharding (`cut_check`) it uses the caller's batch, lengths, labels and mode, runs backward,
-and includes later changes of the model. `loss_check` follows the call to the end of its backward.
+Unlike the comparison after sharding (`sharding_check`) it uses the caller's batch, lengths, labels and mode, runs
+backward, and includes later changes of the model. `loss_check` follows the call to the end of its backward.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from fused_tp.parallelizing.checks.sharding_check import (
     token_errors,
 )
 from fused_tp.parallelizing.checks.undisturbed import Mode, undisturbed
-from fused_tp.parallelizing.checks.unsharded import UncutModel
+from fused_tp.parallelizing.checks.unsharded import UnshardedModel
 from fused_tp.parallelizing.forward_shard import running_node
-from fused_tp.parallelizing.grad_sync import is_dealt, syncs_of
+from fused_tp.parallelizing.grad_sync import is_distributed, syncs_of
 from fused_tp.parallelizing.graph import REENTRANT, nodes_of
 from fused_tp.parallelizing.hf.hf_model import TransformersSequence
 from fused_tp.parallelizing.outputs import tensors_in
@@ -81,14 +81,19 @@ class StepCheck:
     Args:
         sequence: shards the sequence of each forward pass.
         meshes: 1-D meshes whose ranks share the model.
-        uncut: state of the model before it is sharded.
+        unsharded: state of the model before it is sharded.
 
     Raises:
         ValueError: the models differ; raised on all ranks, with the largest difference and advice.
     """
 
-    def __init__(self, sequence: SequenceSharding, meshes: Sequence[DeviceMesh], uncut: UncutModel) -> None:
-        self.sequence, self.parallelism, self.meshes, self.uncut = sequence, sequence.parallelism, tuple(meshes), uncut
+    def __init__(self, sequence: SequenceSharding, meshes: Sequence[DeviceMesh], unsharded: UnshardedModel) -> None:
+        self.sequence, self.parallelism, self.meshes, self.unsharded = (
+            sequence,
+            sequence.parallelism,
+            tuple(meshes),
+            unsharded,
+        )
         self.calls = 0
         self.compared = False  # True if the running call has been compared
         self.whole: frozenset[int] = frozenset()  # indices of its outputs that are whole and have gradients
@@ -155,7 +160,7 @@ class StepCheck:
         tokens = self.tokens_of(arguments)
         if tokens is not None and self.sequence.is_too_short(tokens.shape[1]):
             return "it is given fewer tokens than there are ranks"
-        if why := self.uncut.obstacle(model):
+        if why := self.unsharded.obstacle(model):
             return why
         try:
             as_dtensors(model)
@@ -237,7 +242,7 @@ class _Steps:
     def compare(self) -> str:
         """Return the reason why the steps cannot be compared, or ""; raise ValueError if they differ."""
         meshes = self.check.meshes
-        with as_cut(self.model, self.mode):
+        with as_sharded(self.model, self.mode):
             shapes = [t.shape for t in self._run()]
         expected, weights, wanted = list[Tensor](), dict[int, Tensor](), None
         reason = self._gather()
@@ -252,12 +257,12 @@ class _Steps:
         if reasons := [why for why in of_all_ranks(meshes, "a step of the whole model", reason) if why]:
             return str(reasons[0])
         self.check.whole = frozenset(weights)
-        with as_cut(self.model, self.mode):
+        with as_sharded(self.model, self.mode):
             found = self._run()
         if documents := self.check.sequence.documents:
             self.part = RankPart(self.tp, self.cp, documents[-1], documents)
         output_error = self._output_error(found, expected)
-        own = self._cut_gradients(found, weights)
+        own = self._sharded_gradients(found, weights)
         del found
         errors = {} if wanted is None or own is None else gradient_errors(own, wanted)
         worst = None if wanted is None or own is None else max(errors.values(), default=0.0)
@@ -335,7 +340,7 @@ class _Steps:
     @contextmanager
     def _as_whole(self) -> Iterator[Callable[[], bool]]:
         with (
-            self.check.uncut.restored(self.model, self.whole_parameters),
+            self.check.unsharded.restored(self.model, self.whole_parameters),
             undisturbed([self.model], self.mode, gradients=True) as drew,
         ):
             yield drew
@@ -390,9 +395,9 @@ class _Steps:
             made[name] = part.clone(), norm
         return made, ""
 
-    def _cut_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
+    def _sharded_gradients(self, outputs: list[Tensor], weights: Mapping[int, Tensor]) -> dict[str, Tensor] | None:
         """Return this rank's shards of gradients, by parameter name."""
-        with as_cut(self.model, self.mode):
+        with as_sharded(self.model, self.mode):
             gradients = self._gradients(outputs, weights, self.named)
         return None if gradients is None else own_parts(self.model, self.check.parallelism, gradients, summed=False)
 
@@ -467,7 +472,7 @@ class _Steps:
         with self._as_whole(), torch.no_grad(), recorded(self.model) as recording:
             self._run()
         comparison = OutputComparison(recording, self.part)
-        with as_cut(self.model, self.mode), comparison.watching([self.model]):  # with a graph, to recognise losses
+        with as_sharded(self.model, self.mode), comparison.watching([self.model]):  # with a graph, to recognise losses
             self._run()
         first = first_difference(comparison.differences()[0], bound)[0]
         names = of_all_ranks(self.check.meshes, "the first module that differs", first or "")
@@ -477,7 +482,7 @@ class _Steps:
 
 
 @contextmanager
-def as_cut(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
+def as_sharded(model: nn.Module, mode: Mode, random_states: Sequence[Tensor] = ()) -> Iterator[None]:
     """Context for passes of the sharded model without side effects; gradients are not summed over other ranks."""
     with ExitStack() as stack:
         for sync in syncs_of(model):
@@ -526,7 +531,7 @@ def own_parts(
             own = own.redistribute(placements=cut.placements).to_local()
         if own is None:
             own = torch.zeros_like(cut.to_local() if isinstance(cut, DTensor) else cut)
-        if cp is not None and not is_dealt(cut, cp) and not (summed and parallelism.grad_sync):
+        if cp is not None and not is_distributed(cut, cp) and not (summed and parallelism.grad_sync):
             own = all_reduce(own.contiguous(), group=cp)
             own = own if parallelism.grad_sync else own / cp.size()
         made[name] = own

@@ -99,14 +99,14 @@ def _merged(before: Mapping[Any, Any], cut: Mapping[Any, Any], now: Mapping[Any,
     return kept | {key: value for key, value in now.items() if key not in cut or not _is(value, cut[key])}
 
 
-class UncutModel:
+class UnshardedModel:
     """State of a model before it is sharded, without its parameters.
 
     Example:
-        >>> uncut = UncutModel(model)
+        >>> unsharded = UnshardedModel(model)
         >>> cut(model)
-        >>> uncut.note_cut(model)
-        >>> with uncut.restored(model, whole_parameters):
+        >>> unsharded.note_sharded(model)
+        >>> with unsharded.restored(model, whole_parameters):
         ...     model(tokens)                          # on this rank alone
     """
 
@@ -119,9 +119,9 @@ class UncutModel:
         self._cut_configs: dict[int, ModuleState] = {}
 
     def __reduce__(self) -> Any:
-        return UncutModel, (nn.Module(),)  # a copy of the model has other modules
+        return UnshardedModel, (nn.Module(),)  # a copy of the model has other modules
 
-    def note_cut(self, model: nn.Module) -> None:
+    def note_sharded(self, model: nn.Module) -> None:
         """Record the state of `model` after sharding."""
         self._cut = {name: ModuleState.of(module).without_tensors() for name, module in model.named_modules()}
         for name, before in self._before.items():  # keep only buffers that the layer in its place does not have

@@ -39,7 +39,7 @@ class Family:
             first argument, which always does. All may hold the tokens of all rows in one dim.
         joins: the last module of the layers, after which the base model gives hidden states the shape of its input.
             Under sequence parallelism its output is gathered, and all later modules run on the whole sequence.
-        cuts_head: True if the output layer is sharded by vocabulary, with a tied embedding; False if it stays whole;
+        shards_head: True if the output layer is sharded by vocabulary, with a tied embedding; False if it stays whole;
             None to follow transformers' plan.
         flattens: the base model passes layers [batch * seq, hidden] instead of [batch, seq, hidden].
         eager_sequences: it computes attention by its own code, not by the function that its config names. Under
@@ -65,7 +65,7 @@ class Family:
     splits: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joins: str = ""
-    cuts_head: bool | None = None
+    shards_head: bool | None = None
     flattens: bool = False
     eager_sequences: bool = False
     needs_tokens: bool = False
@@ -113,7 +113,7 @@ def _bloom(config: Any) -> Family:
         {"h.*.self_attention": ("num_heads",)},
         per_head={"h.*.self_attention": {"alibi": 0}},
         unread=() if reads_weights else ("h.*.self_attention.dense.weight", "h.*.mlp.dense_4h_to_h.weight"),
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=None if reads_weights else attention,
         length_of_mask=True,
@@ -128,7 +128,7 @@ def _falcon(config: Any) -> Family:
         | _BLOOM_MLP,
         {"h.*.self_attention": ("num_heads",) if one_head else ("num_heads", "num_kv_heads")},
         per_head={"h.*.self_attention": {"alibi": 1, "attention_mask": 1}},
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=None if config.alibi else OwnAttention("FalconAttention", own_attention.falcon),
         length_of_mask=True,
@@ -142,14 +142,14 @@ def _gpt_bigcode(config: Any) -> Family:
         | _each("h.*.attn", "rowwise", "c_proj")
         | _GPT2_MLP,
         {"h.*.attn": ("num_heads", *(("embed_dim", "num_key_value_groups") if one_head else ()))},
-        cuts_head=True,
+        shards_head=True,
     )
 
 
 def _gemma4(config: Any) -> Family:
     if not config.get_text_config().hidden_size_per_layer_input:
         return Family(unread=("language_model.embed_tokens.weight",))
-    return Family({"language_model.embed_tokens": None}, cuts_head=False)  # it reads a row of the tied weight
+    return Family({"language_model.embed_tokens": None}, shards_head=False)  # it reads a row of the tied weight
 
 
 def _mllama(text: str) -> Family:
@@ -159,7 +159,7 @@ def _mllama(text: str) -> Family:
     return Family(
         {f"{text}.{name}": style for name, style in plan.items()},
         dict.fromkeys(attentions, ("num_heads", "num_key_value_heads")),
-        cuts_head=True,
+        shards_head=True,
         shares_cache=False,
     )
 
@@ -173,7 +173,7 @@ def _recurrent_gemma(config: Any) -> Family:
         | _gathered("layers.*.temporal_block", "linear_out", "linear_x", "linear_y")
         | _each("layers.*.mlp_block", "colwise", "gate_proj", "up_proj")
         | _each("layers.*.mlp_block", "rowwise", "down_proj"),
-        cuts_head=True,
+        shards_head=True,
     )
 
 
@@ -182,7 +182,7 @@ def _openai_gpt(config: Any) -> Family:
         _GPT2,
         {"h.*.attn": ("n_head", "split_size")},
         joins=f"h.{config.num_hidden_layers - 1}.ln_2",
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=OwnAttention("Attention", own_attention.openai_gpt, "_attn", "attn_dropout"),
         shares_cache=False,  # it has no cache
@@ -207,22 +207,22 @@ def _zamba2(config: Any) -> Family:
         | _each(f"{block}.feed_forward", "rowwise", "down_proj")
         | _each("layers.*", "colwise_gather_output", "mamba.in_proj", "mamba_decoder.mamba.in_proj"),
         parts={"layers.*.mamba_decoder": ("transformer_hidden_states",), block: ("original_hidden_states",)},
-        cuts_head=True,
+        shards_head=True,
     )
 
 
 # Shards two thirds of a mixer. Its convolution and scan run whole on every rank, since a kernel for the entire mixer
 # reads the weights of its other layers.
-_MAMBA = Family({"layers.*.mixer.in_proj": "colwise_gather_output"}, cuts_head=True, eager_sequences=True)
+_MAMBA = Family({"layers.*.mixer.in_proj": "colwise_gather_output"}, shards_head=True, eager_sequences=True)
 
 _STREAMS = _each("layers.*", "replicate", "attn_hc", "ffn_hc") | {"hc_head": "replicate"}  # streams of hidden states
 
 FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
-    "biogpt": Family(_FC, cuts_head=True, names_attention=True),
+    "biogpt": Family(_FC, shards_head=True, names_attention=True),
     "bitnet": Family(
         _gathered("layers.*.self_attn", "o_proj", "q_proj", "k_proj", "v_proj")
         | _gathered("layers.*.mlp", "down_proj", "gate_proj", "up_proj"),
-        cuts_head=True,
+        shards_head=True,
     ),
     "bloom": _bloom,
     "codegen": Family(
@@ -231,7 +231,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("h.*.attn", "packed_rowwise_4", "out_proj")
         | _pair("h.*.mlp", "fc_in", "fc_out"),
         {"h.*.attn": ("num_attention_heads",)},
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=OwnAttention("CodeGenAttention", own_attention.of_heads, "_attn", "attn_dropout"),
     ),
@@ -245,7 +245,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         },
         {"encoder.layers.*.self_att.self_attention": ("num_heads",)},
         per_head={"encoder.layers.*.self_att.self_attention": {"position_bias": 1}},
-        cuts_head=True,
+        shards_head=True,
     ),
     "ctrl": Family(
         _each("h.*.multi_head_attention", "colwise", "Wq", "Wk", "Wv")
@@ -253,7 +253,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _pair("h.*.ffn", "0", "2"),
         before=("w",),
         splits={"h.0": ("x",)},
-        cuts_head=True,
+        shards_head=True,
     ),
     "deepseek_v4": Family(_STREAMS, needs_tokens=True),
     # Its attention pairs heads of the first half with heads of the second; sharding would separate them.
@@ -276,12 +276,12 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         parts={"layers.*.experts": ("top_k_index", "top_k_weights")},
     ),
     **dict.fromkeys(("glm", "glm4", "phi3"), Family(_PACKED_MLP)),  # transformers' plan gathers their outputs
-    "gpt2": Family(_GPT2, {"h.*.attn": ("num_heads", "split_size")}, joins="ln_f", cuts_head=True),
+    "gpt2": Family(_GPT2, {"h.*.attn": ("num_heads", "split_size")}, joins="ln_f", shards_head=True),
     "gpt_bigcode": _gpt_bigcode,
     "gpt_neo": Family(
         _attention("h.*.attn.attention", "out_proj") | _pair("h.*.mlp", "c_fc", "c_proj"),
         {"h.*.attn.attention": ("num_heads",)},
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=OwnAttention("GPTNeoSelfAttention", own_attention.gpt_neo, "_attn", "attn_dropout"),
     ),
@@ -290,7 +290,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _pair("layers.*.mlp", "dense_h_to_4h", "dense_4h_to_h")
         | {"layers.*.attention": "replicate"},  # its bias is added outside of it
         {"layers.*.attention": ("num_attention_heads",)},
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=OwnAttention("GPTNeoXJapaneseAttention", own_attention.of_heads, "_attn", "attention_dropout"),
     ),
@@ -308,7 +308,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
     "gptj": Family(
         _attention("h.*.attn", "out_proj") | _pair("h.*.mlp", "fc_in", "fc_out"),
         {"h.*.attn": ("num_attention_heads",)},
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=OwnAttention("GPTJAttention", own_attention.of_heads, "_attn", "attn_dropout"),
     ),
@@ -323,7 +323,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             "final_input": "replicate",
         },
         parts={"layers.*.self_attn": ("key_hidden_states", "value_hidden_states")},
-        cuts_head=True,
+        shards_head=True,
     ),
     "inkling_text": Family(
         {
@@ -332,7 +332,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             **_each("layers.*", "replicate", "mlp"),  # a dense MLP scales its sum
             "embed_tokens": "replicate",  # contains a norm
         },
-        cuts_head=True,
+        shards_head=True,
     ),
     "hrm_text": Family({"": "replicate"}, shares_cache=False),
     "jetmoe": Family(shares_cache=False),
@@ -344,7 +344,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("layers.*.mlp", "packed_colwise", "Wi")
         | _each("layers.*.mlp", "rowwise", "Wo"),
         joins="final_norm",
-        cuts_head=True,
+        shards_head=True,
     ),
     "moshi": Family(
         _each("layers.*.self_attn", "colwise", "q_proj.linear", "k_proj.linear", "v_proj.linear")
@@ -352,7 +352,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("layers.*.mlp", "packed_colwise", "fc1")
         | _each("layers.*.mlp", "rowwise", "fc2"),
         joins="norm",
-        cuts_head=True,
+        shards_head=True,
         shares_cache=False,  # its cache drops old tokens, its masks keep them
     ),
     "mpt": Family(
@@ -361,16 +361,16 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _pair("blocks.*.ffn", "up_proj", "down_proj"),
         {"blocks.*.attn": ("n_heads",)},
         per_head={"blocks.*.attn": {"position_bias": 0}},
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=OwnAttention("MptAttention", own_attention.mpt, dropout="attn_dropout_p"),
     ),
-    "nemotron_h": Family(cuts_head=True),
+    "nemotron_h": Family(shards_head=True),
     "openai-gpt": _openai_gpt,
     "opt": Family(
         {f"decoder.{name}": style for name, style in _FC.items()},
         {"decoder.layers.*.self_attn": ("num_heads",)},
-        cuts_head=True,
+        shards_head=True,
         flattens=True,
         positions_of_mask=True,
     ),
@@ -381,7 +381,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             **_each("layers.*.self_attn", "replicated_with_grad_allreduce", "q_layernorm", "k_layernorm"),
         },
         {"layers.*.self_attn": ("num_heads",)},
-        cuts_head=True,
+        shards_head=True,
     ),
     "phi4_multimodal": Family(
         _PACKED_MLP,
@@ -393,20 +393,20 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         _gathered("blocks.*.attention", "output", "key", "value", "receptance")
         | _pair("blocks.*.feed_forward", "key", "value")
         | {"blocks.*.feed_forward.receptance": "colwise_gather_output"},
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
     ),
     "stablelm": Family(
         _LLAMA,
         {"layers.*.self_attn": ("num_heads", "num_key_value_heads")},
-        cuts_head=True,
+        shards_head=True,
         names_attention=True,
     ),
     "xglm": Family(
         _FC,
         {"layers.*.self_attn": ("num_heads", "embed_dim")},
         embeds=("embed_positions",),
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
         attention=OwnAttention("XGLMAttention", own_attention.xglm, dropout="dropout"),
     ),
@@ -416,7 +416,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
         | _each("blocks.*.ffn", "packed_colwise", "proj_up_gate_z")
         | _each("blocks.*.ffn", "rowwise", "proj_down"),
         {"blocks.*.ffn": ("up_proj_dim",)},
-        cuts_head=True,
+        shards_head=True,
         eager_sequences=True,
     ),
     "zamba2": _zamba2,
@@ -432,7 +432,7 @@ FAMILIES: dict[str, Family | Callable[[Any], Family]] = {
             "": "replicate",
         },
         parts={"layers.*.mlp": ("prev_router_hidden_states",)},
-        cuts_head=True,
+        shards_head=True,
     ),
 }
 

@@ -30,7 +30,7 @@ from fused_tp.parallelizing.hf.hf_later_calls import adapt_later_calls
 from fused_tp.parallelizing.hf.state_layers import STATE_LAYERS, find_state_layers, pass_states_on
 from fused_tp.parallelizing.outputs import map_tensors
 from fused_tp.parallelizing.readers import attentions_named, forward_mentions
-from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, RowMasks, SequenceSharding, cut_head
+from fused_tp.parallelizing.sequence_sharding import PASSES_ON, Parallelism, RowMasks, SequenceSharding, sharded_head
 from fused_tp.parallelizing.shard_plan import Style, spec_of
 from fused_tp.parallelizing.state_dict import save_whole
 
@@ -117,7 +117,7 @@ def check_transformers_model(model: PreTrainedModel, plan: Mapping[str, Style], 
         if spec.shard_dim != 0 or spec.parts > 1 or spec.shares_keys:
             asked = "sequence_parallel" if parallelism.sequence_parallel else "loss_parallel"
             raise ValueError(
-                f"{asked}=True needs the output layer of {kind} ({name!r}) cut by columns; add "
+                f"{asked}=True needs the output layer of {kind} ({name!r}) sharded by columns; add "
                 f"{{{name or 'lm_head'!r}: 'colwise_gather_output'}} to the plan."
             )
 
@@ -250,7 +250,7 @@ class TransformersSequence(SequenceSharding):
     def adapt(self, model: PreTrainedModel) -> None:
         """Switch the model to our attention, masks and loss. Call it after its layers were replaced."""
         parallelism = self.parallelism
-        self.head = cut_head(model.get_output_embeddings())
+        self.head = sharded_head(model.get_output_embeddings())
         if parallelism.tp_mesh is not None:
             model._tp_size = parallelism.tp_mesh.size()  # generate() sizes a static KV cache by it
             adapt_later_calls(model)
@@ -338,8 +338,8 @@ class TransformersSequence(SequenceSharding):
             served = name == "output_router_logits" and self._serves_logits
             if not served and (getattr(self.config, name, False) if asked is None else asked):
                 raise ValueError(
-                    f"{name}=True is not served where the sequence is cut over ranks (sequence_parallel, cp_dim): each "
-                    f"rank has only a part. Pass {name}=False (TRL asks for router logits unless "
+                    f"{name}=True is not served where the sequence is sharded over ranks (sequence_parallel, cp_dim): "
+                    f"each rank has only a part. Pass {name}=False (TRL asks for router logits unless "
                     "router_aux_loss_coef=0.0)."
                 )
         makes_cache = self._turn_cache_off(arguments)

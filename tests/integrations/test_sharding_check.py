@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fused_tp
-from fused_tp.parallelizing.checks import model_check
-from fused_tp.parallelizing.checks import sharding_check as cut_check
+from fused_tp.parallelizing.checks import model_check, sharding_check
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import SIZES, make, make_tokens, mesh_of
 from tests.workers import on_ranks
@@ -308,7 +307,7 @@ def test_bf16_and_experts(group: dist.ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_rounding_that_a_model_amplifies(group: dist.ProcessGroup) -> None:
-    """Rounding in 16 bit is measured on the cut model if its output is off by more than the bound of the dtype."""
+    """Rounding in 16 bit is measured on the sharded model if its output is off by more than the bound of the dtype."""
     tp = mesh_of(group, 1, 2)["tp"]
 
     def amplifier() -> nn.Module:
@@ -317,7 +316,7 @@ def test_rounding_that_a_model_amplifies(group: dist.ProcessGroup) -> None:
         return model
 
     parallelize(amplifier(), tp, plan=PLAN, verify=True)
-    with mock.patch.object(cut_check, "ROUNDING_FACTOR", 0.0), pytest.raises(ValueError, match=WRONG):
+    with mock.patch.object(sharding_check, "ROUNDING_FACTOR", 0.0), pytest.raises(ValueError, match=WRONG):
         parallelize(amplifier(), tp, plan=PLAN)
 
 
