@@ -22,6 +22,7 @@ from fused_tp.cli.ranks import Job, launch, preload, start_method
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel
 from fused_tp.planning.hardware import Machine
+from fused_tp.planning.model_count import count_config
 from fused_tp.planning.model_shape import ModelShape
 from fused_tp.planning.recommend import recommend
 
@@ -71,7 +72,7 @@ def shape_of(model: dict[str, int]) -> ModelShape:
     """ModelShape of the model, as the planner counts it."""
     from transformers import LlamaConfig
 
-    return ModelShape.from_config(LlamaConfig(**model, num_key_value_heads=4, vocab_size=256))
+    return count_config(LlamaConfig(**model, num_key_value_heads=4, vocab_size=256))
 
 
 def predict(machine: Machine, model: dict[str, int], way: dict[str, Any]) -> CostModel:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from fused_tp.cli import at_least, make_folder
+from fused_tp.cli.compare_result import WARMUP, Result
 from fused_tp.cli.ranks import Job, launch, preload, start_method, under_torchrun
 from fused_tp.core.settings import environment
 
 PLAIN = {"FUSED_TP_SCHEDULE": "plain", "FUSED_TP_SHM": "0"}  # matmul, then a collective of torch.distributed
-WARMUP = 2  # untimed first steps: they allocate memory, connect ranks and choose schedules
 SMALL: dict[str, Any] = {
     "model": {
         "type": "llama",
@@ -59,26 +59,6 @@ class Variant:
     settings: dict[str, Any]
     plain: bool = False
     threads: int = 1
-
-
-@dataclass
-class Result:
-    """Measurements of a variant; lists hold one value per step.
-
-    Attributes:
-        seconds: time of the slowest rank.
-        waited: seconds that a rank waited for its peers, averaged over ranks.
-        memory: peak bytes of any rank; None if another variant ran in the same process before.
-    """
-
-    name: str
-    ranks: int
-    threads: int
-    tokens: int
-    seconds: list[float]
-    waited: list[float]
-    losses: list[float]
-    memory: int | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fused_tp.cli import cpu_name
-from fused_tp.cli.compare import WARMUP, Result
+from fused_tp.cli.compare_result import WARMUP, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

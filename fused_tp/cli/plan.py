@@ -17,8 +17,9 @@ from pathlib import Path
 from fused_tp.cli import at_least, cpu_name, make_place, positive
 from fused_tp.cli.ranks import Job, launch, preload, start_method
 from fused_tp.planning.dialects import DIALECTS
+from fused_tp.planning.find_shape import find_shape
 from fused_tp.planning.hardware import GIB, MACHINES, PRECISIONS, Machine, find_machine
-from fused_tp.planning.model_shape import SHAPES, find_shape
+from fused_tp.planning.model_shape import SHAPES
 from fused_tp.planning.recommend import Plan, recommend
 
 

@@ -212,7 +212,7 @@ def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], li
 
 
 def _shape(model: str) -> ModelShape:
-    from fused_tp.planning.model_shape import find_shape
+    from fused_tp.planning.find_shape import find_shape
 
     return find_shape(model)
 

@@ -22,6 +22,7 @@ from typing import Any
 from fused_tp.core.errors import listed
 from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.schedules import find_schedule, kind_of
+from fused_tp.planning.dialects import translated
 from fused_tp.planning.model_shape import ModelShape
 
 SIZES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # order of make_mesh, from outermost to innermost
@@ -147,9 +148,7 @@ class ParallelConfig:
             >>> ParallelConfig.from_dict({"tensor_model_parallel_size": 2, "context_parallel_size": 2}).shown()
             'cp2 x tp2'
         """
-        from fused_tp.planning.dialects import translated
-
-        return cls(**translated(given))
+        return cls(**translated(given, cls))
 
     @classmethod
     def from_file(cls, path: str | Path) -> ParallelConfig:

@@ -133,7 +133,7 @@ class CostModel:
 
     Example:
         >>> from fused_tp.planning.hardware import find_machine
-        >>> from fused_tp.planning.model_shape import find_shape
+        >>> from fused_tp.planning.find_shape import find_shape
         >>> config = ParallelConfig(dp_shard=8, tp=8, microbatches=4, recompute="full")
         >>> shape, machine = find_shape("llama-3-70b"), find_machine("h100")
         >>> model = CostModel(shape=shape, config=config, machine=machine, seq=8192, global_batch=64)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,15 +41,13 @@ class Dialect:
     write: Callable[[ParallelConfig], dict[str, Any]]
 
 
-def translated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a mapping with the keys of ParallelConfig or of one library into fields of ParallelConfig.
+def translated(given: Mapping[str, Any], config: type[ParallelConfig]) -> dict[str, Any]:
+    """Translate a mapping with the keys of ParallelConfig or of one library into fields of `config`, that class.
 
     Raises:
         ValueError: an unknown key, named with the nearest known one; or keys of two libraries.
     """
-    from fused_tp.planning.config import field_names
-
-    own = field_names()
+    own = tuple(field.name for field in fields(config))
     keys = [key for key in given if key != WORLD_SIZE]
     if all(key in own for key in keys):
         found = {key: given[key] for key in keys}
@@ -58,7 +56,7 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
         found = {dialect.words[key]: value for key, value in given.items() if key in dialect.words}
         found = {field: value for field, value in found.items() if value is not None}
         found |= dialect.read(given, found)
-    return _filled(found, given.get(WORLD_SIZE))
+    return _filled(found, given.get(WORLD_SIZE), config)
 
 
 def _dialect_of(keys: list[str], own: tuple[str, ...]) -> Dialect:
@@ -81,18 +79,16 @@ def _dialect_of(keys: list[str], own: tuple[str, ...]) -> Dialect:
     raise ValueError(f"{a!r} is a key of {homes[a][0]} and {b!r} one of {homes[b][0]}; give all in the words of one.")
 
 
-def _filled(found: dict[str, Any], world_size: int | None) -> dict[str, Any]:
+def _filled(found: dict[str, Any], world_size: int | None, config: type[ParallelConfig]) -> dict[str, Any]:
     """Add `dp_shard` so that the config has `world_size` ranks in all."""
-    from fused_tp.planning.config import ParallelConfig
-
     if world_size is None:
         return found
-    config = ParallelConfig(**found)
+    partial = config(**found)
     if "dp_shard" in found or "dp_replicate" in found:
-        if config.world_size != world_size:
-            raise ValueError(f"{config.shown()} needs {config.world_size} ranks, and world_size={world_size}.")
+        if partial.world_size != world_size:
+            raise ValueError(f"{partial.shown()} needs {partial.world_size} ranks, and world_size={world_size}.")
         return found
-    return found | {"dp_shard": config.at_world_size(world_size).dp_shard}
+    return found | {"dp_shard": partial.at_world_size(world_size).dp_shard}
 
 
 # -- Megatron-Core, ms-swift ------------------------------------------------------------------------------------------

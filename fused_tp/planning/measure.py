@@ -45,6 +45,7 @@ from fused_tp.parallelizing.parallelize import parallelize
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, StepTime
 from fused_tp.planning.hardware import HardwareConstants, Machine
+from fused_tp.planning.model_count import count_config
 from fused_tp.planning.model_shape import ModelShape
 
 ROUNDS, SECONDS = 8, 0.2  # each round times each case for SECONDS; the best counts, as other programs disturb it least
@@ -84,7 +85,7 @@ class LlamaSizes:
 
     @cached_property
     def shape(self) -> ModelShape:
-        return ModelShape.from_config(self.config)
+        return count_config(self.config)
 
 
 MANY = {

@@ -1,21 +1,17 @@
 """Sizes of a model that determine its costs and its legal shardings, per layer and outside the layers.
 
-`find_shape` counts them in the model itself (`fused_tp.planning.model_count`). Only the models in SHAPES, which are
+`fused_tp.planning.find_shape` counts them in the model itself. Only the models in SHAPES, which are
 known by name without a config, use the formulas of `decoder`.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from fused_tp.core.errors import listed
 
 if TYPE_CHECKING:
     from fused_tp.planning.config import ParallelConfig
@@ -216,17 +212,6 @@ class ModelShape:
                 attended += counts[number] * one.heads * one.head_dim * min(seq, one.window or seq)
         return tokens * (6 * weights + 12 * attended)
 
-    @classmethod
-    def from_config(cls, config: Any) -> ModelShape:
-        """Count the causal language model that transformers creates from `config`, on the meta device.
-
-        Raises:
-            ValueError: transformers cannot create such a model, or it cannot be planned; the message gives the reason.
-        """
-        from fused_tp.planning.model_count import count_config
-
-        return count_config(config)
-
     def summary(self) -> dict[str, Any]:
         """Sizes as plain numbers, to distinguish models whose parameters have the same shapes."""
         heads = [(one.heads, one.kv_heads) for layer in self.stack for one in layer.attention]
@@ -328,48 +313,3 @@ SHAPES = {
         _llama("gpt3-175b", 96, 12288, 96, 96, 49152, 51200, gated=False, tied=True),
     )
 }
-
-
-def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
-    """Return a ModelShape as it is, look one up by a name in SHAPES, or count the model of a transformers config, of a
-    config.json or its folder, or of a model type of transformers with its default config.
-
-    Raises:
-        ValueError: no such name, file or type, or the model cannot be planned; the message gives the reason.
-
-    Example:
-        >>> find_shape("qwen3-8b").layers
-        36
-    """
-    if isinstance(given, ModelShape):
-        return given
-    if hasattr(given, "get_text_config"):
-        return ModelShape.from_config(given)
-    if str(given).lower() in SHAPES:
-        return SHAPES[str(given).lower()]
-    types = _model_types()
-    if not Path(given).exists() and str(given) not in types:
-        near = difflib.get_close_matches(str(given).lower(), (*SHAPES, *types), 1)
-        raise ValueError(
-            f"{str(given)!r} is no model that is known by name, no model type of transformers, and no file. "
-            + (f"Did you mean {near[0]!r}?" if near else f"Known are {listed(SHAPES)}; or name a config.json.")
-        )
-    from transformers import AutoConfig
-
-    if not Path(given).exists():
-        return ModelShape.from_config(AutoConfig.for_model(str(given)))
-    path = Path(given).resolve()
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{given} holds no config of a transformers model: {error}") from error
-    return replace(ModelShape.from_config(config), name=(path if path.is_dir() else path.parent).name)
-
-
-def _model_types() -> Iterable[str]:
-    """Model types of transformers; empty if it is not installed."""
-    try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    except ImportError:
-        return ()
-    return list(CONFIG_MAPPING_NAMES)

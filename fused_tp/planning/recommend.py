@@ -11,8 +11,9 @@ from fused_tp.core.errors import listed
 from fused_tp.ops.arguments import check_int
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Memory, Software, StepTime
+from fused_tp.planning.find_shape import find_shape
 from fused_tp.planning.hardware import GIB, PRECISIONS, Machine, find_machine
-from fused_tp.planning.model_shape import ModelShape, find_shape
+from fused_tp.planning.model_shape import ModelShape
 
 # Share of a GPU's memory that CUDA, NCCL and fragmentation leave.
 USABLE_MEMORY = 0.92

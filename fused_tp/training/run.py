@@ -27,8 +27,7 @@ from fused_tp.parallelizing.grad_sync import no_sync
 from fused_tp.parallelizing.mesh import make_mesh
 from fused_tp.pipelining.pipeline import Pipeline, count_targets, takes_target_count
 from fused_tp.planning.build import build
-from fused_tp.planning.model_count import count_model, make_on_meta
-from fused_tp.planning.model_shape import ModelShape
+from fused_tp.planning.model_count import count_config, count_model, make_on_meta
 from fused_tp.training.batches import DistributedBatches
 from fused_tp.training.checkpoints import CheckpointManager
 from fused_tp.training.profile import StepProfiler
@@ -129,7 +128,7 @@ class TrainingRun:
         self._autocast_dtype = _DTYPES[settings.precision]
         self.tokenizer = _tokenizer(settings.data.tokenizer)
         model = make_model(settings)
-        self.shape = ModelShape.from_config(model.config)
+        self.shape = count_config(model.config)
         config.check(self.shape, seq=settings.data.seq, global_batch=settings.global_batch)
         _check_positions(model, settings.data.seq)
         self.has_dropout = _has_dropout(model)

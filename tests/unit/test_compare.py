@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from fused_tp.cli.compare import SMALL, Result, add_arguments, make_jobs, ways_of
+from fused_tp.cli.compare import SMALL, add_arguments, make_jobs, ways_of
 from fused_tp.cli.compare_report import Comparison
+from fused_tp.cli.compare_result import Result
 from fused_tp.cli.main import main
 
 

@@ -16,8 +16,9 @@ from fused_tp.cli.main import main
 from fused_tp.planning import published
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Software
+from fused_tp.planning.find_shape import find_shape
 from fused_tp.planning.hardware import FITTED, GIB, MACHINES, Machine, find_machine
-from fused_tp.planning.model_shape import SHAPES, ModelShape, decoder, find_shape
+from fused_tp.planning.model_shape import SHAPES, ModelShape, decoder
 from fused_tp.planning.recommend import USABLE_MEMORY, configurations, recommend
 from tests.workers import error_of
 

@@ -1,0 +1,58 @@
+"""Find the sizes of a model: by a published name, or by counting what transformers creates from its config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fused_tp.core.errors import listed
+from fused_tp.planning.model_count import count_config
+from fused_tp.planning.model_shape import SHAPES, ModelShape
+
+
+def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
+    """Return a ModelShape as it is, look one up by a name in SHAPES, or count the model of a transformers config, of a
+    config.json or its folder, or of a model type of transformers with its default config.
+
+    Raises:
+        ValueError: no such name, file or type, or the model cannot be planned; the message gives the reason.
+
+    Example:
+        >>> find_shape("qwen3-8b").layers
+        36
+    """
+    if isinstance(given, ModelShape):
+        return given
+    if hasattr(given, "get_text_config"):
+        return count_config(given)
+    if str(given).lower() in SHAPES:
+        return SHAPES[str(given).lower()]
+    types = _model_types()
+    if not Path(given).exists() and str(given) not in types:
+        near = difflib.get_close_matches(str(given).lower(), (*SHAPES, *types), 1)
+        raise ValueError(
+            f"{str(given)!r} is no model that is known by name, no model type of transformers, and no file. "
+            + (f"Did you mean {near[0]!r}?" if near else f"Known are {listed(SHAPES)}; or name a config.json.")
+        )
+    from transformers import AutoConfig
+
+    if not Path(given).exists():
+        return count_config(AutoConfig.for_model(str(given)))
+    path = Path(given).resolve()
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{given} holds no config of a transformers model: {error}") from error
+    return replace(count_config(config), name=(path if path.is_dir() else path.parent).name)
+
+
+def _model_types() -> Iterable[str]:
+    """Model types of transformers; empty if it is not installed."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    except ImportError:
+        return ()
+    return list(CONFIG_MAPPING_NAMES)
