@@ -50,7 +50,7 @@ class CopiedGather:
 
     def __init__(self, rank: LocalRank) -> None:
         from fused_tp.backends.copy_engine.copy_engine import CopyEngine
-        from fused_tp.backends.cuda.fused_kernel import FusedKernel
+        from fused_tp.backends.triton.fused_kernel import FusedKernel
 
         self.rank = rank
         self.engine: Any = _Recorded(rank) if assumed_gpu() else CopyEngine(rank)

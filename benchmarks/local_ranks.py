@@ -1,4 +1,5 @@
-"""Run several ranks as threads of one process on one device, with the interface of `fused_tp.backends.cuda.symm_mem`.
+"""Run several ranks as threads of one process on one device, with the interface of
+`fused_tp.backends.symmetric_memory.symm_mem`.
 
     def fn(rank: LocalRank, ...): ...
     results = run_local(4, fn, ..., device="cuda")
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fused_tp.backends.cuda.symm_mem import KernelMemory, byte_range
+from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, byte_range
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
 from fused_tp.core.settings import timeout_seconds
 

@@ -31,7 +31,7 @@ from fused_tp.attention.layout import BlockCyclicLayout, Tokens
 from fused_tp.attention.ring_plan import Step, make_step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionMask, Scores
-from fused_tp.backends.cuda.symm_mem import is_capturing
+from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core.pending import accumulate_dtype
 
 _T = TypeVar("_T")

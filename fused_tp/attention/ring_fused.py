@@ -21,7 +21,7 @@ from fused_tp.attention.kernels.triton import TRITON, launchable, terms_of
 from fused_tp.attention.ring import OP, Gradients, Ring, RingCall, RingSaved
 from fused_tp.attention.ring_messages import MessageRing
 from fused_tp.attention.ring_plan import RingPlan, keys_of_step
-from fused_tp.backends.cuda.fused_kernel import FusedKernel
+from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import settings
 from fused_tp.core.availability import Availability, unavailable
 from fused_tp.core.group import Group, GroupSlot

@@ -37,10 +37,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fused_tp.backends.cuda.symm_mem import is_capturing
 from fused_tp.backends.hierarchical.two_level import own_host
 from fused_tp.backends.registry import SCHEDULES, schedule_named, transport_key
 from fused_tp.backends.schedule import Schedule
+from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.core import settings
 from fused_tp.core.dispatch import DispatchKey
 from fused_tp.core.errors import FusedTPError

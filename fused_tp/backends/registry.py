@@ -10,12 +10,10 @@ import torch
 
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine, copy_engine_available
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
-from fused_tp.backends.cuda import fused_kernel, native_kernels
+from fused_tp.backends.cuda import native_kernels
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
 from fused_tp.backends.cuda.device_plans import SUMMED_DTYPES
 from fused_tp.backends.cuda.device_schedule import DeviceSchedule
-from fused_tp.backends.cuda.fused_kernel import FusedKernel
-from fused_tp.backends.cuda.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
 from fused_tp.backends.hierarchical.hierarchical import Hierarchical
 from fused_tp.backends.hierarchical.two_level import Hosts, errors_of_group, hosts_of
 from fused_tp.backends.local import Local
@@ -28,9 +26,12 @@ from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.shared_memory import shm
 from fused_tp.backends.shared_memory.shared_memory import SharedMemory
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
+from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
 from fused_tp.backends.torch_symm_mem import torch_symm_mem_schedule as torch_symm_mem
 from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem, torch_ops_on
 from fused_tp.backends.torch_symm_mem.torch_symm_mem_schedule import TorchSymmMemSchedule
+from fused_tp.backends.triton import fused_kernel
+from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
 from fused_tp.core.dispatch import DispatchKey

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from fused_tp.backends.gemm import Product, as_rows, linear
 from fused_tp.backends.grouped import GroupedProduct
-from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.core.partition import shard_sizes
 from fused_tp.core.pending import Pending, accumulate_dtype
+
+if TYPE_CHECKING:
+    from fused_tp.backends.messages.torch_dist import TorchDist
 
 # Work of the caller that a schedule overlaps with communication; it is called exactly once.
 Work: TypeAlias = Callable[[], None] | None

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map
 from fused_tp.nn import clip_grad_norm_, original_shapes
 from fused_tp.nn.optimizers import CUTS
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader
-from fused_tp.parallelizing.checks.model_check import MARK
+from fused_tp.parallelizing.marks import MARK
 from fused_tp.parallelizing.sequence_sharding import Parallelism
 
 T = TypeVar("T", bound=type)

@@ -16,11 +16,11 @@ from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 from fused_tp.attention.ring_plan import RingPlan, ring_plan
 from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 from fused_tp.attention.spec import AttentionArguments
-from fused_tp.backends.cuda.fused_kernel import FusedKernel
 from fused_tp.backends.local import Local
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import settings
 from fused_tp.core.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
 from fused_tp.core.pending import accumulate_dtype, checksum

@@ -35,8 +35,8 @@ from fused_tp.core.pending import checksum
 from fused_tp.core.store import exchange
 from fused_tp.ops.collectives import all_gather, all_reduce
 from fused_tp.ops.main_grad import is_captured
-from fused_tp.parallelizing.checks.model_check import MARK
 from fused_tp.parallelizing.graph import REENTRANT, leaves, nodes_of
+from fused_tp.parallelizing.marks import MARK
 
 _HOOKED = "_fused_tp_gradient_summed"
 GRADIENT_SYNCS = "_fused_tp_gradient_syncs"  # attribute of a model: the objects that sum its gradients

@@ -22,8 +22,6 @@ from fused_tp.parallelizing.checks.batch_check import BatchCheck
 from fused_tp.parallelizing.checks.gradient_check import GradientCheck
 from fused_tp.parallelizing.checks.loss_check import LossCheck
 from fused_tp.parallelizing.checks.model_check import (
-    MARK,
-    SHARDING,
     ModuleCheck,
     check_equal_models,
     is_parallelized,
@@ -42,6 +40,7 @@ from fused_tp.parallelizing.hf.hf_model import (
     without_input_hooks,
 )
 from fused_tp.parallelizing.layers import Sharding, check_layers, distribute_experts, replicate_parameters, shard_layers
+from fused_tp.parallelizing.marks import MARK, SHARDING
 from fused_tp.parallelizing.mesh_dims import check_ulysses, find_dims, mesh_of_both, split_for_ulysses
 from fused_tp.parallelizing.plain_model import PlainSequence, check_plain_model
 from fused_tp.parallelizing.sequence_sharding import Parallelism, SequenceSharding, in_one_order

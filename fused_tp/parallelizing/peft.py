@@ -41,8 +41,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import plain_parameters_
-from fused_tp.parallelizing.checks.model_check import MARK, SHARDING, check_equal_models
+from fused_tp.parallelizing.checks.model_check import check_equal_models
 from fused_tp.parallelizing.layers import Sharding, part_of, replicate_module, shard_layer
+from fused_tp.parallelizing.marks import MARK, SHARDING
 from fused_tp.parallelizing.readers import parameters_read
 from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, spec_of, unread_of
 

@@ -21,7 +21,7 @@ from fused_tp.nn import ColumnParallelLinear, RowParallelLinear, VocabParallelEm
 from fused_tp.nn.linear import MultiQueryLinear, features_of, is_conv1d
 from fused_tp.parallelizing.expert_parallel import check_distributed
 from fused_tp.parallelizing.experts import takes_routing
-from fused_tp.parallelizing.hf.families import Family, family_of, is_known
+from fused_tp.parallelizing.families import Family, family_of, is_known
 
 Style: TypeAlias = "str | ParallelStyle"
 

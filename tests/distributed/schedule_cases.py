@@ -22,11 +22,11 @@ from torch import Tensor
 from benchmarks.local_ranks import LocalSymmetricMemory
 from fused_tp.backends import registry
 from fused_tp.backends.copy_engine import copy_engine_schedule as copy_engine
-from fused_tp.backends.cuda.symm_mem import CpuSymmetricMemory
 from fused_tp.backends.messages import pipelined, torch_dist
 from fused_tp.backends.nccl import nccl_pipeline
 from fused_tp.backends.schedule import GatherMatmul, Schedule
 from fused_tp.backends.shared_memory import shared_memory
+from fused_tp.backends.symmetric_memory.symm_mem import CpuSymmetricMemory
 from fused_tp.core.dispatch import DispatchKey
 from fused_tp.core.group import resolve_group
 from fused_tp.core.partition import shard_range

@@ -17,8 +17,8 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch import Tensor
 
-from fused_tp.backends.cuda import symm_mem
-from fused_tp.backends.cuda.symm_mem import CpuSymmetricMemory
+from fused_tp.backends.symmetric_memory import symm_mem
+from fused_tp.backends.symmetric_memory.symm_mem import CpuSymmetricMemory
 from fused_tp.backends.torch_symm_mem import torch_symm_mem as transport
 from fused_tp.core.group import group_by_name
 

@@ -22,8 +22,8 @@ if find_spec("fused_tp._core") is None:
     pytest.skip("needs the native core: pip install -e .", allow_module_level=True)
 
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
-from fused_tp.backends.cuda.symm_mem import GroupMemory
 from fused_tp.backends.registry import SCHEDULES
+from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import resolve_group
 from tests.distributed.schedule_cases import CPU, ranks_on, step

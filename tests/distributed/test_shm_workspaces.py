@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fused_tp.backends.cuda.symm_mem import CpuSymmetricMemory
 from fused_tp.backends.shared_memory import shm
+from fused_tp.backends.symmetric_memory.symm_mem import CpuSymmetricMemory
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import resolve_group
 from tests.distributed.shm_tools import core_resources, new_tag, own_transport, transport_of, with_store

@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_tp
 from fused_tp.backends import autotune, registry
-from fused_tp.backends.cuda import symm_mem
 from fused_tp.backends.schedule import GatherMatmul
+from fused_tp.backends.symmetric_memory import symm_mem
 from fused_tp.backends.torch_symm_mem import torch_symm_mem as transport
 from fused_tp.backends.torch_symm_mem import torch_symm_mem_schedule as schedules
 from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem

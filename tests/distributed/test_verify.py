@@ -18,10 +18,10 @@ from torch import Tensor
 
 import fused_tp
 from fused_tp.backends import autotune
-from fused_tp.backends.cuda import fused_kernel
-from fused_tp.backends.cuda.symm_mem import GroupMemory
 from fused_tp.backends.gemm import Product
 from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory
+from fused_tp.backends.triton import fused_kernel
 from fused_tp.cli.main import main
 from fused_tp.core.errors import FusedTPError
 from fused_tp.core.group import resolve_group

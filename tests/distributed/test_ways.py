@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import fused_tp
 from fused_tp.backends import registry
-from fused_tp.backends.cuda import symm_mem
 from fused_tp.backends.registry import SCHEDULES, select_schedule
+from fused_tp.backends.symmetric_memory import symm_mem
 from fused_tp.core import dispatch
 from fused_tp.core.dispatch import DispatchKey
 from fused_tp.core.group import resolve_group

@@ -21,7 +21,7 @@ import fused_tp
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.backends.cuda import native_kernels
 from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-from fused_tp.backends.cuda.symm_mem import group_memory
+from fused_tp.backends.symmetric_memory.symm_mem import group_memory
 from fused_tp.core.availability import Availability
 from fused_tp.core.group import resolve_group
 from tests.distributed import test_device_schedules as checks

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fused_tp
-from fused_tp.parallelizing.hf.families import FAMILIES, Family
+from fused_tp.parallelizing.families import FAMILIES, Family
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import FAMILIES as MADE
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fused_tp.backends.cuda.symm_mem import allocate_cpu
+from fused_tp.backends.symmetric_memory.symm_mem import allocate_cpu
 from fused_tp.core.group import resolve_group
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from tests import workers

@@ -16,9 +16,9 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
-from fused_tp.backends.cuda.fused_kernel import FusedKernel
-from fused_tp.backends.cuda.symm_mem import allocate_cpu, group_memory
 from fused_tp.backends.schedule import DimShards, GatherMatmul
+from fused_tp.backends.symmetric_memory.symm_mem import allocate_cpu, group_memory
+from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core.group import resolve_group
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace, run, stage_launch
 from fused_tp.triton_kernels.gemm.all_gather_gemm import all_gather_gemm, workspace_bytes

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from fused_tp.backends.cuda.symm_mem import allocate_cpu
+from fused_tp.backends.symmetric_memory.symm_mem import allocate_cpu
 from fused_tp.core.group import resolve_group
 from fused_tp.selftest.kernel_calls import (
     DIRECT,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 pytest.importorskip("triton", reason="needs Triton")
 
 import fused_tp
-from fused_tp.backends.cuda import fused_kernel
+from fused_tp.backends.triton import fused_kernel
 from tests import faults
 from tests.distributed import test_tp_ops as cases
 from tests.distributed.test_device_schedules import kernels_of_ops

@@ -84,7 +84,7 @@ def test_features(way: str, world_size: int, names: list[str], small: bool) -> N
 
 def ring_calls(group: Any, timeout_seconds: float) -> tuple[list[Any], Any]:
     """One call for each mask of the GPU tests, and a workspace for them."""
-    from fused_tp.backends.cuda.symm_mem import allocate_cpu
+    from fused_tp.backends.symmetric_memory.symm_mem import allocate_cpu
     from fused_tp.selftest.kernel_calls import ring_call
     from fused_tp.triton_kernels.attention import ring_keys
 

@@ -19,7 +19,7 @@ import torch
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
 from fused_tp.backends.copy_engine import copy_engine
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine, copy_engine_available
-from fused_tp.backends.cuda import symm_mem
+from fused_tp.backends.symmetric_memory import symm_mem
 from fused_tp.core.errors import FusedTPError
 from tests.native.doubles.libraries import double_knobs, gpu_double
 from tests.native_build import build_program, output_of, prebuild, require_sanitizer, use_driver

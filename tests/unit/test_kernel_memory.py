@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from fused_tp.backends.cuda.symm_mem import SymmMemFacts, judged
+from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, judged
 from fused_tp.core.peer_watch import PeerWatch, own_process, watchable
 
 pytestmark = pytest.mark.full

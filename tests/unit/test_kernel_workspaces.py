@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.local_ranks import LocalRank, run_local
-from fused_tp.backends.cuda import symm_mem
-from fused_tp.backends.cuda.symm_mem import SymmMemFacts, shared_sms
-from fused_tp.backends.cuda.workspace import Workspaces
+from fused_tp.backends.symmetric_memory import symm_mem
+from fused_tp.backends.symmetric_memory.symm_mem import SymmMemFacts, shared_sms
+from fused_tp.backends.symmetric_memory.workspace import Workspaces
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError
 
 pytestmark = pytest.mark.full

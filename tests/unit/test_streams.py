@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.local_ranks import LocalRank, run_local
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
-from fused_tp.backends.cuda import fused_kernel
-from fused_tp.backends.cuda.fused_kernel import FusedKernel
+from fused_tp.backends.triton import fused_kernel
+from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.triton_kernels.attention import ring_keys
 from fused_tp.triton_kernels.comm import streams
 from tests.native.doubles.libraries import double_knobs, gpu_double

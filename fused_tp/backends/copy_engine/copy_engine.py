@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.backends.cuda.symm_mem import KernelMemory, check_not_capturing, is_capturing
-from fused_tp.backends.cuda.workspace import GroupKernels, rounded
+from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, check_not_capturing, is_capturing
+from fused_tp.backends.symmetric_memory.workspace import GroupKernels, rounded
 from fused_tp.core import settings
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError

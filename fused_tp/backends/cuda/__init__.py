@@ -1,1 +1,1 @@
-"""Device kernels over symmetric memory: csrc/cuda and Triton."""
+"""Device kernels of csrc/cuda over symmetric memory."""

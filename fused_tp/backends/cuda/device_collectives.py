@@ -32,9 +32,9 @@ from fused_tp.backends.cuda.device_plans import (
     with_dense_heads,
 )
 from fused_tp.backends.cuda.native_kernels import native_kernels, native_kernels_available
-from fused_tp.backends.cuda.symm_mem import KernelMemory
-from fused_tp.backends.cuda.workspace import Workspaces
 from fused_tp.backends.shared_memory.shm import dtype_number
+from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
+from fused_tp.backends.symmetric_memory.workspace import Workspaces
 from fused_tp.core.failure import GroupCalls
 from fused_tp.core.pending import current_stream, sum_in_rank_order
 

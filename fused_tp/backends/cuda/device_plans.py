@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_tp.backends.cuda.symm_mem import KernelMemory
 from fused_tp.backends.shared_memory.shm import dtype_number
+from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory
 from fused_tp.core import settings
 from fused_tp.core.partition import shard_sizes
 

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.backends.cuda.symm_mem import made_on_device
 from fused_tp.backends.messages.torch_dist import TorchDist, known_torch_dist
 from fused_tp.backends.nccl.chunk_plan import ChunkPlan, gather_plan
+from fused_tp.backends.symmetric_memory.symm_mem import made_on_device
 from fused_tp.core import settings, tracing
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from fused_tp.backends.cuda.device_collectives import sum_into
-from fused_tp.backends.cuda.side_stream import SideStream
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.nccl.chunk_plan import gather_plan, scatter_plan
 from fused_tp.backends.nccl.nccl import Moving, NcclDist
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Work, rank_offsets
+from fused_tp.backends.symmetric_memory.side_stream import SideStream
 from fused_tp.core.partition import shard_range
 from fused_tp.core.tracing import span
 

@@ -27,11 +27,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_tp.backends.cuda.side_stream import SideStream
-from fused_tp.backends.cuda.symm_mem import is_capturing
 from fused_tp.backends.gemm import Product, as_rows, sum_of_products
-from fused_tp.backends.messages.plain import KernelSchedule, Plain, gather_blocks
+from fused_tp.backends.messages.plain import Plain, gather_blocks
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Work
+from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
+from fused_tp.backends.symmetric_memory.side_stream import SideStream
+from fused_tp.backends.symmetric_memory.symm_mem import is_capturing
 from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
 from fused_tp.core.pending import Done, Pending
 from fused_tp.core.tracing import span

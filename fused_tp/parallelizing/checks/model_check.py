@@ -20,15 +20,12 @@ from fused_tp.core.errors import RankMismatchError, listed
 from fused_tp.core.pending import checksum
 from fused_tp.nn.sharding import CUTS
 from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
+from fused_tp.parallelizing.marks import MARK
 
 _LOG = logging.getLogger("fused_tp")
 # Size of the sample compared of each tensor, and the most rows in it. A small sample suffices, as independently drawn
 # weights differ everywhere; it covers every row, as few rows may have been added to a vocabulary.
 _SAMPLE, _MOST = 1021, 1 << 20
-
-
-# Attributes of a parallel model: the Parallelism of each of its modules, and its own Sharding, None without TP ranks.
-MARK, SHARDING = "_fused_tp_parallelism", "_fused_tp_sharding"
 
 
 def is_parallelized(model: nn.Module) -> bool:

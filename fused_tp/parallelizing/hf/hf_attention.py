@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fused_tp.nn.sharding import shard_rows
 from fused_tp.parallelizing.forward_shard import CpContext, running_forward
-from fused_tp.parallelizing.hf.own_attention import OwnAttention
 from fused_tp.parallelizing.layers import holds_sharded_heads
+from fused_tp.parallelizing.own_attention import OwnAttention
 from fused_tp.parallelizing.sequence_sharding import SequenceSharding
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from fused_tp.attention.spec import read_bounds
 from fused_tp.core.partition import shard_range
 from fused_tp.ops.collectives import gather
+from fused_tp.parallelizing.families import family_of
 from fused_tp.parallelizing.forward_shard import ForwardShard
 from fused_tp.parallelizing.hf import scored_tokens
-from fused_tp.parallelizing.hf.families import family_of
 from fused_tp.parallelizing.hf.hf_attention import has_eager, register_attention, register_mask, replace_own_attention
 from fused_tp.parallelizing.hf.hf_cache import CachedPass, cached_pass, is_shared
 from fused_tp.parallelizing.hf.hf_later_calls import adapt_later_calls

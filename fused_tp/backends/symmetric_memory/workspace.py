@@ -22,7 +22,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
-from fused_tp.backends.cuda.symm_mem import KernelMemory, check_not_capturing, is_capturing
+from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, check_not_capturing, is_capturing
 from fused_tp.core import settings
 from fused_tp.core.errors import (
     CollectiveTimeoutError,

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from fused_tp.backends.copy_engine.copy_engine import CopyEngine
 from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
-from fused_tp.backends.cuda.side_stream import SideStream
-from fused_tp.backends.cuda.symm_mem import KernelMemory, is_capturing
-from fused_tp.backends.cuda.workspace import LONGEST_SECONDS, Workspaces
 from fused_tp.backends.gemm import Product, as_rows
-from fused_tp.backends.messages.plain import KernelSchedule, Plain
+from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import DimShards, GatherMatmul, Schedule, Work
+from fused_tp.backends.symmetric_memory.kernel_schedule import KernelSchedule
+from fused_tp.backends.symmetric_memory.side_stream import SideStream
+from fused_tp.backends.symmetric_memory.symm_mem import KernelMemory, is_capturing
+from fused_tp.backends.symmetric_memory.workspace import LONGEST_SECONDS, Workspaces
 from fused_tp.core import settings
 from fused_tp.core.pending import Pending
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fused_tp.parallelizing.hf import own_attention
-from fused_tp.parallelizing.hf.own_attention import OwnAttention
+from fused_tp.parallelizing import own_attention
+from fused_tp.parallelizing.own_attention import OwnAttention
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Memory that the kernels of all ranks read and write, and the workspaces in it."""

@@ -1,0 +1,1 @@
+"""Triton kernels that multiply and communicate in one launch."""
