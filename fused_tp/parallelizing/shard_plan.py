@@ -464,7 +464,7 @@ def warn_of_small_share(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _matching(names: Iterable[str], *patterns: str) -> list[str]:
-    """Those of `names` that match one of `patterns`, part by part between dots."""
+    """Names that match one of `patterns`, part by part between dots."""
     wanted, found = [pattern.split(".") for pattern in patterns], []
     for name in names:
         parts = name.split(".")

@@ -10,7 +10,7 @@ Deadlines: a watchdog thread of the native core (csrc/copy_engine/watchdog.h) en
 `FUSED_TP_TIMEOUT`, or soon after the peer's death. The results of a call that did not end become NaN (0xFF bytes) on
 every rank, and the group is unusable.
 
-CUDA graphs: as in `backends.cuda.workspace`, the memory must exist and be large enough before the capture. Within a
+CUDA graphs: as in `symmetric_memory.workspace`, the memory must exist and be large enough before the capture. Within a
 capture, and between replays and other calls, the caller must order the calls: one op of a group at a time, in the same
 order on all ranks.
 
