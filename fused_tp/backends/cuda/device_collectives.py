@@ -5,7 +5,8 @@ dtypes and algorithm, in the same order. Sums are taken in float32 in rank order
 so every rank has the same bits. Sums of multimem have the switch's order, and a bias is added after rounding.
 
 On a GPU the host never waits: errors that a kernel reports are raised by a later call (see
-`backends.symmetric_memory.workspace`), and data that did not arrive is NaN. The CPU build of the kernels, used by tests, blocks, and raises at once.
+`backends.symmetric_memory.workspace`), and data that did not arrive is NaN. The CPU build of the kernels, used by
+tests, blocks, and raises at once.
 
 CUDA graphs: run the same ops once before the capture, so that their workspace exists and is large enough.
 """
