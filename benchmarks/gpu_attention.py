@@ -256,7 +256,7 @@ def _sharded(inputs: Inputs, ranks: int) -> tuple[list[RingCall], list[Tensor], 
 def _call(inputs: Inputs, ranks: int, rank: int, causal: bool) -> RingCall:
     seq, head_dim = inputs.q.shape[1], inputs.q.shape[3]
     plan = ring_plan(AttentionMask(seq, seq, causal=causal), ranks, TokenLayout("zigzag"))
-    return RingCall(plan, rank, TRITON, Scores(head_dim**-0.5))
+    return RingCall(plan.of_rank(rank), TRITON, Scores(head_dim**-0.5))
 
 
 class RingRanks:

@@ -11,130 +11,46 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from enum import Enum
-from functools import cached_property
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fused_tp.attention.kernels.base import AttentionKernel, StepRows, Sums
-from fused_tp.attention.ring_plan import RingPlan, Rows, Step, compact_index, expand_index, keys_of_step
+from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, RingPlan, Rows, keys_of_step
 from fused_tp.attention.softmax import SoftmaxState, row_sums, sink_gradient
 from fused_tp.attention.spec import Scores
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.core.tracing import span
 
 OP = "ring_attention"
-# In bf16 three buffers of a chunk's gradients (fp32) and two of its keys take as much memory as one shard's K/V.
-_MOST_CHUNKS = 8
-_FEWEST_ROWS_OF_A_CHUNK = 2048
 
 
-class Chunk(NamedTuple):
-    """A part of step t: the source's keys that this rank reads, as indices in its view of them, and the rows of this
-    rank's keys that `consumer(t)` reads."""
-
-    t: int
-    recv_rows: range
-    send_rows: Rows
-
-
-def _part(rows: range, part: int, size: int) -> range:
-    start = min(rows.start + part * size, rows.stop)
-    return range(start, min(start + size, rows.stop))
-
-
-class KVView(Enum):
-    """The part of another rank's keys that a rank can read."""
-
-    FULL = "all of them"
-    UNION = "those that any rank reads"
-    NEEDED = "those that it reads itself"
-
-
-@dataclass(frozen=True)
-class RingCall:
+class RingCall(NamedTuple):
     """Parameters that all steps of a forward or a backward share.
 
     Attributes:
+        mine: the steps and transfers of this rank.
         dims: at most eight numbers that all ranks must agree on.
     """
 
-    plan: RingPlan
-    rank: int
+    mine: RankPlan
     kernel: AttentionKernel
     scores: Scores
     dims: tuple[int, ...] = ()
-    view: KVView = KVView.FULL
 
     @property
-    def steps(self) -> range:
-        """All steps but step 0, which reads this rank's own keys."""
-        return range(1, self.plan.world_size)
-
-    def step(self, t: int) -> Step:
-        """The step that this rank computes at t, in indices of its view of the keys."""
-        view = None if t == 0 else self._rows(self.rank, self.plan.source(self.rank, t))
-        return self.plan.step(self.rank, t, view)
-
-    def recv_rows(self, t: int) -> range:
-        """The range from the first to the last of the source's keys that this rank reads in step t, as indices in its
-        view of them."""
-        return self.local_index(self.rank, self.plan.source(self.rank, t))
-
-    def local_index(self, reader: int, source: int) -> range:
-        """`recv_rows` of any reader and source."""
-        needed, view = self.plan.needed(reader, source).ranges, self._rows(reader, source)
-        if not needed or view is None:
-            return range(needed[0].start, needed[-1].stop) if needed else range(0)
-        return range(compact_index(view, needed[0].start), compact_index(view, needed[-1].stop))
-
-    def _rows(self, reader: int, source: int) -> Rows | None:
-        """Rows of the keys of `source` in the view of `reader`; None: all rows."""
-        if self.view is KVView.FULL:
-            return None
-        return self.plan.given(source) if self.view is KVView.UNION else self.plan.needed(reader, source)
+    def plan(self) -> RingPlan:
+        return self.mine.plan
 
     @property
-    def chunk_rows(self) -> int:
-        """Maximum number of key rows in a chunk; the same on all ranks."""
-        longest = max(tokens.length for tokens in self.plan.keys)
-        return max(_FEWEST_ROWS_OF_A_CHUNK, -(-longest // _MOST_CHUNKS))
-
-    @cached_property
-    def whole_steps(self) -> tuple[Chunk, ...]:
-        """The steps after step 0, each as one chunk."""
-        longest = self.plan.keys[self.rank].length
-        return tuple(Chunk(t, self.recv_rows(t), self._send_rows(t, 0, longest)) for t in self.steps)
-
-    @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """The steps after step 0, split into chunks. Every rank has the same number of chunks."""
-        longest, size = max(tokens.length for tokens in self.plan.keys), self.chunk_rows
-        parts = max(1, -(-longest // size))
-        return tuple(
-            Chunk(t, _part(self.recv_rows(t), part, size), self._send_rows(t, part, size))
-            for t in self.steps
-            for part in range(parts)
-        )
-
-    def consumer(self, t: int) -> int:
-        """The rank that reads this rank's keys in step t."""
-        return (self.rank + t) % self.plan.world_size
-
-    def _send_rows(self, t: int, part: int, size: int) -> Rows:
-        """Rows of this rank's keys in one part of the range that `consumer(t)` reads, within the consumer's view."""
-        consumer = self.consumer(t)
-        indices, view = _part(self.local_index(consumer, self.rank), part, size), self._rows(consumer, self.rank)
-        if view is None:
-            return Rows((indices,) if indices else ())
-        return expand_index(view, indices)
+    def rank(self) -> int:
+        return self.mine.rank
 
     def of_heads(self, heads: slice) -> RingCall:
         """The call for some of the query heads."""
-        return replace(self, scores=self.scores.of_heads(heads))
+        return self._replace(scores=self.scores.of_heads(heads))
 
 
 class RingSaved(NamedTuple):
@@ -177,27 +93,24 @@ class Forward:
 
     def attend(self, t: int, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Compute step t with the source's keys [B, rows, Hkv, D] from row `first` on."""
-        call = self._call
-        step = call.step(t)
+        call, q, state, fresh = self._call, self._q, self._state, self._fresh
+        step = call.mine.steps[t]
         if step.empty:
             return
-        keys = slice(step.k_start - first, step.k_stop - first)
-        fresh = self._fresh and step.rows == self._q.shape[1]  # the kernel then writes the whole state
-        if not fresh:
-            self._begin()
+        if step.rows != q.shape[1]:
+            if fresh:  # otherwise the kernel writes the whole state
+                state.clear()
+            q, state, fresh = q[:, step.q_start : step.q_stop], state.rows(step.q_start, step.q_stop), False
         self._fresh = False
+        if step.keys != k.shape[1]:
+            k, v = (x[:, step.k_start - first : step.k_stop - first] for x in (k, v))
         with span("ring_attention step", t):
-            state = self._state.rows(step.q_start, step.q_stop)
-            q = self._q[:, step.q_start : step.q_stop]
-            call.kernel.forward(step, call.scores, q, k[:, keys], v[:, keys], state, fresh=fresh)
-
-    def _begin(self) -> None:
-        if self._fresh:
-            self._state.clear()
+            call.kernel.forward(step, call.scores, q, k, v, state, fresh=fresh)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return (out [B, S, H, Dv], lse [B, H, S])."""
-        self._begin()
+        if self._fresh:
+            self._state.clear()
         return self._state.result(self._q.dtype, self._call.scores.sinks)
 
 
@@ -218,7 +131,7 @@ class Backward:
         of the source from `first` on."""
         call, saved = self._call, self._saved
         # Keep the step's tensors on a device: copying them takes time, and captured graphs read them.
-        step = keys_of_step(call.step(t), first, first + k.shape[1], keep=k.is_cuda)
+        step = keys_of_step(call.mine.steps[t], first, first + k.shape[1], keep=k.is_cuda)
         if step.empty:
             return
         rows, keys = slice(step.q_start, step.q_stop), slice(step.k_start - first, step.k_stop - first)
@@ -266,6 +179,7 @@ class Ring(ABC):
     """Schedule of ring attention: transfers keys to queries and gradients back."""
 
     name: str
+    view: ClassVar[KVView] = KVView.FULL
 
     @abstractmethod
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,24 +193,18 @@ class Ring(ABC):
 class SteppedRing(Ring):
     """Ring attention step by step; each transport implements `_exchange`."""
 
-    view: ClassVar[KVView] = KVView.FULL
-
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        call = replace(call, view=self.view)
-        state, chunks = Forward(call, q, v), call.whole_steps
-        with self._exchange(OP, call, chunks, k, v, lambda: state.attend(0, k, v)) as exchange:
+        state, chunks = Forward(call, q, v), call.mine.whole_steps
+        with self._exchange(OP, call, chunks, k, v, partial(state.attend, 0, k, v)) as exchange:
             for index, chunk in enumerate(chunks):
                 state.attend(chunk.t, *exchange.keys(index), chunk.recv_rows.start)
         del exchange  # frees its buffers before the result is allocated
         return state.result()
 
     def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
-        call = replace(call, view=self.view)
-        k, v, chunks = saved.k, saved.v, call.chunks
+        k, v, chunks = saved.k, saved.v, call.mine.chunks
         state, own = Backward(call, saved), [fp32_accumulator(k), fp32_accumulator(v)]
-        with self._exchange(
-            f"{OP}_backward", call, chunks, k, v, lambda: state.attend(0, k, v, own[0], own[1])
-        ) as exchange:
+        with self._exchange(f"{OP}_backward", call, chunks, k, v, partial(state.attend, 0, k, v, *own)) as exchange:
             for index, chunk in enumerate(chunks):
                 state.attend(chunk.t, *exchange.keys(index), *exchange.terms(index), chunk.recv_rows.start)
                 exchange.return_terms(index, own)
@@ -319,7 +227,7 @@ class LocalRing(SteppedRing):
     name = "local"
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        step = call.plan.step(call.rank, 0)
+        step = call.mine.steps[0]
         if step.rows == q.shape[1] > 0:
             keys = slice(step.k_start, step.k_stop)
             result = call.kernel.forward_once(step, call.scores, q, k[:, keys], v[:, keys])
@@ -339,17 +247,9 @@ def fp32_accumulator(x: Tensor) -> Tensor:
     return x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
 
 
-def parts_of(x: Tensor, rows: Rows) -> list[Tensor]:
-    """Views of x [B, S, H, D], one per range of rows."""
-    return [x[:, r.start : r.stop] for r in rows.ranges]
-
-
 def add_to(total: Tensor, rows: Rows, term: Tensor) -> None:
     """Add term [B, rows, H, D] to these rows of total [B, S, H, D]."""
-    for part, of_part in zip(parts_of(total, rows), term.split([len(r) for r in rows.ranges], 1), strict=True):
-        part += of_part
-
-
-def from_wire(x: Tensor) -> Tensor:
-    """View [rows, B, H, D] as [B, rows, H, D]."""
-    return x.transpose(0, 1)
+    start = 0
+    for r in rows.ranges:
+        total[:, r.start : r.stop] += term[:, start : start + len(r)]
+        start += len(r)

@@ -20,7 +20,7 @@ from fused_tp.attention.kernels.select import forced_kernel
 from fused_tp.attention.kernels.triton import TRITON, launchable, terms_of
 from fused_tp.attention.ring import OP, Gradients, Ring, RingCall, RingSaved
 from fused_tp.attention.ring_messages import MessageRing
-from fused_tp.attention.ring_plan import RingPlan, keys_of_step
+from fused_tp.attention.ring_plan import KVView, RingPlan, keys_of_step
 from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import settings
 from fused_tp.core.availability import Availability, unavailable
@@ -38,6 +38,7 @@ class FusedRing(Ring):
     """Ring attention by the Triton kernel, over the memory of a `FusedKernel` schedule."""
 
     name = "fused_kernel"
+    view = KVView.NEEDED  # of the backward, by messages
 
     def __init__(self, kernels: FusedKernel) -> None:
         self._kernels = kernels

@@ -25,21 +25,17 @@ from torch.nn.functional import pad
 from fused_tp.attention.ring import (
     OP,
     Backward,
-    Chunk,
     Forward,
     Gradients,
     KVExchange,
-    KVView,
     Ring,
     RingCall,
     RingSaved,
     SteppedRing,
     add_to,
     fp32_accumulator,
-    from_wire,
-    parts_of,
 )
-from fused_tp.attention.ring_plan import Rows
+from fused_tp.attention.ring_plan import Chunk, KVView, Rows
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.core import settings
 from fused_tp.core.pending import After, Done, Pending, accumulate_dtype
@@ -120,7 +116,7 @@ class _RingMessages(KVExchange):
 
     def terms(self, index: int) -> Pair:
         first, second = self._found.at(index, self._recv[index])
-        return from_wire(first.zero_()), from_wire(second.zero_())
+        return first.zero_().transpose(0, 1), second.zero_().transpose(0, 1)
 
     def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
         self.finish(own)
@@ -144,13 +140,17 @@ class _RingMessages(KVExchange):
 
 def _to_wire(x: Tensor, rows: Rows) -> Tensor:
     """These rows of x [B, S, H, D] as contiguous [rows, B, H, D]; for one range and B = 1 a view, not a copy."""
-    parts = [part.transpose(0, 1) for part in parts_of(x, rows) or [x[:, :0]]]
+    parts = [x[:, r.start : r.stop].transpose(0, 1) for r in rows.ranges or (range(0),)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 def _both(moving: Iterable[Pending[Tensor]]) -> Pending[Pair]:
     first, second = moving
-    return After(lambda: (from_wire(first.wait()), from_wire(second.wait())))
+
+    def finish() -> Pair:
+        return first.wait().transpose(0, 1), second.wait().transpose(0, 1)
+
+    return After(finish)
 
 
 class AllGatherRing(Ring):
@@ -220,7 +220,11 @@ class AllGatherRing(Ring):
         mine = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
         mine = pad(mine, (0, 0, 0, 0, 0, 0, 0, rows - mine.shape[0])).contiguous()
         gathered = self._transport.all_gather("ring_attention K/V", mine)
-        return After(lambda: gathered.wait().unflatten(0, (call.plan.world_size, rows)))
+
+        def finish() -> Tensor:
+            return gathered.wait().unflatten(0, (call.plan.world_size, rows))
+
+        return After(finish)
 
 
 def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from fused_tp.attention.spec import AttentionMask
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
 Rows: TypeAlias = Tokens  # rows of a rank's keys: local indices, not global ones
 _MOST_RANGES = 8  # ranges of another rank's keys that a rank reads: each costs one copy
+# In bf16 three buffers of a chunk's gradients (fp32) and two of its keys take as much memory as one shard's K/V.
+_MOST_CHUNKS = 8
+_FEWEST_ROWS_OF_A_CHUNK = 2048
 
 _Seen = tuple[Ints, Ints, Ints]  # place, start and stop of each query, in global indices
 
@@ -55,15 +59,15 @@ class Step:
     q_breaks: tuple[int, ...]
     k_breaks: tuple[int, ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.q_stop - self.q_start
 
-    @property
+    @cached_property
     def keys(self) -> int:
         return self.k_stop - self.k_start
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         return self.rows == 0
 
@@ -86,6 +90,11 @@ class Step:
 
     @cached_property
     def _parts(self) -> dict[tuple[int, int, int, int], Step]:
+        return {}
+
+    @cached_property
+    def addresses(self) -> dict[bool, Any]:
+        """Addresses that the native kernels read, with the tensors that hold the memory; see `kernels.native`."""
         return {}
 
     @cached_property
@@ -115,6 +124,14 @@ class _OnDevice(dict[str, Tensor]):
         return self[name]
 
 
+class KVView(Enum):
+    """The part of another rank's keys that a rank can read."""
+
+    FULL = "all of them"
+    UNION = "those that any rank reads"
+    NEEDED = "those that it reads itself"
+
+
 class RingPlan:
     """The steps of all ranks for one mask, layout and group size."""
 
@@ -128,6 +145,7 @@ class RingPlan:
         self._compact: dict[tuple[int, int, Rows], Step] = {}
         self._extents: dict[tuple[int, int], tuple[range, Rows]] = {}
         self._given: dict[int, Rows] = {}
+        self._ranks: dict[tuple[int, KVView], RankPlan] = {}
         self._seen: tuple[int, _Seen] | None = None
         self.kv_chunks: dict[int, Any] = {}  # by rank; see `ring_fused`
 
@@ -147,6 +165,12 @@ class RingPlan:
             rows, _ = self._extent(rank, source)
             self._steps[rank, source] = _make_step(self.seen(rank), rows, self.queries[rank], self.keys[source])
         return self._steps[rank, source]
+
+    def of_rank(self, rank: int, view: KVView = KVView.FULL) -> RankPlan:
+        """The part of the plan that `rank` runs with this view of other ranks' keys."""
+        if (rank, view) not in self._ranks:
+            self._ranks[rank, view] = RankPlan(self, rank, view)
+        return self._ranks[rank, view]
 
     def seen(self, rank: int) -> tuple[Ints, Ints, Ints]:
         """Place, start and stop of each of the rank's queries, in global indices."""
@@ -171,6 +195,79 @@ class RingPlan:
         if (rank, source) not in self._extents:
             self._extents[rank, source] = _extent(self.mask, self.queries[rank], self.keys[source])
         return self._extents[rank, source]
+
+
+class Chunk(NamedTuple):
+    """A part of step t: the keys of `source` that this rank reads, as indices in its view of them, and the rows of this
+    rank's keys that `consumer` reads."""
+
+    t: int
+    source: int
+    consumer: int
+    recv_rows: range
+    send_rows: Rows
+
+
+class RankPlan:
+    """The steps and transfers of one rank, which depend on nothing but the plan; computed once."""
+
+    def __init__(self, plan: RingPlan, rank: int, view: KVView) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.view = view
+        self.layouts: dict[Any, Any] = {}  # of memory, by shapes; see `ring_shared_memory`
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """The step at each t, in indices of this rank's view of the keys."""
+        sources = [self.plan.source(self.rank, t) for t in range(self.plan.world_size)]
+        return tuple(
+            self.plan.step(self.rank, t, self._rows(self.rank, source) if t else None)
+            for t, source in enumerate(sources)
+        )
+
+    @cached_property
+    def whole_steps(self) -> tuple[Chunk, ...]:
+        """The steps after step 0, each as one chunk."""
+        return self._split(1, max(tokens.length for tokens in self.plan.keys))
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The steps after step 0, split into chunks. Every rank has the same number of chunks."""
+        longest = max(tokens.length for tokens in self.plan.keys)
+        size = max(_FEWEST_ROWS_OF_A_CHUNK, -(-longest // _MOST_CHUNKS))
+        return self._split(max(1, -(-longest // size)), size)
+
+    def _split(self, parts: int, size: int) -> tuple[Chunk, ...]:
+        """The steps after step 0 in `parts` parts of up to `size` rows."""
+        found, world_size = [], self.plan.world_size
+        for t in range(1, world_size):
+            source, consumer = self.plan.source(self.rank, t), (self.rank + t) % world_size
+            received, read = self._indices(self.rank, source), self._indices(consumer, self.rank)
+            view = self._rows(consumer, self.rank)
+            for part in range(parts):
+                rows, indices = _part(received, part, size), _part(read, part, size)
+                send = Rows((indices,) if indices else ()) if view is None else expand_index(view, indices)
+                found.append(Chunk(t, source, consumer, rows, send))
+        return tuple(found)
+
+    def _indices(self, reader: int, source: int) -> range:
+        """The range from the first to the last of the keys of `source` that `reader` reads, as indices in its view."""
+        needed, view = self.plan.needed(reader, source).ranges, self._rows(reader, source)
+        if not needed or view is None:
+            return range(needed[0].start, needed[-1].stop) if needed else range(0)
+        return range(compact_index(view, needed[0].start), compact_index(view, needed[-1].stop))
+
+    def _rows(self, reader: int, source: int) -> Rows | None:
+        """Rows of the keys of `source` in the view of `reader`; None: all rows."""
+        if self.view is KVView.FULL:
+            return None
+        return self.plan.given(source) if self.view is KVView.UNION else self.plan.needed(reader, source)
+
+
+def _part(rows: range, part: int, size: int) -> range:
+    start = min(rows.start + part * size, rows.stop)
+    return range(start, min(start + size, rows.stop))
 
 
 def make_step(mask: AttentionMask, queries: Tokens, keys: Tokens) -> Step:

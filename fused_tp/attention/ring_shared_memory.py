@@ -20,19 +20,43 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_tp.attention.ring import Chunk, KVExchange, KVView, RingCall, SteppedRing, add_to, from_wire, parts_of
+from fused_tp.attention.ring import KVExchange, RingCall, SteppedRing, add_to
+from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, Rows
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport
 from fused_tp.core.pending import accumulate_dtype
 
 _ALIGNMENT = 64  # a cache line, and the widest vector
 _KEYS_READABLE = 1
 _SLOTS = 2
+_MOST_LAYOUTS = 32
 
-_Region = tuple[Sequence[int], torch.dtype, int]
+
+class _Region(NamedTuple):
+    """Part of a workspace that holds [rows, B, heads, dim], at byte `offset`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+
+class _Layout(NamedTuple):
+    """Memory layout of one rank's workspace, which every rank can compute.
+
+    Attributes:
+        rows: rows of the rank's keys that are written; those without a reader are not.
+        keys: regions of K and of V.
+        terms: regions of the terms of dK and of dV, for each slot.
+    """
+
+    rows: Rows
+    keys: tuple[_Region, _Region]
+    terms: tuple[tuple[_Region, _Region], ...]
+    nbytes: int
 
 
 class SharedMemoryRing(SteppedRing):
@@ -54,8 +78,7 @@ class SharedMemoryRing(SteppedRing):
         A peer whose mask hides all of this rank's keys ends the call as soon as this rank has begun it, so an error
         before the first signal is already one in the middle of the op.
         """
-        slots = _SLOTS if op.endswith("backward") else 0
-        nbytes = _Regions(call, call.rank, k, v, slots).nbytes
+        layouts = _layouts(call.mine, k, v, _SLOTS if op.endswith("backward") else 0)
         early = self._transport.settled
         if not early:
             try:
@@ -64,77 +87,88 @@ class SharedMemoryRing(SteppedRing):
                 with self._transport.begin(op, call.dims, k.dtype, 0) as workspace:
                     workspace.peers_may_end = True
                     raise  # the open workspace notifies the peers
+        nbytes = layouts[call.rank].nbytes
         with self._transport.begin(op, call.dims, k.dtype, nbytes, reuse=True) as workspace:
             workspace.peers_may_end = True
-            exchange = _InPlace(workspace, call, chunks, k, v, slots)
+            exchange = _InPlace(workspace, call.rank, layouts, chunks, k, v)
             if early:
                 attend_own()
             yield exchange
 
 
-class _Regions:
-    """Memory layout of one rank's workspace, which every rank can compute."""
+def _layouts(mine: RankPlan, k: Tensor, v: Tensor, slots: int) -> tuple[_Layout, ...]:
+    """The layouts of all ranks, cached with the plan. Ranks hold unequally many rows, so these are not in the key."""
+    known, key = mine.layouts, (k.dtype, k.shape[0], k.shape[2:], v.shape[2:], slots)
+    if key not in known:
+        if len(known) >= _MOST_LAYOUTS:
+            known.clear()
+        ranks = range(mine.plan.world_size)
+        known[key] = tuple(_layout(mine.plan.of_rank(rank, mine.view), k, v, slots) for rank in ranks)
+    found: tuple[_Layout, ...] = known[key]
+    return found
 
-    def __init__(self, call: RingCall, rank: int, k: Tensor, v: Tensor, slots: int) -> None:
-        plan = call.plan
-        self._offset = 0
-        self.rows = plan.given(rank)  # rows without a reader are not written
-        self.keys = [self._region(x, self.rows.length, x.dtype) for x in (k, v)]
-        others = [other for other in range(plan.world_size) if other != rank]
-        most = min(call.chunk_rows, max((len(call.local_index(rank, other)) for other in others), default=0))
-        self._slots = [
-            [self._region(x, most, accumulate_dtype(x.dtype)) for x in (k, v)]
-            for _ in range(min(slots, len(call.chunks)))
-        ]
-        self.nbytes = self._offset
 
-    def terms(self, number: int) -> list[_Region]:
-        return self._slots[number % len(self._slots)]
+def _layout(of: RankPlan, k: Tensor, v: Tensor, slots: int) -> _Layout:
+    """The layout of one rank; k and v may be those of any rank."""
+    end = 0
 
-    def _region(self, like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
-        shape = (rows, like.shape[0], *like.shape[2:])
-        region = (shape, dtype, self._offset)
-        self._offset += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        return region
+    def region(like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
+        nonlocal end
+        made = _Region((rows, like.shape[0], *like.shape[2:]), dtype, end)
+        end += -(-math.prod(made.shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return made
+
+    rows, wide = of.plan.given(of.rank), accumulate_dtype(k.dtype)
+    keys = region(k, rows.length, k.dtype), region(v, rows.length, v.dtype)
+    most = max((len(chunk.recv_rows) for chunk in of.chunks), default=0)
+    count = min(slots, len(of.chunks))
+    terms = tuple((region(k, most, wide), region(v, most, wide)) for _ in range(count))
+    return _Layout(rows, keys, terms, end)
 
 
 class _InPlace(KVExchange):
     """Views of the workspaces of all ranks in one call, as keys and as terms of their gradients."""
 
     def __init__(
-        self, workspace: ShmCall, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, slots: int
+        self,
+        workspace: ShmCall,
+        rank: int,
+        layouts: Sequence[_Layout],
+        chunks: Sequence[Chunk],
+        k: Tensor,
+        v: Tensor,
     ) -> None:
-        self._workspace, self._call, self._chunks, self._k, self._v = workspace, call, chunks, k, v
-        self._slots = slots
-        self._known: dict[int, _Regions] = {}
+        self._workspace, self._rank, self._layouts, self._chunks = workspace, rank, layouts, chunks
+        self._k, self._v = k, v
         self._written: dict[int, int] = {}  # the chunk whose terms each slot holds
-        mine = self._regions(call.rank)
-        for region, own in zip(mine.keys, (k, v), strict=True):
-            room = self._view(call.rank, region).split([len(r) for r in mine.rows.ranges], 1)
-            for part, of_own in zip(room, parts_of(own, mine.rows), strict=True):
-                part.copy_(of_own)
+        mine, start = layouts[rank], 0
+        shared_k, shared_v = self._views(rank, mine.keys)
+        for r in mine.rows.ranges:
+            rows, room = slice(r.start, r.stop), slice(start, start + len(r))
+            shared_k[:, room].copy_(k[:, rows])
+            shared_v[:, room].copy_(v[:, rows])
+            start += len(r)
         workspace.signal(_KEYS_READABLE)
 
     def keys(self, index: int) -> tuple[Tensor, Tensor]:
-        t, rows, _ = self._chunks[index]
+        chunk = self._chunks[index]
+        rows = chunk.recv_rows
         if not rows:
             return self._k[:, :0], self._v[:, :0]
-        source = self._call.plan.source(self._call.rank, t)
-        self._workspace.wait(source, _KEYS_READABLE)
-        regions = self._regions(source)
-        first = regions.rows.ranges[0].start
-        k, v = (self._view(source, region)[:, rows.start - first : rows.stop - first] for region in regions.keys)
-        return k, v
+        self._workspace.wait(chunk.source, _KEYS_READABLE)
+        layout = self._layouts[chunk.source]
+        first = layout.rows.ranges[0].start
+        k, v = self._views(chunk.source, layout.keys)
+        return k[:, rows.start - first : rows.stop - first], v[:, rows.start - first : rows.stop - first]
 
     def terms(self, index: int) -> tuple[Tensor, Tensor]:
         n, rows = index + 1, self._chunks[index].recv_rows
         if not rows:
             return self._k[:, :0], self._v[:, :0]
         if (m := self._written.get(n % _SLOTS)) is not None:
-            owner = self._call.plan.source(self._call.rank, self._chunks[m - 1].t)
-            self._workspace.wait(owner, _stage_added(m))
+            self._workspace.wait(self._chunks[m - 1].source, _stage_added(m))
         self._written[n % _SLOTS] = n
-        dk, dv = self._terms_of(self._call.rank, n, len(rows))
+        dk, dv = self._terms_of(self._rank, n, len(rows))
         return dk.zero_(), dv.zero_()
 
     def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
@@ -149,25 +183,21 @@ class _InPlace(KVExchange):
 
     def _add(self, n: int, own: Sequence[Tensor]) -> None:
         """Add the terms that the consumer of our keys computed in chunk n."""
-        t, _, rows = self._chunks[n - 1]
-        if rows.length:
-            consumer = self._call.consumer(t)
-            self._workspace.wait(consumer, _stage_found(n))
-            for total, term in zip(own, self._terms_of(consumer, n, rows.length), strict=True):
-                add_to(total, rows, term)
+        chunk = self._chunks[n - 1]
+        if chunk.send_rows.length:
+            self._workspace.wait(chunk.consumer, _stage_found(n))
+            for total, term in zip(own, self._terms_of(chunk.consumer, n, chunk.send_rows.length), strict=True):
+                add_to(total, chunk.send_rows, term)
 
     def _terms_of(self, rank: int, n: int, rows: int) -> tuple[Tensor, Tensor]:
-        dk, dv = (self._view(rank, region)[:, :rows] for region in self._regions(rank).terms(n))
-        return dk, dv
+        slots = self._layouts[rank].terms
+        dk, dv = self._views(rank, slots[n % len(slots)])
+        return dk[:, :rows], dv[:, :rows]
 
-    def _regions(self, rank: int) -> _Regions:
-        if rank not in self._known:
-            self._known[rank] = _Regions(self._call, rank, self._k, self._v, self._slots)
-        return self._known[rank]
-
-    def _view(self, rank: int, region: _Region) -> Tensor:
-        shape, dtype, offset = region
-        return from_wire(self._workspace.buffer(rank, shape, dtype, offset))
+    def _views(self, rank: int, regions: tuple[_Region, _Region]) -> tuple[Tensor, Tensor]:
+        """Views [B, rows, heads, dim] of a pair of regions of `rank`."""
+        k, v = regions
+        return self._workspace.buffer(rank, *k).transpose(0, 1), self._workspace.buffer(rank, *v).transpose(0, 1)
 
 
 def _stage_found(n: int) -> int:

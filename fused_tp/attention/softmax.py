@@ -36,10 +36,10 @@ class SoftmaxState:
     @classmethod
     def uninitialised(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
         """State with uninitialised tensors, for q [B, S, H, D]."""
-        dtype = accumulate_dtype(q.dtype)
-        per_row = (q.shape[0], q.shape[2], q.shape[1])
-        shapes = ((*q.shape[:3], v_head_dim), per_row, per_row)
-        return cls(*(q.new_empty(shape, dtype=dtype) for shape in shapes))
+        dtype, (batch, rows, heads, _) = accumulate_dtype(q.dtype), q.shape
+        weighted = q.new_empty((batch, rows, heads, v_head_dim), dtype=dtype)
+        highest = q.new_empty((batch, heads, rows), dtype=dtype)
+        return cls(weighted, highest, torch.empty_like(highest))
 
     def clear(self) -> None:
         """Reset to the state before any key."""

@@ -255,22 +255,11 @@ class AttentionArguments(NamedTuple):
         left, right = self.window
         return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (left, right), bounds, bounds_kv)
 
-    def spec(self, dtype: torch.dtype) -> AttentionSpec:
-        """The spec of the call for q, k and v of this dtype."""
+    def scores(self, dtype: torch.dtype) -> Scores:
+        """The scores of the call for q, k and v of this dtype."""
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(accumulate_dtype(dtype))
         dropout = None if self.seed is None else Dropout(self.dropout_p, int(self.seed.item()), self.first_head)
-        return AttentionSpec(
-            self.mask(), Scores(self.scale, self.softcap, slopes, dropout, self.sinks), self.token_layout
-        )
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """Mask, scores and token layout of one call; the mask holds the lengths."""
-
-    mask: AttentionMask
-    scores: Scores
-    layout: TokenLayout
+        return Scores(self.scale, self.softcap, slopes, dropout, self.sinks)
 
 
 def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...]:

@@ -114,11 +114,17 @@ def check_keywords(op: str, given: Mapping[str, Any], known: frozenset[str]) -> 
 def arguments_of(op: str, keywords: Mapping[str, Any], **inner: Any) -> AttentionArguments:
     """Build an op's arguments after q, k and v from keywords of the public function `op`; not checked yet."""
     check_keywords(op, keywords, _ATTENTION_KEYWORDS)
-    dropout_p = checked_number("dropout_p", keywords.get("dropout_p", 0.0), lambda p: 0 <= p < 1, "in [0, 1)")
+    dropout_p = keywords.get("dropout_p", 0.0)
+    if dropout_p != 0.0 or type(dropout_p) is not float:
+        dropout_p = checked_number("dropout_p", dropout_p, _is_dropout, "in [0, 1)")
     # Drawn from the CPU's generator on any device: reading it on the host never waits. Drawn before the other checks,
     # which a cached plan skips, so that a refused call advances the generator as well.
     seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p else None
     return AttentionArguments(**{**keywords, **inner, "seed": seed})
+
+
+def _is_dropout(p: float) -> bool:
+    return 0 <= p < 1
 
 
 def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: int, rank: int) -> AttentionArguments:
@@ -263,7 +269,11 @@ def total_length(name: str, given: Any, of: str, length: int, size: int, rank: i
 
 def checked_softcap(softcap: Any) -> float:
     needed = "finite and positive, or 0.0 for no cap"
-    return checked_number("softcap", softcap, lambda x: 0 <= x < inf, needed)
+    return checked_number("softcap", softcap, _is_softcap, needed)
+
+
+def _is_softcap(x: float) -> bool:
+    return 0 <= x < inf
 
 
 def checked_window(window: Any) -> tuple[int, int]:

@@ -15,14 +15,14 @@ from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
 from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 from fused_tp.attention.ring_plan import RingPlan, ring_plan
 from fused_tp.attention.ring_shared_memory import SharedMemoryRing
-from fused_tp.attention.spec import AttentionArguments
+from fused_tp.attention.spec import AttentionArguments, Scores
 from fused_tp.backends.local import Local
 from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import Schedule
 from fused_tp.backends.shared_memory.shared_memory import SharedMemory
 from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import settings
-from fused_tp.core.group import SINGLE_NAME, GroupLike, group_by_name, group_identity
+from fused_tp.core.group import SINGLE_NAME, Group, GroupLike, group_by_name, group_identity
 from fused_tp.core.pending import accumulate_dtype, checksum
 from fused_tp.core.tracing import span
 from fused_tp.ops.arguments import autocast_dtype, cast, check_bool
@@ -194,28 +194,58 @@ def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
     return (AllGatherRing if type(schedule) is Plain else MessageRing)(schedule.messages)
 
 
+# Calls and descriptions, by everything that they depend on besides tensors. Few are kept, as a plan takes some bytes per
+# token and step, and every batch of documents has another plan.
+_calls: dict[Any, tuple[RingCall, str]] = {}
+_MOST_CALLS = 16
+_setting = settings.RAW.get
+_FORCED, _TABLE, _NARROW = settings.forced_attention.key, settings.table_path.key, settings.narrow_gradients.key
+
+
 def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring, RingCall, str]:
     """Return the ring, its call, and a description of everything that ranks must agree on."""
-    q, k, v, group = a.q, a.k, a.v, group_by_name(a.group)
-    spec, ring = a.attention.spec(q.dtype), _ring(schedule, a)
-    kernel: AttentionKernel = TRITON
-    if not isinstance(ring, FusedRing):
-        single = spec.mask.is_one_piece and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
-        backward = isinstance(a, _Grads)
-        kernel = kernel_for(q, v, spec.scores, grad_lse=grad_lse, single=single, backward=backward)
-    plan = ring_plan(spec.mask, group.size, spec.layout)
+    q, given, group, ring = a.q, a.attention, group_by_name(a.group), _ring(schedule, a)
+    slopes, sinks, bounds, bounds_kv, seed, causal, window, *others = given
+    key = (
+        *(ring.name, group.size, group.rank, q.shape, q.dtype, q.device, a.k.shape[2], a.v.shape[3]),
+        *(type(a), grad_lse, _setting(_FORCED), _setting(_TABLE), _setting(_NARROW)),
+        *(slopes is None, sinks is None, seed is None, causal, *window, *others),
+        bounds is not None and tuple(bounds.tolist()),
+        bounds_kv is not None and tuple(bounds_kv.tolist()),
+    )
+    known = _calls.get(key)
+    if known is None:
+        known = _make_call(ring, group, a, grad_lse)
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        _calls[key] = known
+    call, words = known
+    if slopes is not None or sinks is not None or seed is not None:
+        call = call._replace(scores=given.scores(q.dtype))
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        if a.attention.seed is not None:
+        if seed is not None:
             raise ValueError(
                 "dropout_p is above 0 while a CUDA graph is captured, which would drop the same weights at every "
                 "replay; capture with dropout_p=0.0."
             )
-        _captured.add(plan)
-    given = {name: getattr(a.attention, name) is not None for name in _BY_HEAD}
-    given["narrow_gradients"] = settings.narrow_gradients()
-    words = f"{describe(a.attention, spec.mask, **given)}, ring {ring.name}"
-    dims = (q.shape[0], a.attention.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
-    return ring, RingCall(plan, group.rank, kernel, spec.scores, dims), words
+        _captured.add(call.plan)
+    return ring, call, words
+
+
+def _make_call(ring: Ring, group: Group, a: _Args | _Grads, grad_lse: bool) -> tuple[RingCall, str]:
+    """Return a call without the tensors of its scores, and its description."""
+    q, k, v, given, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
+    kernel: AttentionKernel = TRITON
+    if not isinstance(ring, FusedRing):
+        single = mask.is_one_piece and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
+        backward = isinstance(a, _Grads)
+        kernel = kernel_for(q, v, given.scores(q.dtype), grad_lse=grad_lse, single=single, backward=backward)
+    flags = {name: getattr(given, name) is not None for name in _BY_HEAD}
+    flags["narrow_gradients"] = settings.narrow_gradients()
+    words = f"{describe(given, mask, **flags)}, ring {ring.name}"
+    dims = (q.shape[0], given.seq_len, *q.shape[2:], k.shape[2], v.shape[3], checksum(words))
+    mine = ring_plan(mask, group.size, given.token_layout).of_rank(group.rank, ring.view)
+    return RingCall(mine, kernel, Scores(given.scale, given.softcap), dims), words
 
 
 _BY_HEAD = ("alibi_slopes", "sinks")  # arguments with a gradient besides q, k and v

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fused_tp import ring_attention, shard_sequence, ulysses_attention, unshard_sequence
 from fused_tp.attention.ring import Backward
+from fused_tp.attention.ring_plan import ring_plan
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import AttentionArguments
 from fused_tp.backends.shared_memory.shm import ShmTransport
@@ -79,9 +81,16 @@ def test_features(world_size: int, route: str) -> None:
 def small_chunks(rows: int, most: int) -> Iterator[pytest.MonkeyPatch]:
     """Make a backward run in chunks, like that of long shards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fused_tp.attention.ring._FEWEST_ROWS_OF_A_CHUNK", rows)
-        patch.setattr("fused_tp.attention.ring._MOST_CHUNKS", most)
+        patch.setattr("fused_tp.attention.ring_plan._FEWEST_ROWS_OF_A_CHUNK", rows)
+        patch.setattr("fused_tp.attention.ring_plan._MOST_CHUNKS", most)
+        forget_plans()
         yield patch
+    forget_plans()
+
+
+def forget_plans() -> None:
+    ring_plan.cache_clear()
+    import_module("fused_tp.ops.ring_attention")._calls.clear()
 
 
 def results_in_chunks(group: dist.ProcessGroup, cases: list[Case]) -> list[list[Tensor | None]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.attention_memory import WAYS, RunSetting, peak_mib
-from fused_tp.attention import ring
+from fused_tp.attention import ring_plan as plan
 from tests.workers import fresh_ranks
 
 pytestmark = pytest.mark.full
@@ -18,7 +18,7 @@ SETTING = RunSetting(heads=16, head_dim=128)
 
 
 def mib(_: Any, way: str, world_size: int) -> float:
-    ring._FEWEST_ROWS_OF_A_CHUNK = 64  # eight parts, as with longer shards
+    plan._FEWEST_ROWS_OF_A_CHUNK = 64  # eight parts, as with longer shards
     return peak_mib(way, TOKENS * world_size, world_size, SETTING)
 
 

@@ -75,10 +75,10 @@ class NativeCpu(AttentionKernel):
     ) -> None:
         if fresh:
             state.clear()
-        held = _held(step, scores, q.device, q.dtype)
+        slopes, vectors = _slopes(scores, q.dtype), _vectors(step, scores)
         _core.attention_forward(
-            _problem(held, scores, q, k, v),
-            _rows_first(state.weighted),
+            _problem(scores, slopes, vectors, q, k, v),
+            (state.weighted.data_ptr(), *state.weighted.stride()[:3]),
             _heads_first(state.highest),
             _heads_first(state.total),
             torch.get_num_threads(),
@@ -93,15 +93,15 @@ class NativeCpu(AttentionKernel):
             grad_out = grad_out.contiguous()
         wide = accumulate_dtype(q.dtype)
         lse, row_sums = saved.lse.to(wide), saved.row_sums.to(wide)
-        held = _held(step, scores, q.device, q.dtype)
+        slopes, vectors = _slopes(scores, q.dtype), _vectors(step, scores)
         slope_terms = None if sums.d_slopes is None else sums.d_slopes.new_zeros(sums.d_slopes.shape, dtype=wide)
         _core.attention_backward(
-            _problem(held, scores, q, saved.k, saved.v),
-            _rows_first(grad_out),
+            _problem(scores, slopes, vectors, q, saved.k, saved.v),
+            (grad_out.data_ptr(), *grad_out.stride()[:3]),
             _heads_first(lse),
             _heads_first(row_sums),
-            *map(_rows_first, (sums.dq, sums.dk, sums.dv)),
-            _address(slope_terms),
+            *((x.data_ptr(), *x.stride()[:3]) for x in (sums.dq, sums.dk, sums.dv)),
+            0 if slope_terms is None else slope_terms.data_ptr(),
             torch.get_num_threads(),
             self.isa,
         )
@@ -109,45 +109,50 @@ class NativeCpu(AttentionKernel):
             sums.d_slopes.add_(slope_terms)
 
 
-def _held(step: Step, scores: Scores, device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
-    """Slopes in the dtype of the sums, intervals of seen keys, and places of tokens if scores depend on them. Callers
-    keep references: if two threads create tensors of a step at once, the step keeps only one of them."""
-    known, slopes = step.on(device), scores.alibi_slopes
-    names = ("places", "q_indices", "k_indices") if slopes is not None or scores.dropout is not None else ()
-    return [
-        None if slopes is None else slopes.detach().to(accumulate_dtype(dtype)).contiguous(),
-        *(known[name] for name in ("starts", "stops", *names)),
-        *[None] * (3 - len(names)),
-    ]
+# Addresses of a step's int32 vectors, 0 for those that are not needed, and the tensors that hold them: two threads may
+# create tensors of a step at once, of which the step keeps only one.
+_Vectors = tuple[list[int], list[Tensor]]
+_CPU = torch.device("cpu")
 
 
-def _problem(held: list[Tensor | None], scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """Arguments of the forward and the backward; they are addresses, so callers must keep the tensors alive."""
+def _vectors(step: Step, scores: Scores) -> _Vectors:
+    """Intervals of seen keys, and positions of tokens if scores depend on them; cached with the step."""
+    placed = scores.alibi_slopes is not None or scores.dropout is not None
+    known: _Vectors | None = step.addresses.get(placed)
+    if known is None:
+        on = step.on(_CPU)
+        held = [on[name] for name in ("starts", "stops", *(("places", "q_indices", "k_indices") if placed else ()))]
+        known = step.addresses[placed] = [*(x.data_ptr() for x in held), *[0] * (5 - len(held))], held
+    return known
+
+
+def _slopes(scores: Scores, dtype: torch.dtype) -> Tensor | None:
+    """The slopes in the dtype of the sums."""
+    slopes = scores.alibi_slopes
+    return None if slopes is None else slopes.detach().to(accumulate_dtype(dtype)).contiguous()
+
+
+def _problem(scores: Scores, slopes: Tensor | None, vectors: _Vectors, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    """Arguments of the forward and the backward; they are addresses, so callers must keep the tensors alive.
+
+    q, k and v [batch, rows, heads, dim] are passed as address and strides of all dims but the last.
+    """
     dropout = scores.dropout
     batch, length, heads, dim = q.shape
     return _core.AttentionProblem(
         _DTYPES[q.dtype],
         (batch, heads, k.shape[2], length, k.shape[1], dim, v.shape[3]),
-        [_address(vector) for vector in held[1:]],
+        vectors[0],
         scores.scale,
         scores.softcap,
-        _address(held[0]),
+        0 if slopes is None else slopes.data_ptr(),
         None
         if dropout is None
         else (dropout.threshold, 1 / (1 - dropout.p) if dropout.p < 1 else 0.0, dropout.seed, dropout.first_head),
-        _rows_first(q),
-        _rows_first(k),
-        _rows_first(v),
+        (q.data_ptr(), *q.stride()[:3]),
+        (k.data_ptr(), *k.stride()[:3]),
+        (v.data_ptr(), *v.stride()[:3]),
     )
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-def _rows_first(x: Tensor) -> tuple[int, int, int, int]:
-    """Address and strides of [batch, rows, heads, dim]."""
-    return x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)
 
 
 def _heads_first(x: Tensor) -> tuple[int, int, int, int]:
