@@ -55,7 +55,6 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
         x.dtype == torch.float32
         and x.is_cpu
         and w.dtype == torch.float32
-        and x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN
         and _onednn_beats_mkl()
         and bool(torch.backends.mkldnn.enabled)
         and not torch._C._len_torch_dispatch_stack()  # FlopCounterMode does not count oneDNN's op
@@ -67,21 +66,17 @@ def _use_onednn(x: Tensor, w: Tensor) -> bool:
 def _by_onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         bias = bias.contiguous()  # oneDNN reads a strided bias as if it were dense
-    if not any(along == 1 and across >= size for along, across, size in _ways_along(w)):
+    (rows, columns), (across, along) = w.shape, w.stride()
+    if not ((along == 1 and across >= columns) or (across == 1 and along >= rows)):
         w = w.contiguous()  # oneDNN multiplies an expanded w, such as the gradient of a sum, a thousand times slower
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
     return out
 
 
-def _ways_along(w: Tensor) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(stride along, stride across, length) of rows and of columns."""
-    (rows, columns), (across, along) = w.shape, w.stride()
-    return (along, across, columns), (across, along, rows)
-
-
 _PLAIN = (Tensor, torch.nn.Parameter)  # types whose memory holds their values
 _SMALLEST_NATIVE = 1 << 17  # elements of w; below it the overhead of a call dominates
 _NATIVE_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # csrc/dtype.h
+_FEW_ROWS: int = _core.FEW_ROWS if _BUILT else 0  # the most that the native core takes of any dtype
 
 
 @cache
@@ -89,7 +84,7 @@ def _native_rows(dtype: torch.dtype) -> int:
     """Largest number of rows of x for which the native core is faster than torch's choice."""
     if dtype is torch.float32 and not _onednn_beats_mkl():
         return 0  # not measured against MKL on Intel's CPUs
-    return _core.FEW_ROWS if _BUILT and _core.few_rows_isa(_NATIVE_DTYPES[dtype]) else 0
+    return _FEW_ROWS if _BUILT and _core.few_rows_isa(_NATIVE_DTYPES[dtype]) else 0
 
 
 def _few_rows(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor | None:
@@ -150,9 +145,11 @@ def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ w^T + bias` for x [..., K], w [N, K] (any strides), bias [N]."""
-    if (y := _few_rows(x, w, bias)) is not None:
+    # Sizes are compared here, because a call costs more.
+    size = x.numel()
+    if size <= _FEW_ROWS * w.shape[-1] and w.numel() >= _SMALLEST_NATIVE and (y := _few_rows(x, w, bias)) is not None:
         return y
-    if x.dtype is torch.float32 and _use_onednn(x, w):
+    if size * w.shape[0] >= _SMALLEST_FOR_ONEDNN and x.dtype is torch.float32 and _use_onednn(x, w):
         return _by_onednn(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
 
@@ -162,9 +159,9 @@ def sum_of_products(products: Sequence[Product], bias: Tensor | None = None, out
     (x, w), *others = products
     if out is None:
         out = linear(x, w, bias)
-    elif out.is_contiguous() and _few_rows(x, w, bias, out) is not None:
+    elif x.numel() <= _FEW_ROWS * w.shape[-1] and out.is_contiguous() and _few_rows(x, w, bias, out) is not None:
         pass
-    elif _use_onednn(x, w):
+    elif x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN and _use_onednn(x, w):
         out.copy_(_by_onednn(x, w, bias).view(out.shape))
     elif bias is None:
         torch.mm(as_rows(x), w.t(), out=out)

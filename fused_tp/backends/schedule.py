@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -154,7 +156,7 @@ class RowSchedule(Schedule):
     """
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        cut = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
         if (other := self._other("all_gather", x_shard.dtype, cut.shape)) is not None:
             return other.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         self.check("all_gather", (*cut.shape, gather_dim), x_shard)
@@ -177,7 +179,7 @@ class RowSchedule(Schedule):
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         x_shard, dim = asked.x_shard, asked.gather_dim
-        cut = DimShards.of_shards(x_shard, dim, asked.gather_size, self.world_size)
+        cut = DimShards.of_shards(x_shard.shape, dim, asked.gather_size, self.world_size)
         if (other := self._other("all_gather_matmul", x_shard.dtype, cut.shape)) is not None:
             return other.all_gather_matmul(asked)
         self.check("all_gather_matmul", (*cut.shape, dim), x_shard)
@@ -257,7 +259,8 @@ class RowSchedule(Schedule):
 # -- rows in the order of the ranks that hold them --------------------------------------------------------------------
 
 
-class DimShards(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class DimShards:
     """Sharding over the ranks of a dim of length G in a tensor [lead, G, trail, n].
 
     Rank-major rows are all of rank 0's rows, then all of rank 1's: [sum_r lead * G_r * trail, n], the order in which
@@ -269,33 +272,35 @@ class DimShards(NamedTuple):
         sizes: length of `dim` on each rank.
     """
 
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     dim: int
-    sizes: Sequence[int]
+    sizes: tuple[int, ...]
 
+    # Cached, as calls of one shape repeat; a hit runs no Python.
     @staticmethod
-    def of(shape: Sequence[int], dim: int, world_size: int) -> DimShards:
+    @lru_cache(maxsize=1024)
+    def of(shape: tuple[int, ...], dim: int, world_size: int) -> DimShards:
         """Shard a tensor of `shape` as torch.chunk does."""
-        return DimShards(shape, dim, shard_sizes(shape[dim], world_size))
+        return DimShards(shape, dim, tuple(shard_sizes(shape[dim], world_size)))
 
     @staticmethod
-    def of_shards(x_shard: Tensor, dim: int, size: int | None, world_size: int) -> DimShards:
-        """The sharding of the gathered tensor; `size` None means that all shards are as long as this one."""
-        shape = list(x_shard.shape)
-        sizes = [shape[dim]] * world_size if size is None else shard_sizes(size, world_size)
-        shape[dim] = sum(sizes)
-        return DimShards(shape, dim, sizes)
+    @lru_cache(maxsize=1024)
+    def of_shards(shard: tuple[int, ...], dim: int, size: int | None, world_size: int) -> DimShards:
+        """The sharding of the gathered tensor, from the shape of one shard; `size` None means that all shards are as
+        long as this one."""
+        sizes = [shard[dim]] * world_size if size is None else shard_sizes(size, world_size)
+        return DimShards((*shard[:dim], sum(sizes), *shard[dim + 1 :]), dim, tuple(sizes))
 
-    @property
+    @cached_property
     def in_order(self) -> bool:
         """True if rank-major rows are in the tensor's own order."""
         return prod(self.shape[: self.dim]) == 1
 
-    @property
-    def counts(self) -> list[int]:
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
         """Number of rows (product of all dims but the last) of each rank."""
         others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
-        return [others * size for size in self.sizes]
+        return tuple(others * size for size in self.sizes)
 
     def shard_shape(self, rank: int) -> list[int]:
         shape = list(self.shape)
@@ -307,7 +312,7 @@ class DimShards(NamedTuple):
         if self.in_order:
             return as_rows(x).contiguous()
         out = x.new_empty((prod(x.shape[:-1]), x.shape[-1]))
-        for rows, part in zip(out.split(self.counts), x.split(list(self.sizes), self.dim), strict=True):
+        for rows, part in zip(out.split(self.counts), x.split(self.sizes, self.dim), strict=True):
             rows.view(part.shape).copy_(part)
         return out
 
@@ -325,10 +330,9 @@ class DimShards(NamedTuple):
 
     def placed(self, rows: Tensor) -> Tensor:
         """Rank-major `rows` [M, n] as [*shape[:-1], n]. A copy if dims before `dim` are longer than 1."""
-        shape = [*self.shape[:-1], rows.shape[-1]]
         if self.in_order or rows.numel() == 0:
-            return rows.view(shape)
-        return self._replace(shape=shape).joined(rows.split(self.counts))
+            return rows.view(*self.shape[:-1], rows.shape[-1])
+        return replace(self, shape=(*self.shape[:-1], rows.shape[-1])).joined(rows.split(self.counts))
 
 
 def rank_offsets(sizes: Sequence[int]) -> list[int]:

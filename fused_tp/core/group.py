@@ -80,6 +80,11 @@ class GroupSlot(dict[Group, T]):
 _slots: list[GroupSlot[Any]] = []
 
 
+def empty_dict(group: Group) -> dict[Any, Any]:
+    """`make` of a slot that holds a dict for each group."""
+    return {}
+
+
 SINGLE = Group(process_group=None, name=SINGLE_NAME, rank=0, size=1, ranks=(0,))
 
 # Keyed by process group and, for live groups, by name: destroy_process_group() and a second init reuse names.

@@ -77,7 +77,11 @@ def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_wei
     check_shape("residual", residual, shape, "the shape of the sum it is added to")
     check_like("norm_weight", norm_weight, like_name, like)
     check_shape("norm_weight", norm_weight, shape[-1:], "one for each feature")
-    checked_number("eps", eps, lambda x: x > 0, "positive, or a row of zeros would be divided by zero")
+    checked_number("eps", eps, _is_positive, "positive, or a row of zeros would be divided by zero")
+
+
+def _is_positive(x: float) -> bool:
+    return x > 0
 
 
 def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:

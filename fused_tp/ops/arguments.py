@@ -204,8 +204,13 @@ def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
 
 def spread(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
     """Invert `as_lists`: return one bias or None for each weight."""
-    given = iter(biases)
-    return [next(given) if has else None for has in has_bias]
+    found: list[Tensor | None] = [None] * len(has_bias)
+    if biases:
+        given = iter(biases)
+        for at, has in enumerate(has_bias):
+            if has:
+                found[at] = next(given)
+    return found
 
 
 def bias_grads(

@@ -45,7 +45,7 @@ class _IntoMainGrad(Function):
         if main_grad is None:
             return grad
         if hasattr(grad, "to_local") != hasattr(main_grad, "to_local"):  # one is a DTensor: use its local shard
-            grad, main_grad = (getattr(t, "to_local", lambda t=t: t)() for t in (grad, main_grad))
+            grad, main_grad = (t.to_local() if hasattr(t, "to_local") else t for t in (grad, main_grad))
         main_grad.add_(grad.detach())
         if hasattr(parameter, "grad_added_to_main_grad"):
             parameter.grad_added_to_main_grad = True

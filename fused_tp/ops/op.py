@@ -32,7 +32,7 @@ from fused_tp.backends.registry import select_schedule
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings, tracing
 from fused_tp.core.dispatch import DispatchKey as DispatchKey
-from fused_tp.core.group import GroupName, GroupSlot, group_by_name, group_identity, known_group
+from fused_tp.core.group import GroupName, GroupSlot, empty_dict, group_by_name, group_identity, known_group
 from fused_tp.core.subclass import result_kind
 from fused_tp.core.tracing import op_span, recording
 from fused_tp.ops.counting import count_by_modes, count_collectives
@@ -157,11 +157,11 @@ class Op(Generic[A]):
         self._saves, self._saves_outputs = frozenset(saves), [one for one in saves if isinstance(one, int)]
         self.weights_at = [at for at, field in enumerate(self.fields) if field in _WEIGHTS]
         self._materialize_grads, self._non_differentiable = materialize_grads, non_differentiable
-        self._plans: GroupSlot[dict[Any, _Plan]] = GroupSlot(lambda group: {})
+        self._plans: GroupSlot[dict[Any, _Plan]] = GroupSlot(empty_dict)
         schema = ", ".join(f"{kind} {field}" for field, kind in annotations.items())
         LIBRARY.define(f"{name}({schema}) -> {returns}")
         LIBRARY.impl(name, self._dispatched, "CompositeExplicitAutograd")
-        torch.library.register_fake(self.qualified_name, lambda *values: fake(self.pack(values)), lib=LIBRARY)
+        torch.library.register_fake(self.qualified_name, self._faked, lib=LIBRARY)
         if backward is not None:
             torch.library.register_autograd(
                 self.qualified_name, self.run_backward, setup_context=self.setup_context, lib=LIBRARY
@@ -243,7 +243,9 @@ class Op(Generic[A]):
         if needs_grad:
             return self._with_grad(schedule, self.pack((*self._into_main_grads(given), name)))
         result = self.forward(schedule, self.pack((*given, name)))
-        for one in (result,) if type(result) is Tensor else result:
+        if type(result) is Tensor:
+            return result.data if result._is_view() else result  # as in `_owned`
+        for one in result:
             if one._is_view():
                 return _owned(result)
         return result
@@ -293,7 +295,7 @@ class Op(Generic[A]):
         if is_dynamo_compiling() or _in_dispatch_mode() or any(type(t) not in _PLAIN for t in _tensors(given)):
             if is_split() and not is_dynamo_compiling() and torch.is_grad_enabled():
                 args = self.pack((*given, name))
-                found = apply_split(self, lambda: self.overload(*given, name), args, given)
+                found = apply_split(self, partial(self.overload, *given, name), args, given)
                 if found is not None:
                     return found
             return self.overload(*given, name)
@@ -356,7 +358,11 @@ class Op(Generic[A]):
         group = group_by_name(args[-1])
         selected = select_schedule(key, group)
         if measures(self.name, key, group):
-            return tuned_schedule(self.name, key, group, lambda one: self.forward(one, args)) or selected
+
+            def run(schedule: Schedule) -> Any:
+                return self.forward(schedule, args)
+
+            return tuned_schedule(self.name, key, group, run) or selected
         return selected
 
     def _dispatched(self, *values: Any) -> Any:
@@ -367,6 +373,9 @@ class Op(Generic[A]):
             return self._run(schedule, args)
         with self._range(schedule, args):
             return self._run(schedule, args)
+
+    def _faked(self, *values: Any) -> Any:
+        return self.fake(self.pack(values))
 
     def _run(self, schedule: Schedule | None, args: A) -> Any:
         return _owned(self.forward(schedule, args))
@@ -476,7 +485,7 @@ class Op(Generic[A]):
         if self.backward is None:
             raise self._differentiated_twice()
         values = _flat(args)
-        if is_split() and (found := apply_split(self, lambda: self._run(schedule, args), args, values)) is not None:
+        if is_split() and (found := apply_split(self, partial(self._run, schedule, args), args, values)) is not None:
             return found
         flat: list[Any] = []
         lengths = []  # of the tensor lists; -1 for anything else

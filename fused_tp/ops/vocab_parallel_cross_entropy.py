@@ -108,13 +108,17 @@ class _Args(NamedTuple):
         )
 
 
+def _is_smoothing(x: float) -> bool:
+    return 0.0 <= x <= 1.0
+
+
 def _prepare(a: _Args) -> _Args:
     logits_shard, target, vocab_size, label_smoothing, ignore_index, reduction, group = a
     if not isinstance(reduction, str) or reduction not in _REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}; it must be one of {', '.join(_REDUCTIONS)}.")
     check_tensor("logits_shard", logits_shard)
     _check_target(target, logits_shard)
-    smoothing = checked_number("label_smoothing", label_smoothing, lambda x: 0.0 <= x <= 1.0, "between 0 and 1")
+    smoothing = checked_number("label_smoothing", label_smoothing, _is_smoothing, "between 0 and 1")
     check_int("ignore_index", ignore_index)
     _, size, rank = group_identity(group)
     vocab = total_size("vocab_size", vocab_size, logits_shard.shape[-1], size, rank, "the last dim of logits_shard")

@@ -468,6 +468,12 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
             made.append(weakref.ref(vector))
             return vector
 
+    class Replaced(dict[bool, Any]):
+        """As if another thread stored its own vectors."""
+
+        def __setitem__(self, placed: bool, vectors: Any) -> None:
+            pass
+
     def native(function: Any, *args: Any) -> None:
         assert len(made) == 5 and all(vector() is not None for vector in made)
         function(*args)
@@ -476,6 +482,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
     x, step = inputs(mask, torch.float32), one_step(mask)
     made: list[weakref.ref[Tensor]] = []
     step._on_devices[x.q.device] = Forgetful()
+    vars(step)["addresses"] = Replaced()
     for name in ("attention_forward", "attention_backward"):
         monkeypatch.setattr(core, name, functools.partial(native, getattr(core, name)))
     state, scores = SoftmaxState.empty(x.q, 16), Scores(0.2, alibi_slopes=torch.ones(x.q.shape[2]))

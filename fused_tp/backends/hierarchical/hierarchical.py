@@ -68,7 +68,8 @@ class Hierarchical(Schedule):
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        shape, _, sizes = DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size)
+        cut = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
+        shape, sizes = cut.shape, cut.sizes
         if not _even(sizes) or prod(shape) == 0:
             return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         part = self._begin("all_gather", (*shape, gather_dim), x_shard)
@@ -113,7 +114,8 @@ class Hierarchical(Schedule):
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         dim = asked.gather_dim
-        shape, _, sizes = DimShards.of_shards(asked.x_shard, dim, asked.gather_size, self.world_size)
+        cut = DimShards.of_shards(asked.x_shard.shape, dim, asked.gather_size, self.world_size)
+        shape, sizes = cut.shape, cut.sizes
         if not _even(sizes) or prod(shape) == 0:
             return self._flat.all_gather_matmul(asked)
         count, own = self._hosts.count, self._hosts.own

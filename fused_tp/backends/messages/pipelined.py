@@ -39,7 +39,7 @@ class Pipelined(Plain):
             gathered = x_shard.new_empty(cut.shape) if cut.in_order else None
             arriving = [self._arrival(x_shard, gathered, cut, step) for step in range(1, self.world_size)]
             outputs = [x_shard.new_empty((*cut.shape[:-1], w.shape[0])) for w in asked.weights]
-            parts = [output.split(list(cut.sizes), cut.dim) for output in outputs]
+            parts = [output.split(cut.sizes, cut.dim) for output in outputs]
             shards = [x_shard] * self.world_size
             for step in range(self.world_size):
                 source = (self.rank - step) % self.world_size
@@ -51,7 +51,7 @@ class Pipelined(Plain):
                 return outputs, None
             if gathered is None:
                 return outputs, cut.joined(shards) if prod(cut.shape) else x_shard.new_empty(cut.shape)
-            gathered.split(list(cut.sizes), cut.dim)[self.rank].copy_(x_shard)
+            gathered.split(cut.sizes, cut.dim)[self.rank].copy_(x_shard)
             return outputs, gathered
 
     def _matmul_scatter(
@@ -120,7 +120,7 @@ class Pipelined(Plain):
         if gathered is None:
             place = x_shard.new_empty(cut.shard_shape(source))
         else:
-            place = gathered.split(list(cut.sizes), cut.dim)[source]
+            place = gathered.split(cut.sizes, cut.dim)[source]
         return self.transport.shift("all_gather_matmul", x_shard, place, step)
 
     def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:

@@ -69,7 +69,7 @@ class NcclPipeline(Plain):
 
     def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
-            moving, terms = self._swap_terms("reduce_scatter", rows, tuple(cut.counts))
+            moving, terms = self._swap_terms("reduce_scatter", rows, cut.counts)
             moving.wait()
             out = rows.new_empty(terms.shape[1])
             sum_into(out, terms)
@@ -77,7 +77,7 @@ class NcclPipeline(Plain):
 
     def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
-            counts = tuple(cut.counts)
+            counts = cut.counts
             own = as_rows(asked.x_shard).contiguous()
             start = rank_offsets(counts)[self.rank]
             gathered = own.new_empty((sum(counts), own.shape[1]))
@@ -105,7 +105,7 @@ class NcclPipeline(Plain):
     def _matmul_scatter(
         self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        x, counts = products[0][0], tuple(cut.counts)
+        x, counts = products[0][0], cut.counts
         own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], cut.shape[-1]
         partial = x.new_empty((len(x) - own, columns))  # all rows except the own
         terms = x.new_empty((self.world_size, own, columns))

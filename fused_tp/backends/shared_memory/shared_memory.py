@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from fused_tp.backends.gemm import Product, as_rows, linear, sum_of_products
+from fused_tp.backends.gemm import Product, linear, sum_of_products
 from fused_tp.backends.grouped import GroupedProduct
 from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import DimShards, GatherMatmul, RowSchedule, T, Work, add_rms_norm, rank_offsets
@@ -86,7 +86,7 @@ class SharedMemory(RowSchedule):
             self._gathers.discard(workspace)
             with workspace:
                 out = x_shard.new_empty(cut.shape)
-                for rank, part in enumerate(out.split(list(cut.sizes), cut.dim)):
+                for rank, part in enumerate(out.split(cut.sizes, cut.dim)):
                     if rank == self.rank:
                         part.copy_(x_shard)
                     else:
@@ -109,28 +109,29 @@ class SharedMemory(RowSchedule):
     def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
         return self.transport.reduce_scatter(rows, cut.counts, called=(*cut.shape[:-1], cut.dim))
 
-    def gathered(self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int, use: Callable[[Tensor], T]) -> T:
-        return self._use_gathered(
-            op, x_shard, DimShards.of_shards(x_shard, gather_dim, gather_size, self.world_size), use
-        )
-
-    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        def multiply(x: Tensor) -> tuple[list[Tensor], Tensor | None]:
-            outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
-            return outputs, x.clone() if asked.return_gathered else None
-
-        return self._use_gathered("all_gather_matmul", asked.x_shard, cut, multiply)
-
-    def _use_gathered(self, op: str, x_shard: Tensor, cut: DimShards, use: Callable[[Tensor], T]) -> T:
-        dims, dtype = (*folded(cut.shape), cut.dim), x_shard.dtype
+    def gathered(
+        self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int | None, use: Callable[[Tensor], T]
+    ) -> T:
+        cut, dtype = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
         host = 0  # rank 0's workspace holds the gathered x; each page is on the NUMA node of its writer
         nbytes = prod(cut.shape) * dtype.itemsize if self.rank == host else 0
-        with self.transport.begin(op, dims, dtype, nbytes) as workspace:
+        with self.transport.begin(op, (*folded(cut.shape), cut.dim), dtype, nbytes) as workspace:
             x = workspace.buffer(host, cut.shape, dtype)
-            x.split(list(cut.sizes), cut.dim)[self.rank].copy_(x_shard)
+            x.narrow(cut.dim, sum(cut.sizes[: self.rank]), cut.sizes[self.rank]).copy_(x_shard)
             workspace.signal(1)
             workspace.wait_all(1)
             return use(x)
+
+    def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
+        x_shard, weights, biases, gather_dim, gather_size, return_gathered = asked
+
+        def multiply(x: Tensor) -> tuple[list[Tensor], Tensor | None]:
+            outputs = []
+            for w, b in zip(weights, biases, strict=True):
+                outputs.append(linear(x, w, b))
+            return outputs, x.clone() if return_gathered else None
+
+        return self.gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
 
     def _matmul_scatter(
         self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
@@ -199,13 +200,12 @@ class SharedMemory(RowSchedule):
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         x, w = products[0]
-        return self.transport.all_reduce_of(
-            "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias",
-            [*x.shape[:-1], w.shape[0]],
-            x.dtype,
-            lambda y: sum_of_products(products, bias if self.rank == 0 else None, out=as_rows(y)),
-            meanwhile,
-        )
+        op, columns = "matmul_all_reduce" if bias is None else "matmul_all_reduce with bias", w.shape[0]
+
+        def write(y: Tensor) -> None:
+            sum_of_products(products, bias if self.rank == 0 else None, out=y.view(-1, columns))
+
+        return self.transport.all_reduce_of(op, (*x.shape[:-1], columns), x.dtype, write, meanwhile)
 
     def repeatable(self, op: str, args: Any) -> Callable[..., Any] | None:
         if op != "matmul_all_reduce":

@@ -15,6 +15,7 @@ import atexit
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -55,6 +56,7 @@ _DTYPE_NUMBERS = {
 _MOST_DESCRIBED = 1024
 
 
+@cache
 def dtype_number(dtype: torch.dtype) -> int:
     """The native core's number of `dtype`; raises TypeError if it has none."""
     try:
@@ -130,7 +132,8 @@ class ShmCall:
             self.abandon()
 
 
-def folded(shape: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=1024)
+def folded(shape: tuple[int, ...]) -> tuple[int, ...]:
     """At most six dims that distinguish shapes: a signature has room for eight numbers."""
     return (math.prod(shape[:-5]), *shape[-5:]) if len(shape) > 6 else tuple(shape)
 
@@ -216,7 +219,7 @@ class ShmTransport:
         """
         count = math.prod(shape)
         memory = self._pooled(count * dtype.itemsize)
-        number, dims = dtype_number(dtype), folded(shape)
+        number, dims = dtype_number(dtype), folded(tuple(shape))
         if memory is not None:
             call = self.core_group.begin_in(op, number, dims, memory)
         else:
@@ -272,7 +275,7 @@ class ShmTransport:
         _check_summable(tensor.dtype)
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
-        dims = folded(tensor.shape if called is None else called)
+        dims = folded(tensor.shape if called is None else tuple(called))
         _core.reduce_scatter(
             self.core_group,
             tensor.data_ptr(),
