@@ -1,7 +1,7 @@
 """fused_tp: tensor and context parallelism that overlaps communication with compute.
 
 Importing it needs no GPU, no compiler, no initialised process group and none of the libraries it integrates with.
-Modules that need DTensor (layers, `parallelize`, parallel styles) are loaded at first use.
+Every name is loaded at first use, and with it its torch.library ops.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 from fused_tp.core.checkout import find_folders
 from fused_tp.core.errors import CollectiveTimeoutError, FusedTPError, PeerLostError, RankMismatchError
-from fused_tp.ops.all_gather_grouped_matmul import all_gather_grouped_matmul
-from fused_tp.ops.all_gather_matmul import all_gather_matmul
-from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
-from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
-from fused_tp.ops.column_parallel_grouped_matmul import column_parallel_grouped_matmul
-from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
-from fused_tp.ops.context_parallel_attention import context_parallel_attention
-from fused_tp.ops.context_parallel_decode import context_parallel_decode
-from fused_tp.ops.explain import explain
-from fused_tp.ops.grouped_matmul_all_reduce import grouped_matmul_all_reduce
-from fused_tp.ops.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
-from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
-from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
-from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from fused_tp.ops.ring_attention import ring_attention
-from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
-from fused_tp.ops.sequence_balance import sequence_balance
-from fused_tp.ops.split_backward import split_backward
-from fused_tp.ops.ulysses_attention import ulysses_attention
-from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 
 if TYPE_CHECKING:
     from fused_tp import nn
     from fused_tp.integrations.dtensor import FusedColwiseParallel, FusedRowwiseParallel, FusedSequenceParallel
+    from fused_tp.ops.all_gather_grouped_matmul import all_gather_grouped_matmul
+    from fused_tp.ops.all_gather_matmul import all_gather_matmul
+    from fused_tp.ops.all_reduce_rms_norm import all_reduce_rms_norm
+    from fused_tp.ops.collectives import all_gather, all_reduce, reduce_scatter
+    from fused_tp.ops.column_parallel_grouped_matmul import column_parallel_grouped_matmul
+    from fused_tp.ops.column_parallel_matmul import column_parallel_matmul
+    from fused_tp.ops.context_parallel_attention import context_parallel_attention
+    from fused_tp.ops.context_parallel_decode import context_parallel_decode
+    from fused_tp.ops.explain import explain
+    from fused_tp.ops.grouped_matmul_all_reduce import grouped_matmul_all_reduce
+    from fused_tp.ops.grouped_matmul_reduce_scatter import grouped_matmul_reduce_scatter
+    from fused_tp.ops.matmul_all_reduce import matmul_all_reduce
+    from fused_tp.ops.matmul_all_reduce_rms_norm import matmul_all_reduce_rms_norm
+    from fused_tp.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from fused_tp.ops.ring_attention import ring_attention
+    from fused_tp.ops.sequence import sequence_positions, shard_sequence, unshard_sequence
+    from fused_tp.ops.sequence_balance import sequence_balance
+    from fused_tp.ops.split_backward import split_backward
+    from fused_tp.ops.ulysses_attention import ulysses_attention
+    from fused_tp.ops.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
     from fused_tp.parallelizing.checks.model_check import is_parallelized
     from fused_tp.parallelizing.grad_sync import no_sync, sync_gradients
     from fused_tp.parallelizing.mesh import fsdp_mesh, make_mesh
@@ -47,22 +47,46 @@ if TYPE_CHECKING:
     from fused_tp.training.checkpoints import CheckpointManager
 
 _LAZY = {
+    "all_gather": "fused_tp.ops.collectives",
+    "all_gather_grouped_matmul": "fused_tp.ops.all_gather_grouped_matmul",
+    "all_gather_matmul": "fused_tp.ops.all_gather_matmul",
+    "all_reduce": "fused_tp.ops.collectives",
+    "all_reduce_rms_norm": "fused_tp.ops.all_reduce_rms_norm",
+    "build": "fused_tp.planning.build",
     "CheckpointManager": "fused_tp.training.checkpoints",
+    "column_parallel_grouped_matmul": "fused_tp.ops.column_parallel_grouped_matmul",
+    "column_parallel_matmul": "fused_tp.ops.column_parallel_matmul",
+    "context_parallel_attention": "fused_tp.ops.context_parallel_attention",
+    "context_parallel_decode": "fused_tp.ops.context_parallel_decode",
     "DistributedBatches": "fused_tp.training.batches",
+    "explain": "fused_tp.ops.explain",
+    "fsdp_mesh": "fused_tp.parallelizing.mesh",
     "FusedColwiseParallel": "fused_tp.integrations.dtensor",
     "FusedRowwiseParallel": "fused_tp.integrations.dtensor",
     "FusedSequenceParallel": "fused_tp.integrations.dtensor",
-    "ParallelConfig": "fused_tp.planning.config",
-    "build": "fused_tp.planning.build",
-    "fsdp_mesh": "fused_tp.parallelizing.mesh",
+    "grouped_matmul_all_reduce": "fused_tp.ops.grouped_matmul_all_reduce",
+    "grouped_matmul_reduce_scatter": "fused_tp.ops.grouped_matmul_reduce_scatter",
     "is_parallelized": "fused_tp.parallelizing.checks.model_check",
     "make_mesh": "fused_tp.parallelizing.mesh",
+    "matmul_all_reduce": "fused_tp.ops.matmul_all_reduce",
+    "matmul_all_reduce_rms_norm": "fused_tp.ops.matmul_all_reduce_rms_norm",
+    "matmul_reduce_scatter": "fused_tp.ops.matmul_reduce_scatter",
     "nn": "fused_tp.nn",
     "no_sync": "fused_tp.parallelizing.grad_sync",
-    "sync_gradients": "fused_tp.parallelizing.grad_sync",
+    "ParallelConfig": "fused_tp.planning.config",
     "parallelize": "fused_tp.parallelizing.parallelize",
     "pipeline": "fused_tp.pipelining.pipeline",
     "recommend": "fused_tp.planning.recommend",
+    "reduce_scatter": "fused_tp.ops.collectives",
+    "ring_attention": "fused_tp.ops.ring_attention",
+    "sequence_balance": "fused_tp.ops.sequence_balance",
+    "sequence_positions": "fused_tp.ops.sequence",
+    "shard_sequence": "fused_tp.ops.sequence",
+    "split_backward": "fused_tp.ops.split_backward",
+    "sync_gradients": "fused_tp.parallelizing.grad_sync",
+    "ulysses_attention": "fused_tp.ops.ulysses_attention",
+    "unshard_sequence": "fused_tp.ops.sequence",
+    "vocab_parallel_cross_entropy": "fused_tp.ops.vocab_parallel_cross_entropy",
 }
 
 find_folders()
@@ -119,7 +143,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'fused_tp' has no attribute {name!r}")
     module = import_module(_LAZY[name])
-    return module if name == "nn" else getattr(module, name)
+    found = globals()[name] = module if name == "nn" else getattr(module, name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -204,7 +204,9 @@ class SteppedRing(Ring):
     def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
         k, v, chunks = saved.k, saved.v, call.mine.chunks
         state, own = Backward(call, saved), [fp32_accumulator(k), fp32_accumulator(v)]
-        with self._exchange(f"{OP}_backward", call, chunks, k, v, partial(state.attend, 0, k, v, *own)) as exchange:
+        with self._exchange(
+            f"{OP}_backward", call, chunks, k, v, partial(state.attend, 0, k, v, own[0], own[1])
+        ) as exchange:
             for index, chunk in enumerate(chunks):
                 state.attend(chunk.t, *exchange.keys(index), *exchange.terms(index), chunk.recv_rows.start)
                 exchange.return_terms(index, own)

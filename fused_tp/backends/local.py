@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fused_tp.backends.gemm import Product, linear, sum_of_products
-from fused_tp.backends.messages.torch_dist import TorchDist
 from fused_tp.backends.schedule import GatherMatmul, Schedule, Work
 from fused_tp.core.pending import Done, Pending
+
+if TYPE_CHECKING:
+    from fused_tp.backends.messages.torch_dist import TorchDist
 
 
 class Local(Schedule):
@@ -53,3 +56,6 @@ class Local(Schedule):
         if meanwhile is not None:
             meanwhile()
         return out
+
+
+LOCAL = Local()

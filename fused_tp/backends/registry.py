@@ -1,57 +1,46 @@
-"""Registry of schedules, and the selection for an op: `FUSED_TP_SCHEDULE` where set, else the dispatch table."""
+"""Registry of schedules, and the selection for an op: `FUSED_TP_SCHEDULE` where set, else the dispatch table.
+
+A schedule and its transport are imported where the schedule is checked or made: a group uses one or two of eleven.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fused_tp.backends.copy_engine.copy_engine import CopyEngine, copy_engine_available
-from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
-from fused_tp.backends.cuda import native_kernels
-from fused_tp.backends.cuda.device_collectives import DeviceCollectives
-from fused_tp.backends.cuda.device_plans import SUMMED_DTYPES
-from fused_tp.backends.cuda.device_schedule import DeviceSchedule
-from fused_tp.backends.hierarchical.hierarchical import Hierarchical
-from fused_tp.backends.hierarchical.two_level import Hosts, errors_of_group, hosts_of
-from fused_tp.backends.local import Local
-from fused_tp.backends.messages.pipelined import Pipelined
-from fused_tp.backends.messages.plain import Plain
+from fused_tp.backends.local import LOCAL
 from fused_tp.backends.messages.torch_dist import backend_of, torch_dist
-from fused_tp.backends.nccl.nccl import NcclDist, nccl_dist
-from fused_tp.backends.nccl.nccl_pipeline import NcclPipeline
 from fused_tp.backends.schedule import Schedule
-from fused_tp.backends.shared_memory import shm
-from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+from fused_tp.backends.shared_memory.shm import MAX_RANKS as SHM_RANKS
 from fused_tp.backends.shared_memory.shm import ShmTransport, shm_availability, shm_transport
-from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
-from fused_tp.backends.torch_symm_mem import torch_symm_mem_schedule as torch_symm_mem
-from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem, torch_ops_on
-from fused_tp.backends.torch_symm_mem.torch_symm_mem_schedule import TorchSymmMemSchedule
-from fused_tp.backends.triton import fused_kernel
-from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import dispatch, settings
 from fused_tp.core.availability import AVAILABLE, Availability, has_triton, interpreted, unavailable
 from fused_tp.core.dispatch import DispatchKey
 from fused_tp.core.errors import FusedTPError, RankMismatchError, listed
-from fused_tp.core.group import Group, GroupSlot
+from fused_tp.core.group import Group, GroupSlot, empty_dict
 from fused_tp.core.store import agree, exchange, made_together
+
+if TYPE_CHECKING:
+    from fused_tp.backends.copy_engine.copy_engine import CopyEngine
+    from fused_tp.backends.cuda.device_collectives import DeviceCollectives
+    from fused_tp.backends.messages.plain import Plain
+    from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory
 
 T = TypeVar("T")
 RING = "ring_attention"
 ALL_TO_ALL = "all_to_all"
 SYMM_MEM_RANKS = 16  # limit of torch's kernels: 24 blocks signal each rank in 2048 bytes
 MAX_RANKS = 63  # limit of kernels that write into peers' memory: their error record has one bit per rank
-LOCAL = Local()
 _MAX_REMEMBERED = 4096
 _DIFFERING: GroupSlot[str | FusedTPError] = GroupSlot()  # settings that differ between ranks; empty: compared, equal
-_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by dispatch key and routing settings
-_MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(lambda group: {})  # by name, device and chunks
-_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(lambda group: {})  # by device type
-_COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(lambda group: {})
-_ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(lambda group: {})
+_SELECTED: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by dispatch key and routing settings
+_MADE: GroupSlot[dict[object, Schedule]] = GroupSlot(empty_dict)  # by name, device and chunks
+_ARCHS: GroupSlot[dict[str, str]] = GroupSlot(empty_dict)  # by device type
+_COLLECTIVES: GroupSlot[dict[torch.device, DeviceCollectives]] = GroupSlot(empty_dict)
+_ENGINES: GroupSlot[dict[torch.device, CopyEngine]] = GroupSlot(empty_dict)
 
 
 @dataclass(frozen=True)
@@ -208,7 +197,11 @@ def transport_key(group: Group, device: torch.device) -> str:
     if _shared_memory_available(group, device):
         return "shm"
     backend = backend_of(group, device.type)
-    if backend != "nccl" or (is_capturing(device) and not knows_group_memory(group, device)):
+    if backend != "nccl":
+        return backend
+    from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory, group_memory, is_capturing, knows_group_memory
+
+    if is_capturing(device) and not knows_group_memory(group, device):
         return backend
     return "nvlink" if isinstance(group_memory(group, device), GroupMemory) else backend
 
@@ -302,6 +295,8 @@ def _shared_memory_available(group: Group, device: torch.device) -> Availability
 
 
 def _fused_kernel_supports(op: str, dtype: torch.dtype) -> Availability:
+    from fused_tp.backends.triton import fused_kernel
+
     if op not in fused_kernel.OPS:
         return unavailable(f"there is no fused kernel of {op}")
     if dtype not in fused_kernel.DTYPES:
@@ -320,6 +315,8 @@ def fused_kernels_on(device: torch.device) -> Availability:
     if device.type == "cuda" and interpreted():
         return unavailable("TRITON_INTERPRET is set, so kernels run on the CPU only")
     try:
+        from fused_tp.backends.triton.fused_kernel import FusedKernel
+
         FusedKernel.load()
     except Exception as error:  # a broken Triton may raise anything
         return unavailable(f"the kernels cannot be loaded ({type(error).__name__}: {error})")
@@ -333,14 +330,18 @@ _SYMM_MEM_OPS = _SYMM_MEM_SUMS | {"all_gather", "all_gather_matmul", "matmul_red
 
 
 def _symm_mem_supports(op: str, dtype: torch.dtype) -> Availability:
+    from fused_tp.backends.torch_symm_mem.torch_symm_mem_schedule import SUMMED_DTYPES
+
     if op not in _SYMM_MEM_OPS:
         return unavailable(f"torch has no symm_mem op for {op}")
-    if op in _SYMM_MEM_SUMS and dtype not in torch_symm_mem.SUMMED_DTYPES:
+    if op in _SYMM_MEM_SUMS and dtype not in SUMMED_DTYPES:
         return unavailable(f"torch's symm_mem ops sum bfloat16 and float32, not {_name(dtype)}")
     return AVAILABLE
 
 
 def _device_kernels_support(op: str, dtype: torch.dtype) -> Availability:
+    from fused_tp.backends.cuda.device_plans import SUMMED_DTYPES
+
     if op == RING:
         return unavailable(f"there is no device kernel of {RING}")
     if dtype not in SUMMED_DTYPES and op != ALL_TO_ALL:
@@ -350,12 +351,26 @@ def _device_kernels_support(op: str, dtype: torch.dtype) -> Availability:
 
 def device_kernels_on(device: torch.device) -> Availability:
     """True if the device kernels can run on `device`, for any group."""
+    from fused_tp.backends.cuda import native_kernels
+
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return native_kernels.native_kernels_available(10 * major + minor)
     if device.type in native_kernels.DEVICES:
         return native_kernels.native_kernels_available()
     return unavailable(f"device kernels run on NVIDIA GPUs; this is {device.type}")
+
+
+def _copy_engine_on(device: torch.device) -> Availability:
+    from fused_tp.backends.copy_engine.copy_engine import copy_engine_available
+
+    return copy_engine_available(device)
+
+
+def _torch_ops_on(device: torch.device) -> Availability:
+    from fused_tp.backends.torch_symm_mem.torch_symm_mem import torch_ops_on
+
+    return torch_ops_on(device)
 
 
 def _in_symmetric_memory(
@@ -373,6 +388,8 @@ def _in_symmetric_memory(
         on_all = agree(group, f"{what} on {device.type}", lambda: on_device(device))
         if not on_all:
             return on_all
+        from fused_tp.backends.symmetric_memory.symm_mem import group_memory
+
         memory = group_memory(group, device)
         if isinstance(memory, Availability):
             return memory
@@ -384,6 +401,8 @@ def _in_symmetric_memory(
 
 
 def _nccl_available(group: Group, device: torch.device) -> Availability:
+    from fused_tp.backends.nccl.nccl import nccl_dist
+
     transport = nccl_dist(group, device)
     return transport if isinstance(transport, Availability) else AVAILABLE
 
@@ -393,6 +412,8 @@ INSIDE = ("one_sided", "fused_kernel", "two_shot")
 
 
 def _two_levels_available(group: Group, device: torch.device) -> Availability:
+    from fused_tp.backends.hierarchical.two_level import errors_of_group, hosts_of
+
     hosts = hosts_of(group)
     if isinstance(hosts, Availability):
         return hosts
@@ -412,7 +433,21 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _plain(group: Group, device: torch.device, chunks: int | None = None) -> Plain:
+    from fused_tp.backends.messages.plain import Plain
+
     return Plain(torch_dist(group, device.type))
+
+
+def _pipelined(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    from fused_tp.backends.messages.pipelined import Pipelined
+
+    return Pipelined(torch_dist(group, device.type))
+
+
+def _shared_memory(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+
+    return SharedMemory(_known(ShmTransport, shm_transport(group)))
 
 
 def _known(kind: type[T], found: object) -> T:
@@ -421,39 +456,64 @@ def _known(kind: type[T], found: object) -> T:
     return found
 
 
+def _memory(group: Group, device: torch.device) -> GroupMemory:
+    from fused_tp.backends.symmetric_memory.symm_mem import GroupMemory, group_memory
+
+    return _known(GroupMemory, group_memory(group, device))
+
+
 def _device(algorithm: str) -> Callable[[Group, torch.device, int | None], Schedule]:
     def make(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-        plain = _plain(group, device)
-        made = _COLLECTIVES[group]
+        from fused_tp.backends.cuda.device_collectives import DeviceCollectives
+        from fused_tp.backends.cuda.device_schedule import DeviceSchedule
+
+        plain, made = _plain(group, device), _COLLECTIVES[group]
         if device not in made:
-            made[device] = DeviceCollectives(_known(GroupMemory, group_memory(group, device)), plain.transport)
+            made[device] = DeviceCollectives(_memory(group, device), plain.transport)
         return DeviceSchedule(algorithm, made[device], plain)
 
     return make
 
 
 def _symm_mem(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    from fused_tp.backends.torch_symm_mem.torch_symm_mem import TorchSymmMem
+    from fused_tp.backends.torch_symm_mem.torch_symm_mem_schedule import TorchSymmMemSchedule
+
     plain = _plain(group, device)
-    memory = _known(GroupMemory, group_memory(group, device))
-    return TorchSymmMemSchedule(TorchSymmMem(memory, plain.transport), plain)
+    return TorchSymmMemSchedule(TorchSymmMem(_memory(group, device), plain.transport), plain)
 
 
 def _copy_engine(group: Group, device: torch.device, chunks: int | None) -> Schedule:
-    plain = _plain(group, device)
-    made = _ENGINES[group]
+    from fused_tp.backends.copy_engine.copy_engine import CopyEngine
+    from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
+
+    plain, made = _plain(group, device), _ENGINES[group]
     if device not in made:
-        memory = _known(GroupMemory, group_memory(group, device))
-        made[device] = CopyEngine(memory, plain.transport)
+        made[device] = CopyEngine(_memory(group, device), plain.transport)
     return CopyEngineSchedule(made[device], plain, chunks)
 
 
 def _fused_kernel(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    from fused_tp.backends.copy_engine.copy_engine_schedule import CopyEngineSchedule
+    from fused_tp.backends.triton.fused_kernel import FusedKernel
+
     copies = _copy_engine(group, device, None) if _copy_engines_available(group, device) else None
     assert copies is None or isinstance(copies, CopyEngineSchedule)
-    return FusedKernel(_known(GroupMemory, group_memory(group, device)), _plain(group, device), copies)
+    return FusedKernel(_memory(group, device), _plain(group, device), copies)
+
+
+def _nccl_pipeline(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    from fused_tp.backends.nccl.nccl import NcclDist, nccl_dist
+    from fused_tp.backends.nccl.nccl_pipeline import NcclPipeline
+
+    return NcclPipeline(_known(NcclDist, nccl_dist(group, device)), chunks)
 
 
 def _hierarchical(group: Group, device: torch.device, chunks: int | None) -> Schedule:
+    from fused_tp.backends.hierarchical.hierarchical import Hierarchical
+    from fused_tp.backends.hierarchical.two_level import Hosts, errors_of_group, hosts_of
+    from fused_tp.backends.nccl.nccl import nccl_dist
+
     hosts = _known(Hosts, hosts_of(group))
     inside: dict[Any, Schedule] = {}
     made: dict[str, Schedule] = {}
@@ -486,24 +546,16 @@ _TORCH_KERNELS = (
 )
 _TWO_LEVELS = "memory inside of hosts, messages across (all by messages where rows do not divide evenly by the ranks)"
 _device_kernels = _in_symmetric_memory("device kernels", device_kernels_on)
-_copy_engines_available = _in_symmetric_memory("copy engines", copy_engine_available)
+_copy_engines_available = _in_symmetric_memory("copy engines", _copy_engine_on)
 _multimem = _in_symmetric_memory("device kernels", device_kernels_on, multicast=True)
-_symm_mem_available = _in_symmetric_memory("torch's symm_mem ops", torch_ops_on, max_ranks=SYMM_MEM_RANKS)
+_symm_mem_available = _in_symmetric_memory("torch's symm_mem ops", _torch_ops_on, max_ranks=SYMM_MEM_RANKS)
 
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name: spec
     for spec in (
         ScheduleSpec("plain", _always, _always, _plain),
-        ScheduleSpec("pipelined", _always, _always, lambda group, device, _: Pipelined(torch_dist(group, device.type))),
-        ScheduleSpec(
-            "one_sided",
-            _always,
-            _shared_memory_available,
-            lambda group, device, _: SharedMemory(_known(ShmTransport, shm_transport(group))),
-            "shm",
-            ("cpu",),
-            shm.MAX_RANKS,
-        ),
+        ScheduleSpec("pipelined", _always, _always, _pipelined),
+        ScheduleSpec("one_sided", _always, _shared_memory_available, _shared_memory, "shm", ("cpu",), SHM_RANKS),
         ScheduleSpec(
             "symm_mem",
             _symm_mem_supports,
@@ -536,14 +588,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             _copy_engine,
             **_SYMMETRIC,
         ),
-        ScheduleSpec(
-            "nccl_pipeline",
-            _always,
-            _nccl_available,
-            lambda group, device, chunks: NcclPipeline(_known(NcclDist, nccl_dist(group, device)), chunks),
-            "NCCL",
-            ("cuda",),
-        ),
+        ScheduleSpec("nccl_pipeline", _always, _nccl_available, _nccl_pipeline, "NCCL", ("cuda",)),
         ScheduleSpec(
             "hierarchical",
             _lacks("it has no {op}", RING, ALL_TO_ALL),  # movements around grouped matmuls use two levels, too

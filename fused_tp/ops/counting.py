@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fused_tp.attention.layout import BlockCyclicLayout
 from fused_tp.core.group import GroupName, group_by_name
 
 # torch's name of the collective behind each key of dispatch; a ring counts one for each of its W - 1 steps.
@@ -115,6 +114,8 @@ def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
     elif name == "context_parallel_decode":
         (_, q, h, d), group = a.q.shape, group_by_name(a.group)
         for length in a.cache_seqlens.tolist():
+            from fused_tp.attention.layout import BlockCyclicLayout
+
             held = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
             yield from ((h, q, d, held), (h, q, held, a.v.shape[3]))
     elif "grouped" in name:  # one product for each gradient that is needed

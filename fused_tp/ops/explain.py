@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from fused_tp.core.group import GroupLike, resolve_group
 from fused_tp.core.pending import accumulate_dtype
 from fused_tp.ops.all_to_all import SEQUENCE_TO_HEADS
 from fused_tp.ops.arguments import any_dim, check_linear, check_tensor, checked_grouped, example_routing
-from fused_tp.ops.op import OPS, DispatchKey, Op
+from fused_tp.ops.op import DispatchKey, Op, every_op
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ def explain(
         where.type,
         str(where),
         ask,
-        lambda: backend_of(resolved, where.type),
-        lambda query: fused_ring_available_in(resolved, query),
+        partial(backend_of, resolved, where.type),
+        partial(fused_ring_available_in, resolved),
     )
     found = _explain(op, [one.shape if isinstance(one, Tensor) else one for one in shapes], dim, dtype, place)
     if found.provider is None and len(given) == 2 and tensor_arguments()[op][-1] == "weight" and given[1].ndim == 2:
@@ -191,13 +191,12 @@ def explain_for(
                 why = f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(forced)}"
                 return Decision(forced, spec.transport or messages, why)
             reason = f"FUSED_TP_SCHEDULE={forced}, but {supported.reason}; "
-        choice = choose_by_table(
-            key,
-            world_size,
-            "shm" if shared else transport if transport == "nvlink" else messages,
-            arch,
-            lambda spec: spec.supports(key.op, key.dtype) and serves(spec),
-        )
+
+        def usable(spec: ScheduleSpec) -> Availability:
+            return spec.supports(key.op, key.dtype) and serves(spec)
+
+        between = "shm" if shared else transport if transport == "nvlink" else messages
+        choice = choose_by_table(key, world_size, between, arch, usable)
         reason += f"dispatch table {settings.table_path() or 'as shipped'}, rule {choice.rule}"
         if transport == "shm" and not shared and "no one_sided" not in choice.rule:
             reason += f"; no shared memory: {shared.reason}"
@@ -292,7 +291,7 @@ def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
     """Map each public function to its op and the parameters of its `example` except the group size: the tensors whose
     shapes `explain` takes, and `dim`. Not built at import, when some ops are not yet defined."""
     found = {}
-    for op in OPS.values():
+    for op in every_op().values():
         if op.example is not None:
             # Attention by heads is dispatched by its first exchange.
             name = "ulysses_attention" if op is SEQUENCE_TO_HEADS else op.name

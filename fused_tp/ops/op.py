@@ -17,7 +17,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -27,8 +29,7 @@ from torch.autograd import profiler as _profiler
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
-from fused_tp.backends.autotune import measures, tuned_schedule
-from fused_tp.backends.registry import select_schedule
+from fused_tp.backends.local import LOCAL
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core import settings, tracing
 from fused_tp.core.dispatch import DispatchKey as DispatchKey
@@ -58,7 +59,16 @@ _Plan: TypeAlias = tuple["Schedule | None", "Callable[..., Any] | None", tuple[t
 _MAX_PLANS = 1024  # per op and group: lengths may keep changing
 _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
 
-OPS: dict[str, Op[Any]] = {}
+OPS: dict[str, Op[Any]] = {}  # those whose modules have been imported
+
+
+@cache
+def every_op() -> dict[str, Op[Any]]:
+    """All ops by name; imports the modules that define them."""
+    for module in iter_modules(import_module("fused_tp.ops").__path__):
+        import_module(f"fused_tp.ops.{module.name}")
+    return OPS
+
 
 A = TypeVar("A", bound=tuple[Any, ...])
 
@@ -356,6 +366,11 @@ class Op(Generic[A]):
         if key is None:
             return None
         group = group_by_name(args[-1])
+        if group.size == 1:
+            return LOCAL
+        from fused_tp.backends.autotune import measures, tuned_schedule  # transports, of which one rank needs none
+        from fused_tp.backends.registry import select_schedule
+
         selected = select_schedule(key, group)
         if measures(self.name, key, group):
 

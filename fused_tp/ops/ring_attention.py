@@ -194,8 +194,8 @@ def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
     return (AllGatherRing if type(schedule) is Plain else MessageRing)(schedule.messages)
 
 
-# Calls and descriptions, by everything that they depend on besides tensors. Few are kept, as a plan takes some bytes per
-# token and step, and every batch of documents has another plan.
+# Calls and their descriptions, by everything that determines them. Few are kept, as a plan takes some bytes per token
+# and step, and every batch of documents has another plan.
 _calls: dict[Any, tuple[RingCall, str]] = {}
 _MOST_CALLS = 16
 _setting = settings.RAW.get

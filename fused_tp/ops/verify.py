@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -50,17 +51,17 @@ class Example(NamedTuple):
 
     Attributes:
         op: name of the op.
-        run: (inputs, group) -> results of this rank.
+        run: (*inputs, group=group) -> results of this rank.
         reference: inputs of all ranks -> results of all ranks; differentiable.
-        shapes: rank -> shapes of its inputs.
+        shapes: shapes of the inputs of each rank.
         alike: indices of the inputs that are equal on all ranks.
         one_result: the result is equal on all ranks, and so is its gradient.
     """
 
     op: str
-    run: Callable[[Sequence[Tensor], GroupLike], Any]
+    run: Callable[..., Any]
     reference: Callable[[ByRank], ByRank]
-    shapes: Callable[[int], list[tuple[int, ...]]]
+    shapes: Sequence[Sequence[tuple[int, ...]]]
     alike: frozenset[int] = frozenset()
     one_result: bool = False
 
@@ -226,7 +227,7 @@ def _situations(
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            results = _results(example.run(static.inputs, group))
+            results = _results(example.run(*static.inputs, group=group))
         for call in range(6):
             for mine, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
                 mine.copy_(given)
@@ -245,7 +246,7 @@ def _situations(
 def _outcome(example: Example, one: _Set, group: dist.ProcessGroup) -> list[Tensor]:
     """Run the example; return its results and gradients."""
     leaves = [x.detach().requires_grad_() for x in one.inputs]
-    results = _results(example.run(leaves, group))
+    results = _results(example.run(*leaves, group=group))
     return [*(t.detach() for t in results), *torch.autograd.grad(results, leaves, one.grads)]
 
 
@@ -265,7 +266,7 @@ def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype
 
     inputs: ByRank = []
     for one in range(world):
-        of_rank = [made(shape, 1, 0 if i in example.alike else one, i) for i, shape in enumerate(example.shapes(one))]
+        of_rank = [made(shape, 1, 0 if i in example.alike else one, i) for i, shape in enumerate(example.shapes[one])]
         inputs.append(of_rank)
     wide: ByRank = []
     for one in range(world):
@@ -290,15 +291,20 @@ def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype
 def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
     """Examples of all verified ops at one size."""
     share = -(-m // world)
+    rows = [min(share, max(0, m - rank * share)) for rank in range(world)]
 
-    def rows(rank: int) -> int:
-        return min(share, max(0, m - rank * share))
-
-    def sizes(t: Tensor) -> list[Tensor]:
-        return list(t.split([rows(rank) for rank in range(world)]))
+    def gathered(ranks: ByRank) -> ByRank:
+        x = torch.cat([x for x, *_ in ranks])
+        return [[x @ weights[0].t() if weights else x] for _, *weights in ranks]
 
     def total(ranks: ByRank) -> Tensor:
-        return torch.stack([x @ w.t() for x, w, *_ in ranks]).sum(0)
+        return torch.stack([x @ weights[0].t() if weights else x for x, *weights in ranks]).sum(0)
+
+    def scattered(ranks: ByRank) -> ByRank:
+        return [[part] for part in total(ranks).split(rows)]
+
+    def reduced(ranks: ByRank) -> ByRank:
+        return [[total(ranks)]] * world
 
     def normed(ranks: ByRank) -> ByRank:
         residual = total(ranks) + ranks[0][2]
@@ -310,57 +316,21 @@ def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
         out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, is_causal=True).transpose(1, 2)
         return [[part] for part in out.split(share, 1)]
 
+    gather = partial(all_gather_matmul, gather_size=m)
+    norm = partial(matmul_all_reduce_rms_norm, eps=EPS)
+    attend = partial(ring_attention, causal=True, layout="contiguous")
+    shards, columns = [[(own, k), (n, k)] for own in rows], [[(m, k), (n, k)]] * world
+    normed_shapes = [[(m, k), (n, k), (m, n), (n,)]] * world
+    heads = [[(1, share, max(1, n // HEAD_DIM), HEAD_DIM)] * 3] * world  # equal shards: uneven ones need the layout
+    gather_rows = partial(collectives.all_gather, dim=0, gather_size=m)
+    scatter_rows = partial(collectives.reduce_scatter, dim=0)
     return [
-        Example(
-            "all_gather_matmul",
-            lambda x, group: all_gather_matmul(x[0], x[1], group=group, gather_size=m),
-            lambda ranks: [[torch.cat([x for x, _ in ranks]) @ w.t()] for _, w in ranks],
-            lambda rank: [(rows(rank), k), (n, k)],
-        ),
-        Example(
-            "matmul_reduce_scatter",
-            lambda x, group: matmul_reduce_scatter(x[0], x[1], group=group),
-            lambda ranks: [[part] for part in sizes(total(ranks))],
-            lambda rank: [(m, k), (n, k)],
-        ),
-        Example(
-            "matmul_all_reduce",
-            lambda x, group: matmul_all_reduce(x[0], x[1], group=group),
-            lambda ranks: [[total(ranks)]] * world,
-            lambda rank: [(m, k), (n, k)],
-            one_result=True,
-        ),
-        Example(
-            "matmul_all_reduce_rms_norm",
-            lambda x, group: matmul_all_reduce_rms_norm(x[0], x[1], x[2], x[3], EPS, group=group),
-            normed,
-            lambda rank: [(m, k), (n, k), (m, n), (n,)],
-            alike=frozenset({2, 3}),
-            one_result=True,
-        ),
-        Example(
-            "all_gather",
-            lambda x, group: collectives.all_gather(x[0], 0, group=group, gather_size=m),
-            lambda ranks: [[torch.cat([x for (x,) in ranks])]] * world,
-            lambda rank: [(rows(rank), k)],
-        ),
-        Example(
-            "reduce_scatter",
-            lambda x, group: collectives.reduce_scatter(x[0], 0, group=group),
-            lambda ranks: [[part] for part in sizes(torch.stack([x for (x,) in ranks]).sum(0))],
-            lambda rank: [(m, n)],
-        ),
-        Example(
-            "all_reduce",
-            lambda x, group: collectives.all_reduce(x[0], group=group),
-            lambda ranks: [[torch.stack([x for (x,) in ranks]).sum(0)]] * world,
-            lambda rank: [(m, n)],
-            one_result=True,
-        ),
-        Example(  # equal shards: uneven ones would need the layout
-            "ring_attention",
-            lambda x, group: ring_attention(x[0], x[1], x[2], group=group, causal=True, layout="contiguous"),
-            attended,
-            lambda rank: [(1, share, max(1, n // HEAD_DIM), HEAD_DIM)] * 3,
-        ),
+        Example("all_gather_matmul", gather, gathered, shards),
+        Example("matmul_reduce_scatter", matmul_reduce_scatter, scattered, columns),
+        Example("matmul_all_reduce", matmul_all_reduce, reduced, columns, one_result=True),
+        Example("matmul_all_reduce_rms_norm", norm, normed, normed_shapes, frozenset({2, 3}), one_result=True),
+        Example("all_gather", gather_rows, gathered, [[(own, k)] for own in rows]),
+        Example("reduce_scatter", scatter_rows, scattered, [[(m, n)]] * world),
+        Example("all_reduce", collectives.all_reduce, reduced, [[(m, n)]] * world, one_result=True),
+        Example("ring_attention", attend, attended, heads),
     ]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from fused_tp.ops.op import OPS
+from fused_tp.ops.op import every_op
 from fused_tp.training.intervals import Intervals
 from fused_tp.training.traces import OUTSIDE, Communication, RankTrace
 
@@ -199,7 +199,8 @@ def _change(worst: OpTime) -> str:
     where = f"{worst.op} over {worst.group}" if worst.group else worst.op
     if "(plain)" in worst.op:
         return f"{where} moves when the matmul is done: run a fused schedule (leave FUSED_TP_SCHEDULE unset)."
-    if worst.op.split(" ")[0] in OPS.keys() - COLLECTIVES:  # torch and libraries have collectives of these names, too
+    # torch and libraries have collectives of these names, too.
+    if worst.op.split(" ")[0] in every_op().keys() - COLLECTIVES:
         return (
             f"{where} waits for its peers: keep its ranks inside of a node, give each CPU rank a core of its own, "
             "or take fewer (parallel.tp, cp)."

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fused_tp.ops.op import OPS
+from fused_tp.ops.op import every_op
 from fused_tp.training.intervals import Intervals
 
 OUTSIDE = "outside of modules"
@@ -251,7 +251,7 @@ def _in_context(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | Non
         is_range = event.category == "user_annotation" and not event.name.startswith(("gloo:", "fused_tp::"))
         if op is not None or _STEP.fullmatch(event.name) or _WAIT.fullmatch(event.name):
             pass
-        elif is_range and event.name.split(" ")[0] in OPS:
+        elif is_range and event.name.split(" ")[0] in every_op():
             op, label = event, _op_name(event) if around == OUTSIDE else around
         elif event.name.startswith(_NODE):
             label = f"backward of {forward[number]}" if number in forward else event.name.removeprefix(_NODE)

@@ -31,7 +31,7 @@ from fused_tp.core.errors import FusedTPError, raised_midway
 from fused_tp.core.pending import After, Pending
 
 with suppress(ImportError):  # without the core no group shares memory, and this schedule is never made
-    from fused_tp import _core
+    import fused_tp._core as _core
 
 # Below this many bytes of result the native all-reduce, which chunks for the cache, is faster than a multi-step call.
 _DIRECT_BYTES = 1 << 20
