@@ -169,7 +169,7 @@ class RowSchedule(Schedule):
             return other.reduce_scatter(partial, scatter_dim=scatter_dim)
         self.check("reduce_scatter", (*partial.shape, scatter_dim), partial)
         rows = cut.rank_major(partial.unsqueeze(-1))
-        return self._sum_rows(rows, cut).view(cut.shard_shape(self.rank)[:-1])
+        return self._sum_rows(rows, cut).view(cut.shard_shapes[self.rank][:-1])
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if (other := self._other("all_reduce", partial.dtype, partial.shape)) is not None:
@@ -194,7 +194,7 @@ class RowSchedule(Schedule):
             return other.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
         self.check("matmul_reduce_scatter", (*cut.shape, scatter_dim, bias is not None), x)
         rows = [(cut.rank_major(x), w) for x, w in products]
-        return self._matmul_scatter(rows, cut, bias, meanwhile).view(cut.shard_shape(self.rank))
+        return self._matmul_scatter(rows, cut, bias, meanwhile).view(cut.shard_shapes[self.rank])
 
     def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         x, w = products[0]
@@ -302,10 +302,15 @@ class DimShards:
         others = prod(self.shape[: self.dim]) * prod(self.shape[self.dim + 1 : -1])
         return tuple(others * size for size in self.sizes)
 
-    def shard_shape(self, rank: int) -> list[int]:
-        shape = list(self.shape)
-        shape[self.dim] = self.sizes[rank]
-        return shape
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First rank-major row of each rank."""
+        return tuple(rank_offsets(self.counts))
+
+    @cached_property
+    def shard_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape of each rank's shard."""
+        return tuple((*self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes)
 
     def rank_major(self, x: Tensor) -> Tensor:
         """`x`, of this shape except for its last dim k, as contiguous rank-major rows [M, k]."""

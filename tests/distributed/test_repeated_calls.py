@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -239,3 +243,84 @@ def test_with_the_pool_full_of_results_new_ones_come_from_elsewhere(group: Any) 
         kept.clear()
         assert transport._pooled(expected.nbytes) is not None
     dist.barrier(group)
+
+
+def frames_of(call: Callable[[], object]) -> int:
+    """Python frames of ours in a repeated call, without those of settings, which a long wait reads again and again."""
+    counts = []
+    for _ in range(8):
+        count = 0
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            nonlocal count
+            file = Path(frame.f_code.co_filename)
+            count += event == "call" and "fused_tp" in file.parts and file.name != "settings.py"
+
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        counts.append(count)
+    return min(counts)
+
+
+@torch.no_grad()
+def frames(group: Any) -> dict[str, int]:
+    q, x, w = torch.randn(1, 4, 16, 16), torch.randn(8, 64), torch.randn(64, 64)
+    wide, square = torch.randn(512, 1024), torch.randn(1024, 1024)
+    one, weight = torch.randn(1, 512).bfloat16(), torch.randn(512, 512).bfloat16()
+    return {
+        "ring_attention": frames_of(lambda: fused_tp.ring_attention(q, q, q, group=group, causal=True)),
+        "all_gather_matmul": frames_of(lambda: fused_tp.all_gather_matmul(x, w, group=group)),
+        "matmul_reduce_scatter": frames_of(lambda: fused_tp.matmul_reduce_scatter(x, w, group=group)),
+        "matmul_all_reduce of 2 MiB": frames_of(lambda: fused_tp.matmul_all_reduce(wide, square, group=group)),
+        "matmul_all_reduce of a token": frames_of(lambda: fused_tp.matmul_all_reduce(one, weight, group=group)),
+    }
+
+
+MOST_FRAMES = {
+    "ring_attention": 75,
+    "all_gather_matmul": 18,
+    "matmul_reduce_scatter": 26,
+    "matmul_all_reduce of 2 MiB": 16,
+    "matmul_all_reduce of a token": 8,
+}
+
+
+def test_a_repeated_call_runs_few_frames() -> None:
+    for found in run_ranks(2, frames):
+        assert all(found[name] <= most for name, most in MOST_FRAMES.items()), found
+
+
+def documents_in_turn(group: Any) -> None:
+    """Calls of equal shapes whose documents or kernels differ, against calls that know no earlier one."""
+    rank, calls = dist.get_rank(group), import_module("fused_tp.ops.ring_attention")._calls
+    q, k, v = (seeded(1, 16, 2, 8, seed=10 * rank + i) for i in range(3))
+    ways: list[tuple[dict[str, Any], dict[str, str]]] = [
+        *(({"cu_seqlens": torch.tensor([0, at, 32])}, {}) for at in (8, 20)),
+        ({"causal": True}, {}),
+        ({"causal": True}, {"FUSED_TP_ATTENTION": "torch-blocks"}),
+        ({"causal": True, "scale": 0.5}, {}),
+    ]
+
+    def run(how: dict[str, Any], env: dict[str, str]) -> Tensor:
+        with environment(env):
+            return fused_tp.ring_attention(q, k, v, group=group, **how)
+
+    fresh = []
+    for way in ways:
+        calls.clear()
+        fresh.append(run(*way))
+    assert not torch.equal(fresh[0], fresh[1]) and not torch.equal(fresh[2], fresh[4])
+    for _ in range(2):
+        assert all(torch.equal(run(*way), right) for way, right in zip(ways, fresh, strict=True))
+    assert len(calls) == len(ways)
+    for at in range(1, 32):
+        run({"cu_seqlens": torch.tensor([0, at, 32])}, {})
+        assert len(calls) <= import_module("fused_tp.ops.ring_attention")._MOST_CALLS
+
+
+@pytest.mark.parametrize("env", [{}, {"FUSED_TP_SHM": "0"}])
+def test_a_ring_of_known_shapes_has_its_own_mask(env: dict[str, str]) -> None:
+    run_ranks(2, documents_in_turn, env=env)

@@ -42,6 +42,29 @@ assert not Missing.names & set(sys.modules), Missing.names & set(sys.modules)
 """
 
 
+# One op loads what it needs itself; schedules and transports come with the first call over several ranks.
+IMPORT_ONE = """
+import pickle, sys
+import fused_tp
+own = lambda: [name for name in sys.modules if name.split(".")[0] == "fused_tp"]
+assert len(own()) <= 6, own()
+assert set(fused_tp.__all__) <= set(dir(fused_tp)) and "matmul_all_reduce" not in vars(fused_tp)
+from fused_tp import matmul_all_reduce
+import torch
+assert matmul_all_reduce(torch.ones(2, 3), torch.ones(4, 3), group=None).shape == (2, 4)
+assert len(own()) <= 26, own()
+assert vars(fused_tp)["matmul_all_reduce"] is pickle.loads(pickle.dumps(matmul_all_reduce)) is matmul_all_reduce
+assert torch.ops.fused_tp.matmul_all_reduce.default
+try:
+    fused_tp.no_such_name
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+for name in fused_tp.__all__:
+    if name not in ("FusedColwiseParallel", "FusedRowwiseParallel", "FusedSequenceParallel", "parallelize"):
+        getattr(fused_tp, name)
+"""
+
+
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
 
@@ -74,6 +97,11 @@ def test_names_that_torch_has_changed_stand_in_one_place() -> None:
 
 def test_import_needs_no_optional_library_and_starts_nothing() -> None:
     done = run(sys.executable, "-c", IMPORT_ALL)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_op_imports_what_it_needs() -> None:
+    done = run(sys.executable, "-c", IMPORT_ONE)
     assert done.returncode == 0, done.stderr
 
 

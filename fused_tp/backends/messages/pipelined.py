@@ -118,7 +118,7 @@ class Pipelined(Plain):
         """Start the exchange with the ranks `step` away, in which the shard of rank - step arrives."""
         source = (self.rank - step) % self.world_size
         if gathered is None:
-            place = x_shard.new_empty(cut.shard_shape(source))
+            place = x_shard.new_empty(cut.shard_shapes[source])
         else:
             place = gathered.split(cut.sizes, cut.dim)[source]
         return self.transport.shift("all_gather_matmul", x_shard, place, step)

@@ -74,7 +74,7 @@ class Plain(RowSchedule):
         self.check("grouped_matmul_reduce_scatter", (*cut.shape, scatter_dim), product.x)
         if not cut.in_order:
             product = product.in_order(cut.places(product.x.device))
-        return self._grouped_scatter(product, cut, meanwhile).view(cut.shard_shape(self.rank))
+        return self._grouped_scatter(product, cut, meanwhile).view(cut.shard_shapes[self.rank])
 
     def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
         self.check("grouped_matmul_all_reduce", product.shape, product.x)

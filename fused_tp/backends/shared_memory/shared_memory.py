@@ -25,7 +25,7 @@ from torch import Tensor
 from fused_tp.backends.gemm import Product, linear, sum_of_products
 from fused_tp.backends.grouped import GroupedProduct
 from fused_tp.backends.messages.torch_dist import TorchDist
-from fused_tp.backends.schedule import DimShards, GatherMatmul, RowSchedule, T, Work, add_rms_norm, rank_offsets
+from fused_tp.backends.schedule import DimShards, GatherMatmul, RowSchedule, T, Work, add_rms_norm
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport, dtype_number, folded
 from fused_tp.core.errors import FusedTPError, raised_midway
 from fused_tp.core.pending import After, Pending
@@ -152,7 +152,7 @@ class SharedMemory(RowSchedule):
             product = product.in_order(cut.places(product.x.device))
         op, dtype, rows = "grouped_matmul_reduce_scatter", product.x.dtype, self._rows_for(product)
         out = self._scatter_written(op, partial(product.sum, rows=rows), cut, dtype, meanwhile)
-        return out.view(cut.shard_shape(self.rank))
+        return out.view(cut.shard_shapes[self.rank])
 
     def _scatter_written(
         self, op: str, write: Callable[[Tensor], object], cut: DimShards, dtype: torch.dtype, meanwhile: Work
@@ -166,8 +166,7 @@ class SharedMemory(RowSchedule):
             workspace.wait_all(1)
             out = self.transport.empty((counts[self.rank], n), dtype)
             if out.numel():
-                start = rank_offsets(counts)[self.rank] * n * dtype.itemsize
-                sources = [workspace.address(rank) + start for rank in range(self.world_size)]
+                sources = workspace.addresses(self.world_size, cut.starts[self.rank] * n * dtype.itemsize)
                 # The rows are contiguous, so they are summed as one long row.
                 _core.sum_arrays(out.data_ptr(), sources, out.numel(), dtype_number(dtype))
         return out

@@ -99,9 +99,9 @@ class ShmCall:
             memory = self._memories[rank] = self._call.workspace(rank, self._core_group)
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
 
-    def address(self, rank: int) -> int:
-        """Address in this process of `rank`'s memory of this call."""
-        return self._call.workspace_address(rank)
+    def addresses(self, world_size: int, offset: int = 0) -> list[int]:
+        """Addresses in this process of all ranks' memory of this call, at byte `offset`."""
+        return [self._call.workspace_address(rank) + offset for rank in range(world_size)]
 
     def signal(self, stage: int) -> None:
         """Publish all that this rank has written, as its stage `stage` (from 1, increasing) of this call."""
