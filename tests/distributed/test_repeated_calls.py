@@ -282,7 +282,7 @@ def frames(group: Any) -> dict[str, int]:
 MOST_FRAMES = {
     "ring_attention": 75,
     "all_gather_matmul": 18,
-    "matmul_reduce_scatter": 26,
+    "matmul_reduce_scatter": 28,
     "matmul_all_reduce of 2 MiB": 16,
     "matmul_all_reduce of a token": 8,
 }
