@@ -11,7 +11,7 @@ from fused_tp.backends.grouped import GroupedProduct, Routing, grouped_linear, g
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
 from fused_tp.core.partition import SymInt
-from fused_tp.ops.arguments import checked_grouped, example_routing, resized, token_dim, total_size
+from fused_tp.ops.arguments import checked_grouped, example_routing, fake_grouped_grads, resized, token_dim, total_size
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 
@@ -151,10 +151,7 @@ def _grads_key(g: _Args | _Grads) -> DispatchKey:
 
 
 def _all_gather_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
-    return (
-        g.x_shard.new_empty(g.x_shard.shape if g.needs_x else 0),
-        g.x_shard.new_empty(g.weight.shape if g.needs_weight else 0),
-    )
+    return fake_grouped_grads(g.x_shard, g.needs_x, g.weight, g.needs_weight)
 
 
 ALL_GATHER_GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(

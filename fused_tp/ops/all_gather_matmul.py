@@ -16,6 +16,7 @@ from fused_tp.ops.arguments import (
     bias_grads,
     check_bool,
     checked_linears,
+    fake_grads,
     resized,
     spread,
     token_dim,
@@ -233,8 +234,7 @@ def _grads_key(g: _Args | _Grads) -> DispatchKey:
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
-    d_x = g.x_shard.new_empty(g.x_shard.shape if g.needs_x else 0)
-    return [d_x, *(w.new_empty(w.shape) for w, needs in zip(g.weights, g.needs_weight, strict=True) if needs)]
+    return fake_grads(g.x_shard, g.needs_x, g.weights, g.needs_weight)
 
 
 def _gathered_shape(a: _Args | _Grads) -> list[int]:

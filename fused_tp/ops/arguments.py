@@ -221,6 +221,17 @@ def bias_grads(
     return [bias_grad(d) if needed and d is not None else None for d, needed in zip(owners, needs, strict=True)]
 
 
+def fake_grads(x: Tensor, needs_x: bool, weights: Sequence[Tensor], needs_weight: Sequence[bool]) -> list[Tensor]:
+    """Gradients without data of `x`, empty if not needed, and of the weights that need one."""
+    d_weights = [w.new_empty(w.shape) for w, needed in zip(weights, needs_weight, strict=True) if needed]
+    return [x.new_empty(x.shape if needs_x else 0), *d_weights]
+
+
+def fake_grouped_grads(x: Tensor, needs_x: bool, weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor]:
+    """Gradients without data of `x` and of the experts' weight, empty where not needed."""
+    return x.new_empty(x.shape if needs_x else 0), x.new_empty(weight.shape if needs_weight else 0)
+
+
 def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
     """Normalize `dim` of `t` to be non-negative; refuse the last dim, which the matmul reduces or creates."""
     dim = any_dim(name, dim, t_name, t)

@@ -10,7 +10,7 @@ from torch import Tensor
 from fused_tp.backends.grouped import GroupedProduct, Routing, grouped_linear, grouped_weight_grad
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
-from fused_tp.ops.arguments import checked_grouped, example_routing
+from fused_tp.ops.arguments import checked_grouped, example_routing, fake_grouped_grads
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 
@@ -111,10 +111,7 @@ def _sum_key(a: _Args | _Grads) -> DispatchKey:
 
 
 def _column_parallel_grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
-    return (
-        g.x.new_empty(g.x.shape if g.needs_x else 0),
-        g.x.new_empty(g.weight.shape if g.needs_weight else 0),
-    )
+    return fake_grouped_grads(g.x, g.needs_x, g.weight, g.needs_weight)
 
 
 def _column_parallel_grouped_matmul_backward_key(g: _Grads) -> DispatchKey | None:

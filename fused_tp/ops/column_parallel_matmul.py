@@ -10,7 +10,7 @@ from torch import Tensor
 from fused_tp.backends.gemm import linear, weight_grad
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike, group_identity
-from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, spread
+from fused_tp.ops.arguments import as_lists, bias_grads, checked_linears, fake_grads, spread
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 
@@ -125,8 +125,7 @@ def _sum_key(a: _Args | _Grads) -> DispatchKey:
 
 
 def _grads_fake(g: _Grads) -> list[Tensor]:
-    d_x = g.x.new_empty(g.x.shape if g.needs_x else 0)
-    return [d_x, *(w.new_empty(w.shape) for w, needs in zip(g.weights, g.needs_weight, strict=True) if needs)]
+    return fake_grads(g.x, g.needs_x, g.weights, g.needs_weight)
 
 
 def _column_parallel_matmul_backward_key(g: _Grads) -> DispatchKey | None:

@@ -19,7 +19,7 @@ from fused_tp.backends.grouped import (
 from fused_tp.backends.schedule import Schedule
 from fused_tp.core.group import GroupLike
 from fused_tp.core.partition import SymInt
-from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, example_routing
+from fused_tp.ops.arguments import check_rows, checked_grouped, checked_sizes, example_routing, fake_grouped_grads
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 
@@ -136,10 +136,7 @@ def _compute_grads(schedule: None, g: _Grads) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_matmul_backward_fake(g: _Grads) -> tuple[Tensor, Tensor]:
-    return (
-        g.x.new_empty(g.x.shape if g.needs_rows else 0),
-        g.x.new_empty(g.weight.shape if g.needs_weight else 0),
-    )
+    return fake_grouped_grads(g.x, g.needs_rows, g.weight, g.needs_weight)
 
 
 GROUPED_MATMUL_BACKWARD: Op[_Grads] = Op(
