@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -11,21 +11,15 @@ from fused_tp.attention.kernels.base import AttentionKernel, KernelQuery
 from fused_tp.attention.kernels.select import kernel_for
 from fused_tp.attention.kernels.triton import TRITON
 from fused_tp.attention.ring import OP, LocalRing, Ring, RingCall, RingSaved
-from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
-from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
 from fused_tp.attention.ring_plan import RingPlan, ring_plan
-from fused_tp.attention.ring_shared_memory import SharedMemoryRing
 from fused_tp.attention.spec import AttentionArguments, Scores
-from fused_tp.backends.local import Local
-from fused_tp.backends.messages.plain import Plain
 from fused_tp.backends.schedule import Schedule
-from fused_tp.backends.shared_memory.shared_memory import SharedMemory
-from fused_tp.backends.triton.fused_kernel import FusedKernel
 from fused_tp.core import settings
 from fused_tp.core.group import SINGLE_NAME, Group, GroupLike, group_by_name, group_identity
 from fused_tp.core.pending import accumulate_dtype, checksum
 from fused_tp.core.tracing import span
-from fused_tp.ops.arguments import autocast_dtype, cast, check_bool
+from fused_tp.ops.arguments import autocast_dtype, check_bool
+from fused_tp.ops.arguments import cast as cast_tensors
 from fused_tp.ops.attention_arguments import (
     AttentionKeywords,
     OutAndLseKeywords,
@@ -40,6 +34,9 @@ from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fused_tp.backends.shared_memory.shared_memory import SharedMemory
+    from fused_tp.backends.triton.fused_kernel import FusedKernel
 
 
 @overload
@@ -144,7 +141,7 @@ def checked_call(
     """Cast q, k and v to autocast's dtype and check all arguments."""
     dtype = autocast_dtype(q)
     if dtype is not None:
-        q, k, v = cast(dtype, q, k, v)
+        q, k, v = cast_tensors(dtype, q, k, v)
     return q, k, v, checked_arguments(arguments, q, k, v, size, rank)
 
 
@@ -183,15 +180,22 @@ def _key(a: _Args | _Grads) -> DispatchKey:
 
 
 def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
-    if isinstance(schedule, Local):
+    """The ring of a call on `schedule`, with its transport imported here: a group uses one or two of five."""
+    if schedule.name == "local":
         return LocalRing()
-    if isinstance(schedule, SharedMemory):
-        return SharedMemoryRing(schedule.transport)
-    if isinstance(schedule, FusedKernel):
+    if schedule.name == "one_sided":
+        from fused_tp.attention.ring_shared_memory import SharedMemoryRing
+
+        return SharedMemoryRing(cast("SharedMemory", schedule).transport)
+    if schedule.name == "fused_kernel":
+        from fused_tp.attention.ring_fused import FusedRing, fused_ring_available_in
+
         query = KernelQuery(a.q.device, a.q.dtype, a.q.shape[3], a.v.shape[3], positive_scale=a.attention.scale > 0)
         if fused_ring_available_in(group_by_name(a.group), query):
-            return FusedRing(schedule)
-    return (AllGatherRing if type(schedule) is Plain else MessageRing)(schedule.messages)
+            return FusedRing(cast("FusedKernel", schedule))
+    from fused_tp.attention.ring_messages import AllGatherRing, MessageRing
+
+    return (AllGatherRing if schedule.name == "plain" else MessageRing)(schedule.messages)
 
 
 # Calls and their descriptions, by everything that determines them. Few are kept, as a plan takes some bytes per token
@@ -236,7 +240,7 @@ def _make_call(ring: Ring, group: Group, a: _Args | _Grads, grad_lse: bool) -> t
     """Return a call without the tensors of its scores, and its description."""
     q, k, v, given, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
     kernel: AttentionKernel = TRITON
-    if not isinstance(ring, FusedRing):
+    if ring.name != "fused_kernel":
         single = mask.is_one_piece and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
         backward = isinstance(a, _Grads)
         kernel = kernel_for(q, v, given.scores(q.dtype), grad_lse=grad_lse, single=single, backward=backward)
