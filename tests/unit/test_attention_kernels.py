@@ -469,7 +469,7 @@ def test_vectors_of_a_step_outlive_the_call(monkeypatch: pytest.MonkeyPatch) -> 
             return vector
 
     class Replaced(dict[bool, Any]):
-        """As if another thread stored its own vectors."""
+        """A dict that another thread has overwritten."""
 
         def __setitem__(self, placed: bool, vectors: Any) -> None:
             pass
