@@ -156,20 +156,20 @@ class RowSchedule(Schedule):
     """
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
-        if (other := self._other("all_gather", x_shard.dtype, cut.shape)) is not None:
+        dim_shards = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
+        if (other := self._other("all_gather", x_shard.dtype, dim_shards.shape)) is not None:
             return other.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
-        self.check("all_gather", (*cut.shape, gather_dim), x_shard)
-        return self._gather(x_shard, cut)
+        self.check("all_gather", (*dim_shards.shape, gather_dim), x_shard)
+        return self._gather(x_shard, dim_shards)
 
     def reduce_scatter(self, partial: Tensor, *, scatter_dim: int) -> Tensor:
         # Append a dim, so that `scatter_dim` is never the last one.
-        cut = DimShards.of((*partial.shape, 1), scatter_dim, self.world_size)
-        if (other := self._other("reduce_scatter", partial.dtype, cut.shape)) is not None:
+        dim_shards = DimShards.of((*partial.shape, 1), scatter_dim, self.world_size)
+        if (other := self._other("reduce_scatter", partial.dtype, dim_shards.shape)) is not None:
             return other.reduce_scatter(partial, scatter_dim=scatter_dim)
         self.check("reduce_scatter", (*partial.shape, scatter_dim), partial)
-        rows = cut.rank_major(partial.unsqueeze(-1))
-        return self._sum_rows(rows, cut).view(cut.shard_shapes[self.rank][:-1])
+        rows = dim_shards.rank_major(partial.unsqueeze(-1))
+        return self._sum_rows(rows, dim_shards).view(dim_shards.shard_shapes[self.rank][:-1])
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         if (other := self._other("all_reduce", partial.dtype, partial.shape)) is not None:
@@ -179,22 +179,22 @@ class RowSchedule(Schedule):
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         x_shard, dim = asked.x_shard, asked.gather_dim
-        cut = DimShards.of_shards(x_shard.shape, dim, asked.gather_size, self.world_size)
-        if (other := self._other("all_gather_matmul", x_shard.dtype, cut.shape)) is not None:
+        dim_shards = DimShards.of_shards(x_shard.shape, dim, asked.gather_size, self.world_size)
+        if (other := self._other("all_gather_matmul", x_shard.dtype, dim_shards.shape)) is not None:
             return other.all_gather_matmul(asked)
-        self.check("all_gather_matmul", (*cut.shape, dim), x_shard)
-        return self._gather_matmul(asked, cut)
+        self.check("all_gather_matmul", (*dim_shards.shape, dim), x_shard)
+        return self._gather_matmul(asked, dim_shards)
 
     def matmul_reduce_scatter(
         self, products: Sequence[Product], bias: Tensor | None, *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
         x, w = products[0]
-        cut = DimShards.of((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
-        if (other := self._other("matmul_reduce_scatter", x.dtype, cut.shape)) is not None:
+        dim_shards = DimShards.of((*x.shape[:-1], w.shape[0]), scatter_dim, self.world_size)
+        if (other := self._other("matmul_reduce_scatter", x.dtype, dim_shards.shape)) is not None:
             return other.matmul_reduce_scatter(products, bias, scatter_dim=scatter_dim, meanwhile=meanwhile)
-        self.check("matmul_reduce_scatter", (*cut.shape, scatter_dim, bias is not None), x)
-        rows = [(cut.rank_major(x), w) for x, w in products]
-        return self._matmul_scatter(rows, cut, bias, meanwhile).view(cut.shard_shapes[self.rank])
+        self.check("matmul_reduce_scatter", (*dim_shards.shape, scatter_dim, bias is not None), x)
+        rows = [(dim_shards.rank_major(x), w) for x, w in products]
+        return self._matmul_scatter(rows, dim_shards, bias, meanwhile).view(dim_shards.shard_shapes[self.rank])
 
     def matmul_all_reduce(self, products: Sequence[Product], bias: Tensor | None, *, meanwhile: Work = None) -> Tensor:
         x, w = products[0]
@@ -227,29 +227,29 @@ class RowSchedule(Schedule):
         """Compare the call between ranks if FUSED_TP_CHECK=1; `dims`: sizes and other numbers that must agree."""
 
     @abstractmethod
-    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
-        """`all_gather`; `cut` is the sharding of the gathered x."""
+    def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
+        """`all_gather`; `dim_shards` is the sharding of the gathered x."""
 
     @abstractmethod
     def _all_reduced(self, partial: Tensor) -> Tensor:
         """`all_reduce`."""
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        """`all_gather_matmul`; `cut` is the sharding of the gathered x."""
+    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        """`all_gather_matmul`; `dim_shards` is the sharding of the gathered x."""
         with self.abort_scope("all_gather_matmul"):
-            x = self.all_gather(asked.x_shard, gather_dim=cut.dim, gather_size=asked.gather_size).wait()
+            x = self.all_gather(asked.x_shard, gather_dim=dim_shards.dim, gather_size=asked.gather_size).wait()
             outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
             return outputs, x if asked.return_gathered else None
 
     @abstractmethod
-    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+    def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         """Return the rows of this rank of the sum of rank-major `rows` [M, 1] over ranks."""
 
     @abstractmethod
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        """Return the rows of this rank of the sum of all `products`, in rank-major rows; `cut` shards the sum."""
+        """Return the rows of this rank of the sum of all `products`, in rank-major rows; `dim_shards` is its sharding."""
 
     @abstractmethod
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:

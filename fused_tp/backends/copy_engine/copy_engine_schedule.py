@@ -53,8 +53,8 @@ class CopyEngineSchedule(KernelSchedule):
         # By distance, so that no two ranks start with the same peer.
         self._peers = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
 
-    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
-        return gather_blocks(x_shard, cut, self._gathered)
+    def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
+        return gather_blocks(x_shard, dim_shards, self._gathered)
 
     def _gathered(self, flat: Tensor) -> Pending[Tensor]:
         """Gather all ranks' `flat` [n] in rank order: [W * n]."""
@@ -81,8 +81,8 @@ class CopyEngineSchedule(KernelSchedule):
     def _other(self, op: str, dtype: torch.dtype, shape: Sequence[int]) -> Schedule | None:
         return self.fallback if op == "reduce_scatter" and not dtype.is_floating_point else None
 
-    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
-        blocks = rows.split(cut.counts)
+    def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
+        blocks = rows.split(dim_shards.counts)
         own = blocks[self.rank]
         out = torch.empty_like(own)
         with (
@@ -97,10 +97,10 @@ class CopyEngineSchedule(KernelSchedule):
             call.finish(out)
         return out
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        counts = cut.counts
+    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        counts = dim_shards.counts
         own = as_rows(asked.x_shard).contiguous()
-        gathered = own.new_empty((sum(counts), cut.shape[-1]))
+        gathered = own.new_empty((sum(counts), dim_shards.shape[-1]))
         shards = gathered.split(counts)
         outputs = [own.new_empty((sum(counts), w.shape[0])) for w in asked.weights]
         parts = [y.split(counts) for y in outputs]
@@ -118,12 +118,12 @@ class CopyEngineSchedule(KernelSchedule):
                 call.finish(*outputs, gathered)
             else:
                 call.finish(*outputs)
-        return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
+        return [dim_shards.placed(y) for y in outputs], dim_shards.placed(gathered) if asked.return_gathered else None
 
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        x, counts, n = products[0][0], cut.counts, cut.shape[-1]
+        x, counts, n = products[0][0], dim_shards.counts, dim_shards.shape[-1]
         partial, out = x.new_empty((sum(counts), n)), x.new_empty((counts[self.rank], n))
         most_bytes = max(counts) * n * x.element_size()
         with self.engine.call("matmul_reduce_scatter", scatter_bytes=most_bytes) as call:

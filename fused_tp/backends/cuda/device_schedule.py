@@ -48,11 +48,11 @@ class DeviceSchedule(KernelSchedule):
         self._normed_by = algorithm if algorithm in NORMED_ALGORITHMS else "two_shot"
         self._side_stream = SideStream()
 
-    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
         # In a capture nothing orders ops on two streams, so both could use the workspace at once.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return Done(self._gathered(x_shard, cut))
-        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, cut, overlapped=True))
+            return Done(self._gathered(x_shard, dim_shards))
+        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards, overlapped=True))
 
     def _all_reduced(self, partial: Tensor) -> Tensor:
         with span("all_reduce", partial, self.name):
@@ -94,31 +94,31 @@ class DeviceSchedule(KernelSchedule):
         if settings.check_ranks():
             self._transport.check(f"{op} ({self.name})", (*dims, settings.sm_margin()), x.dtype, x.device)
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        x = self._gathered(asked.x_shard, cut)
+    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        x = self._gathered(asked.x_shard, dim_shards)
         with span("matmul", x, *asked.weights):
             outputs = [linear(x, w, b) for w, b in zip(asked.weights, asked.biases, strict=True)]
         return outputs, x if asked.return_gathered else None
 
-    def _gathered(self, x_shard: Tensor, cut: DimShards, *, overlapped: bool = False) -> Tensor:
-        others = prod(cut.shape[: cut.dim]) * prod(cut.shape[cut.dim + 1 :])
-        counts = [size * others for size in cut.sizes]
+    def _gathered(self, x_shard: Tensor, dim_shards: DimShards, *, overlapped: bool = False) -> Tensor:
+        others = prod(dim_shards.shape[: dim_shards.dim]) * prod(dim_shards.shape[dim_shards.dim + 1 :])
+        counts = [size * others for size in dim_shards.sizes]
         with span("all_gather", x_shard, self.name):
             flat = self.device.all_gather(x_shard.reshape(-1), counts, overlapped=overlapped)
-        return flat.view(cut.shape) if cut.in_order else cut.joined(flat.split(counts))
+        return flat.view(dim_shards.shape) if dim_shards.in_order else dim_shards.joined(flat.split(counts))
 
-    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+    def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with span("reduce_scatter", rows, self.name):
-            return self.device.reduce_scatter(rows, cut.counts)
+            return self.device.reduce_scatter(rows, dim_shards.counts)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
         with span("matmul", products):
             partial = sum_of_products(products)
         with self._side_stream(meanwhile, partial.device), span("reduce_scatter", partial, self.name):
             # Always overlapped: `meanwhile` may differ between ranks (a frozen weight has none), blocks must not.
-            return self.device.reduce_scatter(partial, cut.counts, bias, overlapped=True)
+            return self.device.reduce_scatter(partial, dim_shards.counts, bias, overlapped=True)
 
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:
         with span("matmul", products):

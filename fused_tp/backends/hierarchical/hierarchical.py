@@ -68,8 +68,8 @@ class Hierarchical(Schedule):
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
     def all_gather(self, x_shard: Tensor, *, gather_dim: int, gather_size: int | None) -> Pending[Tensor]:
-        cut = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
-        shape, sizes = cut.shape, cut.sizes
+        dim_shards = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size)
+        shape, sizes = dim_shards.shape, dim_shards.sizes
         if not _even(sizes) or prod(shape) == 0:
             return self._flat.all_gather(x_shard, gather_dim=gather_dim, gather_size=gather_size)
         part = self._begin("all_gather", (*shape, gather_dim), x_shard)
@@ -114,8 +114,8 @@ class Hierarchical(Schedule):
 
     def all_gather_matmul(self, asked: GatherMatmul) -> tuple[list[Tensor], Tensor | None]:
         dim = asked.gather_dim
-        cut = DimShards.of_shards(asked.x_shard.shape, dim, asked.gather_size, self.world_size)
-        shape, sizes = cut.shape, cut.sizes
+        dim_shards = DimShards.of_shards(asked.x_shard.shape, dim, asked.gather_size, self.world_size)
+        shape, sizes = dim_shards.shape, dim_shards.sizes
         if not _even(sizes) or prod(shape) == 0:
             return self._flat.all_gather_matmul(asked)
         count, own = self._hosts.count, self._hosts.own
@@ -229,7 +229,7 @@ class Hierarchical(Schedule):
     def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
         cuts = [shard_range(n, chunks, i) for i in range(chunks)]
-        return [cut for cut in cuts if cut[0] < cut[1]]
+        return [dim_shards for dim_shards in cuts if dim_shards[0] < dim_shards[1]]
 
     def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
         call = self._levels.call(op)

@@ -32,14 +32,14 @@ class Pipelined(Plain):
 
     name = "pipelined"
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
             x_shard = asked.x_shard.contiguous()
             # If the gathered dim is the first, shards arrive in place; otherwise each arrives in a buffer of its own.
-            gathered = x_shard.new_empty(cut.shape) if cut.in_order else None
-            arriving = [self._arrival(x_shard, gathered, cut, step) for step in range(1, self.world_size)]
-            outputs = [x_shard.new_empty((*cut.shape[:-1], w.shape[0])) for w in asked.weights]
-            parts = [output.split(cut.sizes, cut.dim) for output in outputs]
+            gathered = x_shard.new_empty(dim_shards.shape) if dim_shards.in_order else None
+            arriving = [self._arrival(x_shard, gathered, dim_shards, step) for step in range(1, self.world_size)]
+            outputs = [x_shard.new_empty((*dim_shards.shape[:-1], w.shape[0])) for w in asked.weights]
+            parts = [output.split(dim_shards.sizes, dim_shards.dim) for output in outputs]
             shards = [x_shard] * self.world_size
             for step in range(self.world_size):
                 source = (self.rank - step) % self.world_size
@@ -50,31 +50,33 @@ class Pipelined(Plain):
             if not asked.return_gathered:
                 return outputs, None
             if gathered is None:
-                return outputs, cut.joined(shards) if prod(cut.shape) else x_shard.new_empty(cut.shape)
-            gathered.split(cut.sizes, cut.dim)[self.rank].copy_(x_shard)
+                return outputs, dim_shards.joined(shards) if prod(dim_shards.shape) else x_shard.new_empty(
+                    dim_shards.shape
+                )
+            gathered.split(dim_shards.sizes, dim_shards.dim)[self.rank].copy_(x_shard)
             return outputs, gathered
 
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return sum_of_products([(x, w[start:stop]) for x, w in products])
 
-        return self._scatter_columns("matmul_reduce_scatter", columns, cut, products[0][0], bias, meanwhile)
+        return self._scatter_columns("matmul_reduce_scatter", columns, dim_shards, products[0][0], bias, meanwhile)
 
-    def _grouped_scatter(self, product: GroupedProduct, cut: DimShards, meanwhile: Work) -> Tensor:
+    def _grouped_scatter(self, product: GroupedProduct, dim_shards: DimShards, meanwhile: Work) -> Tensor:
         def columns(start: int, stop: int) -> Tensor:
             return product.columns(start, stop).sum()
 
-        return self._scatter_columns("grouped_matmul_reduce_scatter", columns, cut, product.x, None, meanwhile)
+        return self._scatter_columns("grouped_matmul_reduce_scatter", columns, dim_shards, product.x, None, meanwhile)
 
     def _scatter_columns(
-        self, op: str, columns: Columns, cut: DimShards, x: Tensor, bias: Tensor | None, meanwhile: Work
+        self, op: str, columns: Columns, dim_shards: DimShards, x: Tensor, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        counts = cut.counts
+        counts = dim_shards.counts
         with self.transport.abort_scope(op):
             moving: list[Pending[Tensor]] = []
-            for start, stop in self._columns(sum(counts), cut.shape[-1], x):
+            for start, stop in self._columns(sum(counts), dim_shards.shape[-1], x):
                 with span("chunk of columns", (start, stop)):
                     part = None if bias is None else bias[start:stop]
                     moving.append(self.transport.reduce_scatter(op, columns(start, stop), counts, part))
@@ -114,20 +116,20 @@ class Pipelined(Plain):
             second.append(first[-1].wait())
             return _join([chunk.wait() for chunk in second])
 
-    def _arrival(self, x_shard: Tensor, gathered: Tensor | None, cut: DimShards, step: int) -> Pending[Tensor]:
+    def _arrival(self, x_shard: Tensor, gathered: Tensor | None, dim_shards: DimShards, step: int) -> Pending[Tensor]:
         """Start the exchange with the ranks `step` away, in which the shard of rank - step arrives."""
         source = (self.rank - step) % self.world_size
         if gathered is None:
-            place = x_shard.new_empty(cut.shard_shapes[source])
+            place = x_shard.new_empty(dim_shards.shard_shapes[source])
         else:
-            place = gathered.split(cut.sizes, cut.dim)[source]
+            place = gathered.split(dim_shards.sizes, dim_shards.dim)[source]
         return self.transport.shift("all_gather_matmul", x_shard, place, step)
 
     def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         """Ranges of N, from M, N and the dtype only: K is a shard and may differ between ranks."""
         chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
         cuts = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
-        return [cut for cut in cuts if cut[0] < cut[1]] or [(0, n)]
+        return [dim_shards for dim_shards in cuts if dim_shards[0] < dim_shards[1]] or [(0, n)]
 
 
 def _linear_into(out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:

@@ -36,8 +36,8 @@ class Plain(RowSchedule):
     def abort_scope(self, op: str) -> AbstractContextManager[object]:
         return self.transport.abort_scope(op)
 
-    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
-        return gather_blocks(x_shard, cut, lambda flat: self.transport.all_gather("all_gather", flat))
+    def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
+        return gather_blocks(x_shard, dim_shards, lambda flat: self.transport.all_gather("all_gather", flat))
 
     def _all_reduced(self, partial: Tensor) -> Tensor:
         x = partial.contiguous()
@@ -46,16 +46,16 @@ class Plain(RowSchedule):
         with self.transport.abort_scope("all_reduce"):
             return self.transport.all_reduce("all_reduce", x).wait()
 
-    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+    def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
-            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), cut.counts).wait()
+            return self.transport.reduce_scatter("reduce_scatter", rows.view(-1), dim_shards.counts).wait()
 
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
         with self.transport.abort_scope("matmul_reduce_scatter"):
             partial = sum_of_products(products)
-            moving = self.transport.reduce_scatter("matmul_reduce_scatter", partial, cut.counts, bias)
+            moving = self.transport.reduce_scatter("matmul_reduce_scatter", partial, dim_shards.counts, bias)
             if meanwhile is not None:
                 meanwhile()
             return moving.wait()
@@ -70,20 +70,20 @@ class Plain(RowSchedule):
     def grouped_matmul_reduce_scatter(
         self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
-        cut = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
-        self.check("grouped_matmul_reduce_scatter", (*cut.shape, scatter_dim), product.x)
-        if not cut.in_order:
-            product = product.in_order(cut.places(product.x.device))
-        return self._grouped_scatter(product, cut, meanwhile).view(cut.shard_shapes[self.rank])
+        dim_shards = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        self.check("grouped_matmul_reduce_scatter", (*dim_shards.shape, scatter_dim), product.x)
+        if not dim_shards.in_order:
+            product = product.in_order(dim_shards.places(product.x.device))
+        return self._grouped_scatter(product, dim_shards, meanwhile).view(dim_shards.shard_shapes[self.rank])
 
     def grouped_matmul_all_reduce(self, product: GroupedProduct, *, meanwhile: Work = None) -> Tensor:
         self.check("grouped_matmul_all_reduce", product.shape, product.x)
         return self._grouped_sum(product, meanwhile)
 
-    def _grouped_scatter(self, product: GroupedProduct, cut: DimShards, meanwhile: Work) -> Tensor:
+    def _grouped_scatter(self, product: GroupedProduct, dim_shards: DimShards, meanwhile: Work) -> Tensor:
         op = "grouped_matmul_reduce_scatter"
         with self.transport.abort_scope(op):
-            moving = self.transport.reduce_scatter(op, product.sum(), cut.counts)
+            moving = self.transport.reduce_scatter(op, product.sum(), dim_shards.counts)
             if meanwhile is not None:
                 meanwhile()
             return moving.wait()
@@ -99,11 +99,11 @@ class Plain(RowSchedule):
         self.transport.check(op, dims, x.dtype, x.device)
 
 
-def gather_blocks(x_shard: Tensor, cut: DimShards, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
-    """Gather the shards of `cut` by `move`, which gathers one equally long block [n] per rank to [W * n]."""
-    shape, sizes, longest = cut.shape, cut.sizes, max(cut.sizes)
+def gather_blocks(x_shard: Tensor, dim_shards: DimShards, move: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
+    """Gather the shards of `dim_shards` by `move`, which gathers one equally long block [n] per rank to [W * n]."""
+    shape, sizes, longest = dim_shards.shape, dim_shards.sizes, max(dim_shards.sizes)
     # All ranks send equally long blocks: `x_shard` is padded to the longest shard.
-    per_index = prod(shape[: cut.dim]) * prod(shape[cut.dim + 1 :])
+    per_index = prod(shape[: dim_shards.dim]) * prod(shape[dim_shards.dim + 1 :])
     flat = x_shard.contiguous().view(-1)  # reshape(-1) may keep strides, also 0, which NCCL refuses
     if flat.numel() < per_index * longest:
         flat = torch.nn.functional.pad(flat, (0, per_index * longest - flat.numel()))
@@ -111,9 +111,9 @@ def gather_blocks(x_shard: Tensor, cut: DimShards, move: Callable[[Tensor], Pend
 
     def finish() -> Tensor:
         gathered = moving.wait()
-        if cut.in_order or prod(shape) == 0:
+        if dim_shards.in_order or prod(shape) == 0:
             return gathered[: prod(shape)].view(shape)
         blocks = gathered.view(len(sizes), -1)
-        return cut.joined([block[: per_index * size] for block, size in zip(blocks, sizes, strict=True)])
+        return dim_shards.joined([block[: per_index * size] for block, size in zip(blocks, sizes, strict=True)])
 
     return After(finish)

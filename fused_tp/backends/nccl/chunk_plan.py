@@ -88,8 +88,8 @@ def _rows(counts: Sequence[int]) -> list[RowPart]:
 
 def _pieces(parts: Iterable[tuple[int, int, int]], piece: int, pieces: int) -> tuple[RowPart, ...]:
     """Piece number `piece` of each (peer, start, rows), if it has rows."""
-    cut = ((peer, start, shard_range(rows, pieces, piece)) for peer, start, rows in parts)
-    return tuple(RowPart(peer, start + begin, end - begin) for peer, start, (begin, end) in cut if end > begin)
+    dim_shards = ((peer, start, shard_range(rows, pieces, piece)) for peer, start, rows in parts)
+    return tuple(RowPart(peer, start + begin, end - begin) for peer, start, (begin, end) in dim_shards if end > begin)
 
 
 def _joined(parts: Sequence[RowPart]) -> tuple[tuple[int, int], ...]:

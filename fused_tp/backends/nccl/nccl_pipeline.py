@@ -67,17 +67,17 @@ class NcclPipeline(Plain):
             self._share_out("all_reduce", partial, out, None)().wait()
             return out
 
-    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+    def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         with self.transport.abort_scope("reduce_scatter"):
-            moving, terms = self._swap_terms("reduce_scatter", rows, cut.counts)
+            moving, terms = self._swap_terms("reduce_scatter", rows, dim_shards.counts)
             moving.wait()
             out = rows.new_empty(terms.shape[1])
             sum_into(out, terms)
             return out
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         with self.transport.abort_scope("all_gather_matmul"):
-            counts = cut.counts
+            counts = dim_shards.counts
             own = as_rows(asked.x_shard).contiguous()
             start = rank_offsets(counts)[self.rank]
             gathered = own.new_empty((sum(counts), own.shape[1]))
@@ -99,14 +99,14 @@ class NcclPipeline(Plain):
                         multiply(gathered[begin:end], begin)
             if asked.return_gathered and not moving.brings_own_rows:
                 gathered[start : start + len(own)].copy_(own)
-            outputs = [cut.placed(y) for y in outputs]
-            return outputs, cut.placed(gathered) if asked.return_gathered else None
+            outputs = [dim_shards.placed(y) for y in outputs]
+            return outputs, dim_shards.placed(gathered) if asked.return_gathered else None
 
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        x, counts = products[0][0], cut.counts
-        own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], cut.shape[-1]
+        x, counts = products[0][0], dim_shards.counts
+        own, start, columns = counts[self.rank], rank_offsets(counts)[self.rank], dim_shards.shape[-1]
         partial = x.new_empty((len(x) - own, columns))  # all rows except the own
         terms = x.new_empty((self.world_size, own, columns))
         plan = scatter_plan(counts, self.rank, self._chunks(len(x) * columns * x.element_size()))

@@ -72,8 +72,8 @@ class SharedMemory(RowSchedule):
 
     # -- movements of whole tensors -----------------------------------------------------------------------------------
 
-    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
-        dims = (*folded(cut.shape), cut.dim)
+    def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
+        dims = (*folded(dim_shards.shape), dim_shards.dim)
         workspace = self.transport.begin("all_gather", dims, x_shard.dtype, x_shard.nbytes)
         with ExitStack() as on_error:  # an error here must not leave the call open
             on_error.push(workspace)
@@ -85,8 +85,8 @@ class SharedMemory(RowSchedule):
         def finish() -> Tensor:
             self._gathers.discard(workspace)
             with workspace:
-                out = x_shard.new_empty(cut.shape)
-                for rank, part in enumerate(out.split(cut.sizes, cut.dim)):
+                out = x_shard.new_empty(dim_shards.shape)
+                for rank, part in enumerate(out.split(dim_shards.sizes, dim_shards.dim)):
                     if rank == self.rank:
                         part.copy_(x_shard)
                     else:
@@ -106,18 +106,18 @@ class SharedMemory(RowSchedule):
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
-    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
-        return self.transport.reduce_scatter(rows, cut.counts, called=(*cut.shape[:-1], cut.dim))
+    def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
+        return self.transport.reduce_scatter(rows, dim_shards.counts, called=(*dim_shards.shape[:-1], dim_shards.dim))
 
     def gathered(
         self, op: str, x_shard: Tensor, gather_dim: int, gather_size: int | None, use: Callable[[Tensor], T]
     ) -> T:
-        cut, dtype = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
+        dim_shards, dtype = DimShards.of_shards(x_shard.shape, gather_dim, gather_size, self.world_size), x_shard.dtype
         host = 0  # rank 0's workspace holds the gathered x; each page is on the NUMA node of its writer
-        nbytes = prod(cut.shape) * dtype.itemsize if self.rank == host else 0
-        with self.transport.begin(op, (*folded(cut.shape), cut.dim), dtype, nbytes) as workspace:
-            x = workspace.buffer(host, cut.shape, dtype)
-            x.narrow(cut.dim, sum(cut.sizes[: self.rank]), cut.sizes[self.rank]).copy_(x_shard)
+        nbytes = prod(dim_shards.shape) * dtype.itemsize if self.rank == host else 0
+        with self.transport.begin(op, (*folded(dim_shards.shape), dim_shards.dim), dtype, nbytes) as workspace:
+            x = workspace.buffer(host, dim_shards.shape, dtype)
+            x.narrow(dim_shards.dim, sum(dim_shards.sizes[: self.rank]), dim_shards.sizes[self.rank]).copy_(x_shard)
             workspace.signal(1)
             workspace.wait_all(1)
             return use(x)
@@ -134,7 +134,7 @@ class SharedMemory(RowSchedule):
         return self.gathered("all_gather_matmul", x_shard, gather_dim, gather_size, multiply)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
         op = "matmul_reduce_scatter" if bias is None else "matmul_reduce_scatter with bias"
         own_bias = bias if self.rank == 0 else None  # rank 0's term carries the bias
@@ -142,23 +142,23 @@ class SharedMemory(RowSchedule):
         def write(partial: Tensor) -> object:
             return sum_of_products(products, own_bias, out=partial)
 
-        return self._scatter_written(op, write, cut, products[0][0].dtype, meanwhile)
+        return self._scatter_written(op, write, dim_shards, products[0][0].dtype, meanwhile)
 
     def grouped_matmul_reduce_scatter(
         self, product: GroupedProduct, shape: Sequence[int], *, scatter_dim: int, meanwhile: Work = None
     ) -> Tensor:
-        cut = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
-        if not cut.in_order:
-            product = product.in_order(cut.places(product.x.device))
+        dim_shards = DimShards.of((*shape, product.shape[1]), scatter_dim, self.world_size)
+        if not dim_shards.in_order:
+            product = product.in_order(dim_shards.places(product.x.device))
         op, dtype, rows = "grouped_matmul_reduce_scatter", product.x.dtype, self._rows_for(product)
-        out = self._scatter_written(op, partial(product.sum, rows=rows), cut, dtype, meanwhile)
-        return out.view(cut.shard_shapes[self.rank])
+        out = self._scatter_written(op, partial(product.sum, rows=rows), dim_shards, dtype, meanwhile)
+        return out.view(dim_shards.shard_shapes[self.rank])
 
     def _scatter_written(
-        self, op: str, write: Callable[[Tensor], object], cut: DimShards, dtype: torch.dtype, meanwhile: Work
+        self, op: str, write: Callable[[Tensor], object], dim_shards: DimShards, dtype: torch.dtype, meanwhile: Work
     ) -> Tensor:
-        dims, n, counts = (*folded(cut.shape), cut.dim), cut.shape[-1], cut.counts
-        with self.transport.begin(op, dims, dtype, prod(cut.shape) * dtype.itemsize) as workspace:
+        dims, n, counts = (*folded(dim_shards.shape), dim_shards.dim), dim_shards.shape[-1], dim_shards.counts
+        with self.transport.begin(op, dims, dtype, prod(dim_shards.shape) * dtype.itemsize) as workspace:
             write(workspace.buffer(self.rank, (sum(counts), n), dtype))
             workspace.signal(1)
             if meanwhile is not None:
@@ -166,7 +166,7 @@ class SharedMemory(RowSchedule):
             workspace.wait_all(1)
             out = self.transport.empty((counts[self.rank], n), dtype)
             if out.numel():
-                sources = workspace.addresses(self.world_size, cut.starts[self.rank] * n * dtype.itemsize)
+                sources = workspace.addresses(self.world_size, dim_shards.starts[self.rank] * n * dtype.itemsize)
                 # The rows are contiguous, so they are summed as one long row.
                 _core.sum_arrays(out.data_ptr(), sources, out.numel(), dtype_number(dtype))
         return out

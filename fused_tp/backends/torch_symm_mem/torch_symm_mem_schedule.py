@@ -59,33 +59,35 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     # -- gathers ------------------------------------------------------------------------------------------------------
 
-    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
+    def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
         if (
             "_low_contention_all_gather" not in self.symm_mem.ops
-            or not self._is_even(cut, x_shard.nbytes)
+            or not self._is_even(dim_shards, x_shard.nbytes)
             or not self.symm_mem.has_room("all_gather", workspace=x_shard.nbytes)
         ):
-            return self.fallback._gather(x_shard, cut)
+            return self.fallback._gather(x_shard, dim_shards)
         # In a capture nothing orders ops on two streams, so both could use the workspace at once.
         if not x_shard.is_cuda or is_capturing(x_shard.device):
-            return Done(self._gathered(x_shard, cut))
-        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, cut))
+            return Done(self._gathered(x_shard, dim_shards))
+        return self._side_stream.start(x_shard, lambda: self._gathered(x_shard, dim_shards))
 
-    def _gathered(self, x_shard: Tensor, cut: DimShards) -> Tensor:
+    def _gathered(self, x_shard: Tensor, dim_shards: DimShards) -> Tensor:
         gather = self.symm_mem.ops["_low_contention_all_gather"]
 
         def move(flat: Tensor) -> Pending[Tensor]:
             with self.symm_mem.turn(), span("all_gather", flat, self.name):
                 return Done(_arrived(gather(flat, self.symm_mem.name)))
 
-        return gather_blocks(x_shard, cut, move).wait()
+        return gather_blocks(x_shard, dim_shards, move).wait()
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         rows = as_rows(asked.x_shard).contiguous()
         # With multicast torch gathers all of x in the workspace, otherwise it only places a shard there.
         most = rows.nbytes * self.world_size
-        if not self._is_even(cut, rows.nbytes) or not self.symm_mem.has_room("all_gather_matmul", workspace=most):
-            return self.fallback._gather_matmul(asked, cut)
+        if not self._is_even(dim_shards, rows.nbytes) or not self.symm_mem.has_room(
+            "all_gather_matmul", workspace=most
+        ):
+            return self.fallback._gather_matmul(asked, dim_shards)
         ws = [w.t() for w in asked.weights]
         with self.symm_mem.turn(), span("all_gather_matmul", rows, *asked.weights, self.name):
             gathered, outputs = self.symm_mem.ops["fused_all_gather_matmul"](
@@ -94,29 +96,31 @@ class TorchSymmMemSchedule(KernelSchedule):
         for y, bias in zip(outputs, asked.biases, strict=True):
             if bias is not None:
                 y.add_(bias)
-        return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
+        return [dim_shards.placed(y) for y in outputs], dim_shards.placed(gathered) if asked.return_gathered else None
 
     # -- sums that are scattered --------------------------------------------------------------------------------------
 
-    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
+    def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
         scatter = self.symm_mem.ops.get("_low_contention_reduce_scatter")
         if (
             scatter is None
             or not rows.is_floating_point()
-            or not self._is_even(cut, rows.nbytes // self.world_size)
+            or not self._is_even(dim_shards, rows.nbytes // self.world_size)
             or not self.symm_mem.has_room("reduce_scatter", workspace=rows.nbytes)
         ):
-            return self.fallback._sum_rows(rows, cut)
+            return self.fallback._sum_rows(rows, dim_shards)
         with self.symm_mem.turn(), span("reduce_scatter", rows, self.name):
             return _arrived(scatter(rows.view(self.world_size, -1), "sum", self.symm_mem.name)).view(-1, 1)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
         (x, w), *others = products
         part = x.shape[0] // self.world_size * w.shape[0] * x.element_size()
-        if not self._is_even(cut, part) or not self.symm_mem.has_room("matmul_reduce_scatter", workspace=2 * part):
-            return self.fallback._matmul_scatter(products, cut, bias, meanwhile)
+        if not self._is_even(dim_shards, part) or not self.symm_mem.has_room(
+            "matmul_reduce_scatter", workspace=2 * part
+        ):
+            return self.fallback._matmul_scatter(products, dim_shards, bias, meanwhile)
         if others:  # torch's op does not sum products: concatenate their features into one product
             x, w = (torch.cat([product[side] for product in products], dim=-1) for side in (0, 1))
         with self.symm_mem.turn(), span("matmul_reduce_scatter", x, w, self.name):
@@ -168,9 +172,9 @@ class TorchSymmMemSchedule(KernelSchedule):
 
     # -- limits of torch's ops ----------------------------------------------------------------------------------------
 
-    def _is_even(self, cut: DimShards, nbytes: int) -> bool:
-        """True if all ranks hold equally much of `cut`, in multiples of `ALIGNMENT`; `nbytes`: size on this rank."""
-        return len(set(cut.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT == 0
+    def _is_even(self, dim_shards: DimShards, nbytes: int) -> bool:
+        """True if all ranks hold equally much, in multiples of `ALIGNMENT`; `nbytes`: size on this rank."""
+        return len(set(dim_shards.sizes)) == 1 and nbytes > 0 and nbytes % ALIGNMENT == 0
 
     def _sums(self, op: str, dtype: torch.dtype, nbytes: int) -> bool:
         """True if one of torch's ops sums this many bytes."""

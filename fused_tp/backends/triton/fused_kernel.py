@@ -96,8 +96,8 @@ class FusedKernel(KernelSchedule):
         with super().abort_scope(op), nullcontext() if self.copies is None else self.copies.abort_scope(op):
             yield
 
-    def _gather(self, x_shard: Tensor, cut: DimShards) -> Pending[Tensor]:
-        return (self.fallback if self.copies is None else self.copies)._gather(x_shard, cut)
+    def _gather(self, x_shard: Tensor, dim_shards: DimShards) -> Pending[Tensor]:
+        return (self.fallback if self.copies is None else self.copies)._gather(x_shard, dim_shards)
 
     # -- matmuls ------------------------------------------------------------------------------------------------------
 
@@ -105,19 +105,19 @@ class FusedKernel(KernelSchedule):
         # K = 0: there is nothing to gather, and the products are zero.
         return self.fallback if op == "all_gather_matmul" and prod(shape) == 0 else None
 
-    def _sum_rows(self, rows: Tensor, cut: DimShards) -> Tensor:
-        return self.fallback._sum_rows(rows, cut)  # there is no kernel for a sum without a matmul
+    def _sum_rows(self, rows: Tensor, dim_shards: DimShards) -> Tensor:
+        return self.fallback._sum_rows(rows, dim_shards)  # there is no kernel for a sum without a matmul
 
-    def _gather_matmul(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
-        direct = prod(cut.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
+    def _gather_matmul(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
+        direct = prod(dim_shards.shape) * asked.x_shard.dtype.itemsize <= DIRECT_BYTES
         if self.copies is None or direct:
-            return self._gather_matmul_direct(asked, cut)
+            return self._gather_matmul_direct(asked, dim_shards)
         if not runs_at_once(asked.x_shard):
-            return self.copies._gather_matmul(asked, cut)
-        return self.gather_matmul_copied(asked, cut, self.copies.engine, self._gather_launch(asked, cut))
+            return self.copies._gather_matmul(asked, dim_shards)
+        return self.gather_matmul_copied(asked, dim_shards, self.copies.engine, self._gather_launch(asked, dim_shards))
 
     def gather_matmul_copied(
-        self, asked: GatherMatmul, cut: DimShards, engine: CopyEngine, launch: Any
+        self, asked: GatherMatmul, dim_shards: DimShards, engine: CopyEngine, launch: Any
     ) -> tuple[list[Tensor], Tensor | None]:
         """Compute `_gather_matmul` on shards that `engine` copies, outside of captures. `launch`: of the matmul."""
         from fused_tp.triton_kernels.comm.arrivals import Arrivals
@@ -126,8 +126,8 @@ class FusedKernel(KernelSchedule):
         own = as_rows(asked.x_shard).contiguous()
         if own.data_ptr() % 16:
             own = own.clone()  # TMA requires 16-byte alignment
-        gathered = own.new_empty((sum(cut.counts), cut.shape[-1]))
-        places = list(gathered.split(cut.counts))
+        gathered = own.new_empty((sum(dim_shards.counts), dim_shards.shape[-1]))
+        places = list(gathered.split(dim_shards.counts))
         largest = max(place.nbytes for place in places)
         if not asked.return_gathered:
             places[self.rank] = places[self.rank][:0]
@@ -147,43 +147,43 @@ class FusedKernel(KernelSchedule):
                 rank=self.rank,
                 world_size=self.world_size,
                 launch=launch,
-                rows_per_rank=cut.counts[0],
+                rows_per_rank=dim_shards.counts[0],
                 timeout_ns=timeout_ns,
                 loaded=self._loaded,
                 biases=[_dense(bias) for bias in asked.biases],
             )
             call.finish(*outputs, *([gathered] if asked.return_gathered else []))
-        return [cut.placed(y) for y in outputs], cut.placed(gathered) if asked.return_gathered else None
+        return [dim_shards.placed(y) for y in outputs], dim_shards.placed(gathered) if asked.return_gathered else None
 
-    def _gather_matmul_direct(self, asked: GatherMatmul, cut: DimShards) -> tuple[list[Tensor], Tensor | None]:
+    def _gather_matmul_direct(self, asked: GatherMatmul, dim_shards: DimShards) -> tuple[list[Tensor], Tensor | None]:
         from fused_tp.triton_kernels.gemm import all_gather_gemm as module
 
-        rows_per_rank, dtype = cut.counts[0], asked.x_shard.dtype
-        nbytes = module.workspace_bytes(rows_per_rank, cut.shape[-1], dtype, self.world_size)
+        rows_per_rank, dtype = dim_shards.counts[0], asked.x_shard.dtype
+        nbytes = module.workspace_bytes(rows_per_rank, dim_shards.shape[-1], dtype, self.world_size)
         with self.workspaces.use("gather", nbytes, "all_gather_matmul") as workspace:
             outputs, gathered = module.all_gather_gemm(
                 as_rows(asked.x_shard),
                 asked.weights,
                 workspace=workspace,
-                launch=self._gather_launch(asked, cut),
-                rows=sum(cut.counts),
+                launch=self._gather_launch(asked, dim_shards),
+                rows=sum(dim_shards.counts),
                 rows_per_rank=rows_per_rank,
                 biases=[_dense(bias) for bias in asked.biases],
                 gathered=asked.return_gathered,
             )
-        return [cut.placed(y) for y in outputs], None if gathered is None else cut.placed(gathered)
+        return [dim_shards.placed(y) for y in outputs], None if gathered is None else dim_shards.placed(gathered)
 
-    def _gather_launch(self, asked: GatherMatmul, cut: DimShards) -> Any:
+    def _gather_launch(self, asked: GatherMatmul, dim_shards: DimShards) -> Any:
         # Tiles, and the widths of weights, may differ between ranks here. One SM stays free, see _matmul_scatter.
         widest = max(w.shape[0] for w in asked.weights)
-        return self._launch(asked.x_shard.dtype, sum(cut.counts), widest, least_margin=1)
+        return self._launch(asked.x_shard.dtype, sum(dim_shards.counts), widest, least_margin=1)
 
     def _matmul_scatter(
-        self, products: Sequence[Product], cut: DimShards, bias: Tensor | None, meanwhile: Work
+        self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
         from fused_tp.triton_kernels.gemm import gemm_reduce_scatter as module
 
-        x, counts, n = products[0][0], cut.counts, cut.shape[-1]
+        x, counts, n = products[0][0], dim_shards.counts, dim_shards.shape[-1]
         # A gather may run at the same time (of x, for the weight's gradient). Copies on one GPU, within its stage or
         # between ranks that share the GPU, may be kernels that peers wait for, so one SM stays free.
         launch = self._launch(x.dtype, sum(counts), n, least_margin=1)
