@@ -249,7 +249,7 @@ class RowSchedule(Schedule):
     def _matmul_scatter(
         self, products: Sequence[Product], dim_shards: DimShards, bias: Tensor | None, meanwhile: Work
     ) -> Tensor:
-        """Return the rows of this rank of the sum of all `products`, in rank-major rows; `dim_shards` is its sharding."""
+        """Return this rank's rows of the sum of all `products`, in rank-major rows; `dim_shards` is its sharding."""
 
     @abstractmethod
     def _matmul_sum(self, products: Sequence[Product], bias: Tensor | None, meanwhile: Work) -> Tensor:

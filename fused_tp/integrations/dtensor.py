@@ -66,8 +66,8 @@ class _FusedStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_mesh(device_mesh)
         kind = _kind(module, type(self).__name__)
-        cuts, behaviour = MODULES[self.become, kind]
-        _shard_parameters(module, device_mesh, cuts, self.src_data_rank)
+        placements, behaviour = MODULES[self.become, kind]
+        _shard_parameters(module, device_mesh, placements, self.src_data_rank)
         owner = type(module)
         if (behaviour, owner) not in _classes:
             _classes[behaviour, owner] = type(behaviour.__name__.lstrip("_"), (behaviour, owner), {})
@@ -268,9 +268,11 @@ MODULES: dict[tuple[str, type[nn.Module]], tuple[dict[str, Placement], type[_Sty
 _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _shard_parameters(module: nn.Module, mesh: DeviceMesh, cuts: dict[str, Placement], source: int | None) -> None:
+def _shard_parameters(
+    module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], source: int | None
+) -> None:
     write_as_one_process()
-    for name, placement in cuts.items():
+    for name, placement in placements.items():
         parameter = getattr(module, name)
         if parameter is None:
             continue
@@ -279,8 +281,8 @@ def _shard_parameters(module: nn.Module, mesh: DeviceMesh, cuts: dict[str, Place
                 f"{name} of this {type(module).__name__} is a DTensor already ({parameter.placements}); apply one "
                 "tensor parallel style to a module, before fully_shard."
             )
-        cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
-        module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         note_replaced({parameter: name}, module)
 
 

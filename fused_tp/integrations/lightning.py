@@ -92,10 +92,10 @@ class _ParallelStrategy:
         strategy: Any = super()
         strategy.setup(trainer)
         mesh, dims = self.device_mesh, self.device_mesh.mesh_dim_names or ()
-        cut = [dim for dim in ("cp", "tp") if dim in dims and mesh[dim].size() > 1]
-        if cut and not is_parallelized(self.model):
+        sharded = [dim for dim in ("cp", "tp") if dim in dims and mesh[dim].size() > 1]
+        if sharded and not is_parallelized(self.model):
             raise ValueError(
-                f"the mesh has {' and '.join(cut)}, and configure_model has not called fused_tp.parallelize("
+                f"the mesh has {' and '.join(sharded)}, and configure_model has not called fused_tp.parallelize("
                 "self.model, self.device_mesh), without which these ranks compute the same."
             )
         replicas = self.distributed_sampler_kwargs["num_replicas"]

@@ -195,7 +195,7 @@ def _documents(packed: Any, causal: bool, ranks: int) -> dict[str, Any]:
         lengths = found[name].diff()
         if ranks > 1 and bool((lengths % (2 * ranks)).any()):
             raise ValueError(
-                f"documents have {lengths.tolist()} tokens, and Megatron-Core cuts each into {2 * ranks} equal chunks; "
-                f"pad documents to a multiple of {2 * ranks}."
+                f"documents have {lengths.tolist()} tokens, and Megatron-Core splits each into {2 * ranks} equal "
+                f"chunks; pad documents to a multiple of {2 * ranks}."
             )
     return found

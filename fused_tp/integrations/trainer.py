@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from fused_tp.nn import clip_grad_norm_, original_shapes
-from fused_tp.nn.optimizers import CUTS
+from fused_tp.nn.optimizers import PLAIN_SHARDINGS
 from fused_tp.nn.plain_data import PlainPlanner, PlainReader
 from fused_tp.parallelizing.marks import MARK
 from fused_tp.parallelizing.sequence_sharding import Parallelism
@@ -94,7 +94,7 @@ def adopt(model: nn.Module) -> None:
         )
     if sharded and parallelism.grad_sync and parallelism.cp_mesh is not None:
         raise ValueError("the model is under FSDP2; pass grad_sync=False to parallelize.")
-    if any(CUTS in vars(module) for module in base.modules()):
+    if any(PLAIN_SHARDINGS in vars(module) for module in base.modules()):
         raise ValueError(
             "the model was made with parameters='plain', of which Trainer would take each rank's parts for copies of "
             "one model; leave it out of parallelize."

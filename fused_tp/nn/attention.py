@@ -302,8 +302,8 @@ class ParallelAttention(nn.Module):
         call = _ForwardArguments(positions, attention_mask, kv_cache, seq_len, cu_seqlens, new_lengths, sharded_chunk)
         self._check_input(x, positions, attention_mask)
         self._check_together(call)
-        cut = self.cp_group is not None and (call.context is None or sharded_chunk)
-        gather_size = self._cp_length(seq_len) if cut else seq_len
+        sharded = self.cp_group is not None and (call.context is None or sharded_chunk)
+        gather_size = self._cp_length(seq_len) if sharded else seq_len
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim))
             for y in column_outputs([self.q_proj, self.k_proj, self.v_proj], x, gather_size)
@@ -312,7 +312,7 @@ class ParallelAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             if positions is None:
-                positions = self._positions(q, call, cut)
+                positions = self._positions(q, call, sharded)
             if positions.ndim not in (1, 2) or positions.shape[-1] != q.shape[1]:
                 raise ValueError(
                     f"positions has shape {tuple(positions.shape)}; it must be [seq] or [batch, seq] with seq = "
@@ -407,9 +407,9 @@ class ParallelAttention(nn.Module):
         _, size, rank = group_identity(self.cp_group)
         return local_length(seq_len, size, rank, self.cp_layout)
 
-    def _positions(self, q: Tensor, call: _ForwardArguments, cut: bool) -> Tensor:
+    def _positions(self, q: Tensor, call: _ForwardArguments, sharded: bool) -> Tensor:
         seen = 0 if call.kv_cache is None else call.kv_cache.length
-        if cut:
+        if sharded:
             total = q.shape[1] * group_identity(self.cp_group)[1] if call.seq_len is None else call.seq_len
             within = call.cu_seqlens is not None
             how: dict[str, Any] = {"group": self.cp_group, "layout": self.cp_layout, "device": q.device}
@@ -443,7 +443,7 @@ class ParallelAttention(nn.Module):
             ),
             (
                 over_cp and isinstance(cache, KVCache),
-                "a KVCache holds all tokens on one rank; with cp_group pass a ContextKVCache(cp_group), which cuts "
+                "a KVCache holds all tokens on one rank; with cp_group pass a ContextKVCache(cp_group), which shards "
                 "them over its ranks.",
             ),
             (

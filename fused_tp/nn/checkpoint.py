@@ -60,8 +60,8 @@ def gather_tensors(
                 full[name] = tensor
             continue
         if id(tensor) not in gathered:
-            cut = dtensors.get(id(tensor), tensor)
-            whole = cut.full_tensor() if isinstance(cut, DTensor) else cut
+            dtensor = dtensors.get(id(tensor), tensor)
+            whole = dtensor.full_tensor() if isinstance(dtensor, DTensor) else dtensor
             if id(tensor) in parts:
                 whole = whole.flatten(parts[id(tensor)], parts[id(tensor)] + 1)
             if not keep:
@@ -126,7 +126,7 @@ class OriginalShapes:
 
     def __init__(self, *modules: nn.Module) -> None:
         self._parts = {key: dim for module in modules for key, dim in parts_dims(module).items()}
-        self._dtensors = {key: cut for module in modules for key, cut in as_dtensors(module).items()}
+        self._dtensors = {key: dtensor for module in modules for key, dtensor in as_dtensors(module).items()}
         self.named = {
             without_wrappers(name): parameter
             for module in modules
@@ -145,9 +145,9 @@ class OriginalShapes:
         """Convert `value`, shaped and sharded like `parameter`, to its form in a checkpoint, in the same memory."""
         from fused_tp.nn.in_original_shape import InOriginalShape  # slow to import
 
-        cut = self._dtensors.get(id(parameter))
-        if cut is not None and not isinstance(value, DTensor):
-            value = as_dtensor(value.detach(), cut.device_mesh, cut.placements[-1], cut.shape)
+        dtensor = self._dtensors.get(id(parameter))
+        if dtensor is not None and not isinstance(value, DTensor):
+            value = as_dtensor(value.detach(), dtensor.device_mesh, dtensor.placements[-1], dtensor.shape)
         if id(parameter) not in self._parts:
             return value
         assert isinstance(value, DTensor)

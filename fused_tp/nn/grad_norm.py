@@ -73,13 +73,13 @@ def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor
         if grad is None and not parameter.requires_grad:
             continue
         like = parameter if grad is None else grad
-        cut = like if isinstance(like, DTensor) else dtensors.get(id(parameter))
+        dtensor = like if isinstance(like, DTensor) else dtensors.get(id(parameter))
         own = like.to_local() if isinstance(like, DTensor) else like
         square = torch.zeros((), dtype=torch.float64, device=own.device)
         if grad is not None:
             wide = torch.promote_types(own.dtype, torch.float32)
             square = torch.linalg.vector_norm(own, dtype=wide).double() ** 2
-        over = () if cut is None else _groups(cut)
+        over = () if dtensor is None else _groups(dtensor)
         squares[over] = squares[over].to(own.device) + square if over in squares else square
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for over, square in squares.items():
@@ -89,14 +89,14 @@ def grad_norm(parameters: Iterable[nn.Parameter], *modules: nn.Module) -> Tensor
     return total.sqrt()
 
 
-def _groups(cut: DTensor) -> tuple[ProcessGroup, ...]:
+def _groups(dtensor: DTensor) -> tuple[ProcessGroup, ...]:
     """The groups over which a tensor is sharded."""
-    partial = [placement for placement in cut.placements if placement.is_partial()]
+    partial = [placement for placement in dtensor.placements if placement.is_partial()]
     if partial:
-        raise ValueError(f"a gradient of shape {tuple(cut.shape)} is {partial[0]}; take the sum before its norm.")
-    mesh = cut.device_mesh
+        raise ValueError(f"a gradient of shape {tuple(dtensor.shape)} is {partial[0]}; take the sum before its norm.")
+    mesh = dtensor.device_mesh
     return tuple(
         mesh.get_group(dim)
-        for dim, placement in enumerate(cut.placements)
+        for dim, placement in enumerate(dtensor.placements)
         if not placement.is_replicate() and mesh.size(dim) > 1
     )

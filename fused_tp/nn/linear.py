@@ -24,7 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fused_tp.nn.norm import reduce_grad
 from fused_tp.nn.sharding import (
     Memo,
-    PartsCut,
+    PartsShard,
     check_mesh,
     copy_full_,
     empty_parameter,
@@ -152,14 +152,14 @@ class _ParallelLinear(nn.Linear):
             whole = linear._parameters[name]
             if whole is None:
                 continue
-            cut: Shard | Replicate | PartsCut = placement
+            placed: Shard | Replicate | PartsShard = placement
             if isinstance(placement, Shard):
                 dim = 1 - placement.dim if self._transposed and name == "weight" else placement.dim
-                cut = PartsCut(dim, parts)
-                check_parts(name, whole, cut, self.mesh.size())
+                placed = PartsShard(dim, parts)
+                check_parts(name, whole, placed, self.mesh.size())
                 if parts > 1:
                     self._parts_dims[name] = dim
-            setattr(self, name, shard_parameter(whole, self.mesh, cut, memo))
+            setattr(self, name, shard_parameter(whole, self.mesh, placed, memo))
         self.train(linear.training)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -169,8 +169,8 @@ class _ParallelLinear(nn.Linear):
             if given is not None and given.ndim == own.ndim - 1:
                 whole = given.unflatten(dim, own.shape[dim : dim + 2])
                 # PEFT distributes a tensor itself only if its shape is that of the parameter.
-                cut = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
-                state_dict[prefix + name] = cut
+                sharded = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
+                state_dict[prefix + name] = sharded
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def local_parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -437,12 +437,12 @@ def features_of(linear: nn.Module) -> tuple[int, int]:
     return (weight.shape[0], weight.shape[1]) if is_conv1d(linear) else (weight.shape[1], weight.shape[0])
 
 
-def check_parts(name: str, parameter: Tensor, cut: PartsCut, ranks: int) -> None:
+def check_parts(name: str, parameter: Tensor, shard: PartsShard, ranks: int) -> None:
     """Raise ValueError if parts are not of equal length, or `ranks` ranks cannot share each evenly."""
-    if cut.parts > 1 and parameter.shape[cut.dim] % (cut.parts * ranks):
+    if shard.parts > 1 and parameter.shape[shard.dim] % (shard.parts * ranks):
         raise ValueError(
-            f"{name} {tuple(parameter.shape)} is to be sharded along dim {cut.dim} in {cut.parts} parts, each of them "
-            f"over {ranks} ranks; {parameter.shape[cut.dim]} is not a multiple of {cut.parts} x {ranks}."
+            f"{name} {tuple(parameter.shape)} is to be sharded along dim {shard.dim} in {shard.parts} parts, each of "
+            f"them over {ranks} ranks; {parameter.shape[shard.dim]} is not a multiple of {shard.parts} x {ranks}."
         )
 
 

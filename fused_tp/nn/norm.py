@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils.stateless import _reparametrize_module
 
 from fused_tp.core.group import GroupLike
-from fused_tp.nn.optimizers import CUTS
-from fused_tp.nn.sharding import Memo, PartsCut, check_mesh, local, shard_parameter
+from fused_tp.nn.optimizers import PLAIN_SHARDINGS
+from fused_tp.nn.sharding import Memo, PartsShard, check_mesh, local, shard_parameter
 from fused_tp.ops.collectives import copy_to_group
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -63,22 +63,22 @@ def replicate_own(
     memo: Memo | None,
     *,
     sums: Callable[[], bool],
-    cut: Mapping[str, PartsCut] | None = None,
+    shards: Mapping[str, PartsShard] | None = None,
     read: Mapping[str, Callable[[], bool]] | None = None,
     parameter_mesh: DeviceMesh | None = None,
 ) -> bool:
     """Convert the plain parameters of `module` itself to DTensors; its forward sees plain local tensors.
 
     Returns True if there were any. Each forward calls `sums` to ask whether the gradients of this pass are to be summed
-    over `mesh`. `cut` names the module's own parameters that are sharded. `parameter_mesh` is a mesh whose last dim is
-    `mesh`, and over whose first dim the parameters are sharded. `read` names parameters of submodules that this
+    over `mesh`. `shards` names the module's own parameters that are sharded. `parameter_mesh` is a mesh whose last dim
+    is `mesh`, and over whose first dim the parameters are sharded. `read` names parameters of submodules that this
     module's forward reads by itself, each with the `sums` of its owner. The module's class becomes a subclass of its
     old class. Rejected: wrapping the instance's forward and writing to its parameters there, which torch.compile cannot
     trace inside selective checkpointing.
     """
     plain = {name: p for name, p in module._parameters.items() if p is not None and not isinstance(p, DTensor)}
     for name, parameter in plain.items():
-        placement: Placement | PartsCut = (cut or {}).get(name, Replicate())
+        placement: Placement | PartsShard = (shards or {}).get(name, Replicate())
         module.register_parameter(name, shard_parameter(parameter, parameter_mesh or mesh, placement, memo))
     if plain or read:
         replicated = cast(Any, module)
@@ -88,7 +88,7 @@ def replicate_own(
             (sums, tuple(plain)),
             *((asks, (name,)) for name, asks in (read or {}).items()),
         ]
-        replicated._parts_dims = {name: dim for name, (dim, parts) in (cut or {}).items() if parts > 1}
+        replicated._parts_dims = {name: dim for name, (dim, parts) in (shards or {}).items() if parts > 1}
         # A forward set on the instance, as transformers sets kernels from the hub, would hide that of the class.
         replicated._own_forward = module.__dict__.pop("forward", None)
         replicated.__class__ = _replicated(replicated.__class__)
@@ -110,8 +110,8 @@ def _replicated(kind: type[nn.Module]) -> type[nn.Module]:
                 parameter = holder._parameters[leaf]  # may be a plain tensor by now
                 if isinstance(parameter, DTensor):
                     placement = parameter.placements[-1]
-                elif isinstance(parameter, nn.Parameter) and leaf in getattr(holder, CUTS, {}):
-                    placement = getattr(holder, CUTS)[leaf].placement
+                elif isinstance(parameter, nn.Parameter) and leaf in getattr(holder, PLAIN_SHARDINGS, {}):
+                    placement = getattr(holder, PLAIN_SHARDINGS)[leaf].placement
                 else:
                     continue
                 if summed and placement.is_replicate():

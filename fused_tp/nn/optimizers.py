@@ -46,7 +46,7 @@ from fused_tp.ops.collectives import all_reduce
 
 _log = logging.getLogger(__name__)
 
-CUTS = "_fused_tp_cuts"  # attribute of a module: a Cut by the name of each plain parameter
+PLAIN_SHARDINGS = "_fused_tp_shardings"  # attribute of a module: a ShardedLayout by the name of each plain parameter
 
 
 class ShardedLayout(NamedTuple):
@@ -146,9 +146,9 @@ def _check(optimizer: Optimizer, seen: _OptimizerSteps) -> None:
     parameters = _parameters_of(optimizer)
     _refuse_idle(optimizer, parameters)
     models = _models_of(parameters)
-    cuts = {key: cut for model in models for key, cut in _plain_cuts(model)}
-    _refuse_copies(optimizer, cuts)
-    _refuse_updates_of_parts(optimizer, cuts)
+    shardings = {key: sharding for model in models for key, sharding in _plain_shardings(model)}
+    _refuse_copies(optimizer, shardings)
+    _refuse_updates_of_parts(optimizer, shardings)
     if len(parameters) == 1:
         return  # stepped during the backward, where ranks with other experts may be at other parameters
     for model in models:
@@ -158,16 +158,16 @@ def _check(optimizer: Optimizer, seen: _OptimizerSteps) -> None:
             steps.append(0)
     if seen.steps == FIRST_CALLS:
         return  # the next forward pass may exchange nothing, so a rank that skips this step might go unnoticed
-    for mesh in {id(cut.mesh): cut.mesh for cut in cuts.values()}.values():
-        held = [(p, cuts[id(p)]) for p in parameters if id(p) in cuts and cuts[id(p)].mesh is mesh]
+    for mesh in {id(sharding.mesh): sharding.mesh for sharding in shardings.values()}.values():
+        held = [(p, shardings[id(p)]) for p in parameters if id(p) in shardings and shardings[id(p)].mesh is mesh]
         _compare_gradients(mesh, held)
 
 
-def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, ShardedLayout]) -> None:
+def _refuse_copies(optimizer: Optimizer, shardings: Mapping[int, ShardedLayout]) -> None:
     """Raise ValueError if the optimizer sends a rank's shards to ranks that hold other shards."""
     group = getattr(optimizer, "process_group", None)  # of ZeroRedundancyOptimizer
-    if isinstance(group, ProcessGroup) and cuts:
-        mesh = next(iter(cuts.values())).mesh
+    if isinstance(group, ProcessGroup) and shardings:
+        mesh = next(iter(shardings.values())).mesh
         ours = sorted(set(mesh.mesh.flatten().tolist()) & set(get_process_group_ranks(group)))
         if len(ours) > 1:
             raise ValueError(
@@ -177,13 +177,13 @@ def _refuse_copies(optimizer: Optimizer, cuts: Mapping[int, ShardedLayout]) -> N
             )
 
 
-def _plain_cuts(model: nn.Module) -> Iterator[tuple[int, ShardedLayout]]:
+def _plain_shardings(model: nn.Module) -> Iterator[tuple[int, ShardedLayout]]:
     """Yield (id, ShardedLayout) of each plain parameter of `model`."""
     for module in model.modules():
-        for name, cut in vars(module).get(CUTS, {}).items():
+        for name, sharding in vars(module).get(PLAIN_SHARDINGS, {}).items():
             parameter = module._parameters.get(name)
             if parameter is not None and not isinstance(parameter, DTensor):
-                yield id(parameter), cut
+                yield id(parameter), sharding
 
 
 def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
@@ -206,7 +206,7 @@ def _refuse_idle(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         )
 
 
-def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, ShardedLayout]) -> None:
+def _refuse_updates_of_parts(optimizer: Optimizer, shardings: Mapping[int, ShardedLayout]) -> None:
     """Raise ValueError if the optimizer updates shards differently from the whole, or cannot step DTensors."""
     if any(isinstance(held, Optimizer) for held in vars(optimizer).values()):
         return  # a wrapper: the optimizer inside is checked before its own step
@@ -214,15 +214,15 @@ def _refuse_updates_of_parts(optimizer: Optimizer, cuts: Mapping[int, ShardedLay
     for group in optimizer.param_groups:
         tried = set()
         for parameter in group["params"]:
-            cut = cuts.get(id(parameter))
-            if cut is None and isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
+            sharding = shardings.get(id(parameter))
+            if sharding is None and isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
                 key: Any = (parameter.ndim, parameter.device_mesh, parameter.placements)
                 if key not in tried:
                     _try_dtensors(name, optimizer, group, parameter)
-            elif cut is not None and isinstance(cut.placement, Shard):
-                key = (parameter.ndim, cut.placement.dim)
+            elif sharding is not None and isinstance(sharding.placement, Shard):
+                key = (parameter.ndim, sharding.placement.dim)
                 if key not in tried:
-                    _try_parts(name, optimizer, group, parameter, cut.placement.dim)
+                    _try_parts(name, optimizer, group, parameter, sharding.placement.dim)
             else:
                 continue
             tried.add(key)
@@ -262,15 +262,15 @@ def _try_dtensors(name: str, optimizer: Optimizer, group: Mapping[str, Any], par
     if differs:
         how = ", fused=True," if group.get("fused") else ""
         raise ValueError(
-            f"{name}{how} cannot step parameters that are DTensors cut as {tuple(parameter.placements)}: it {why}. "
+            f"{name}{how} cannot step parameters that are DTensors sharded as {tuple(parameter.placements)}: it {why}. "
             f"{instead}."
         )
 
 
 def _compare_gradients(mesh: DeviceMesh, held: Sequence[tuple[Tensor, ShardedLayout]]) -> None:
     """Compare gradients of plain parameters over the ranks of `mesh` before a step uses them. A collective call."""
-    parts = [p.grad for p, cut in held if isinstance(cut.placement, Shard) and p.grad is not None]
-    whole = [p.grad for p, cut in held if not isinstance(cut.placement, Shard) and p.grad is not None]
+    parts = [p.grad for p, sharding in held if isinstance(sharding.placement, Shard) and p.grad is not None]
+    whole = [p.grad for p, sharding in held if not isinstance(sharding.placement, Shard) and p.grad is not None]
     norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in whole]
     norm = float(torch.stack([one.double().cpu() for one in norms]).norm()) if norms else 0.0
     mine = [STEP, checksum_of_parts(parts), norm if isfinite(norm) else None]

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fused_tp.core.partition import shard_range
-from fused_tp.nn.optimizers import CUTS, ShardedLayout, install, note_replaced, watch
+from fused_tp.nn.optimizers import PLAIN_SHARDINGS, ShardedLayout, install, note_replaced, watch
 from fused_tp.nn.single_device_writes import write_as_one_process
 from fused_tp.ops.main_grad import into_main_grad
 
@@ -32,7 +32,7 @@ Memo: TypeAlias = "MutableMapping[Tensor, nn.Parameter]"
 tied. With `torch.utils.weak.WeakIdKeyDictionary()` it does not keep full weights alive; a dict does."""
 
 
-class PartsCut(NamedTuple):
+class PartsShard(NamedTuple):
     """Sharding of a parameter along `dim`, which joins `parts` of equal length (gate and up); each part is sharded."""
 
     dim: int
@@ -82,10 +82,10 @@ def _own_parts(
     shape: tuple[int, ...] | torch.Size, mesh: DeviceMesh, placement: Placement
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (dim, start, length) of this rank's shard for each sharded dim."""
-    for at, cut in enumerate(placements_on(mesh, placement)):
-        if isinstance(cut, Shard):
-            start, stop = shard_range(shape[cut.dim], mesh.size(at), mesh.get_local_rank(at))
-            yield cut.dim, start, stop - start
+    for at, sharding in enumerate(placements_on(mesh, placement)):
+        if isinstance(sharding, Shard):
+            start, stop = shard_range(shape[sharding.dim], mesh.size(at), mesh.get_local_rank(at))
+            yield sharding.dim, start, stop - start
 
 
 def empty_parameter(
@@ -107,7 +107,7 @@ def empty_parameter(
 
 
 def shard_parameter(
-    parameter: Tensor, mesh: DeviceMesh, placement: Placement | PartsCut, memo: Memo | None = None
+    parameter: Tensor, mesh: DeviceMesh, placement: Placement | PartsShard, memo: Memo | None = None
 ) -> nn.Parameter:
     """Convert `parameter`, of which every rank holds the same full copy, to a DTensor parameter on `mesh`.
 
@@ -130,7 +130,7 @@ def shard_parameter(
         )
     install()
     whole, parts = parameter, 1
-    if isinstance(placement, PartsCut):
+    if isinstance(placement, PartsShard):
         if placement.parts > 1:
             _serve_original_shapes()
         dim, parts = placement
@@ -140,7 +140,7 @@ def shard_parameter(
     if known is not None:
         if not isinstance(known, DTensor) or known.placements != placements_on(mesh, placement):
             raise ValueError(
-                f"this weight is shared with a module that cuts it as {getattr(known, 'placements', None)}, and "
+                f"this weight is shared with a module that shardings it as {getattr(known, 'placements', None)}, and "
                 f"{(placement,)} is asked for here; tied weights must be sharded alike (an embedding by vocabulary "
                 "goes with a column-parallel output layer). Untie them or convert only one."
             )
@@ -246,7 +246,9 @@ def plain_parameters_(module: ModuleT) -> ModuleT:
         for key, own in child._parameters.items():
             if isinstance(own, DTensor):
                 child._parameters[key] = made[id(own)]
-                vars(child).setdefault(CUTS, {})[key] = ShardedLayout(own.device_mesh, own.placements[0], own.shape)
+                vars(child).setdefault(PLAIN_SHARDINGS, {})[key] = ShardedLayout(
+                    own.device_mesh, own.placements[0], own.shape
+                )
                 changed: Any = child
                 changed.apply = partial(_apply_to_dtensors, child)
     note_replaced(before, module)
@@ -269,10 +271,10 @@ def shown_as_dtensors(module: nn.Module, *, recurse: bool = True) -> Iterator[No
     then sees the full sizes, and draws different numbers for each rank."""
     shown = []
     for child in module.modules() if recurse else [module]:
-        for key, cut in vars(child).get(CUTS, {}).items():
+        for key, sharding in vars(child).get(PLAIN_SHARDINGS, {}).items():
             plain: Any = child._parameters[key]
             if plain is not None and not isinstance(plain, DTensor):  # a DTensor is shown already
-                whole = as_dtensor(plain.detach(), cut.mesh, cut.placement, cut.shape)
+                whole = as_dtensor(plain.detach(), sharding.mesh, sharding.placement, sharding.shape)
                 parameter = nn.Parameter(whole, requires_grad=plain.requires_grad)
                 vars(parameter).update(vars(plain))
                 child._parameters[key] = parameter
@@ -303,12 +305,12 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
     """
     made: dict[int, DTensor] = {}
     for child in module.modules():
-        for key, cut in vars(child).get(CUTS, {}).items():
+        for key, sharding in vars(child).get(PLAIN_SHARDINGS, {}).items():
             parameter = child._parameters[key]
             if parameter is None:
                 continue
-            wanted = list(cut.shape)
-            for dim, _, length in _own_parts(cut.shape, cut.mesh, cut.placement):
+            wanted = list(sharding.shape)
+            for dim, _, length in _own_parts(sharding.shape, sharding.mesh, sharding.placement):
                 wanted[dim] = length
             if list(parameter.shape) != wanted:
                 raise ValueError(
@@ -316,7 +318,7 @@ def as_dtensors(module: nn.Module) -> dict[int, DTensor]:
                     "parameters must give them back before. Under ZeRO 3 call this inside `with "
                     "deepspeed.zero.GatheredParameters(list(model.parameters())):`."
                 )
-            made[id(parameter)] = as_dtensor(parameter.detach(), cut.mesh, cut.placement, cut.shape)
+            made[id(parameter)] = as_dtensor(parameter.detach(), sharding.mesh, sharding.placement, sharding.shape)
     return made
 
 

@@ -262,7 +262,7 @@ def total_length(name: str, given: Any, of: str, length: int, size: int, rank: i
     if wanted != length:
         raise ValueError(
             f"{name}={given} in layout {layout!r} gives rank {rank} of {size} {wanted} tokens, but {of} holds "
-            f"{length}; cut tensors with shard_sequence, in the same layout."
+            f"{length}; shard tensors with shard_sequence, in the same layout."
         )
     return int(given)
 

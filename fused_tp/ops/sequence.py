@@ -260,7 +260,7 @@ def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
     if checked:
         found = [int.from_bytes(bytes(theirs), "little") for theirs in _checksums(everyone, group.size).tolist()]
         did = (
-            "put together different sequences, or cut in different ways, in unshard_sequence or the backward of "
+            "put together different sequences, or sharded in different ways, in unshard_sequence or the backward of "
             "shard_sequence"
         )
         check_equal(found, did, f"; rank {group.rank} with {words}. They must be the same on all.")

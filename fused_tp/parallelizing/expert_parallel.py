@@ -69,11 +69,11 @@ class ExpertDistribution:
     parameter_mesh: DeviceMesh | None
     grad_factor: float
 
-    def ranks(self, *, cut: bool) -> ExpertRanks:
-        """Placement of experts that tensor parallel ranks shard (`cut`), or hold whole."""
+    def ranks(self, *, sharded: bool) -> ExpertRanks:
+        """Placement of experts that tensor parallel ranks shard (`sharded`), or hold whole."""
         if self.mesh is self.tp_mesh:
             return ExpertRanks(self.mesh, self.mesh)
-        parts = self.tp_mesh if cut and self.tp_mesh is not None else self._one_rank
+        parts = self.tp_mesh if sharded and self.tp_mesh is not None else self._one_rank
         return ExpertRanks(parts, self.mesh, self.grad_factor)
 
     @cached_property

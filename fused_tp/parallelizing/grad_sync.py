@@ -305,7 +305,7 @@ def is_distributed(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     placed = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
-    return any(name in (mesh.mesh_dim_names or ()) and cut.is_shard() for name, cut in placed)
+    return any(name in (mesh.mesh_dim_names or ()) and placement.is_shard() for name, placement in placed)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from fused_tp.core.subclass import why_not_plain
 from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.linear import check_parts, features_of, is_conv1d
 from fused_tp.nn.norm import replicate_own
-from fused_tp.nn.sharding import Memo, PartsCut, shard_rows
+from fused_tp.nn.sharding import Memo, PartsShard, shard_rows
 from fused_tp.nn.share_gather import share_gather
 from fused_tp.ops.collectives import all_reduce, copy_to_group, scatter
 from fused_tp.parallelizing.expert_parallel import ExpertDistribution, ExpertRanks
@@ -84,7 +84,7 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
     dims_of: dict[int, dict[str, int | None]] = defaultdict(dict)
     for name, module in model.named_modules():
         style = plan.modules.get(name)
-        cut = plan.parameters_of(name, module)
+        specs = plan.parameters_of(name, module)
         for key, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
                 raise TypeError(
@@ -102,12 +102,14 @@ def check_layers(model: nn.Module, plan: ShardingPlan, ranks: int) -> None:
                     "would not have them. Register them after parallelize."
                 )
             if not isinstance(style, ParallelStyle):
-                dims_of[id(parameter)][name] = cut[key].dim_of(parameter) if key in cut else spec_of(style).shard_dim
-            if key in cut and (size := parameter.shape[cut[key].dim_of(parameter)] // cut[key].parts) % ranks:
+                dims_of[id(parameter)][name] = (
+                    specs[key].dim_of(parameter) if key in specs else spec_of(style).shard_dim
+                )
+            if key in specs and (size := parameter.shape[specs[key].dim_of(parameter)] // specs[key].parts) % ranks:
                 raise ValueError(
                     f"{_path(name, key)!r} {tuple(parameter.shape)} is to be sharded along dim "
-                    f"{cut[key].dim_of(parameter)}, where it has {f'twice {size}' if cut[key].parts == 2 else size} "
-                    f"elements, which {ranks} tensor parallel ranks cannot share evenly."
+                    f"{specs[key].dim_of(parameter)}, where it has {specs[key].parts} times {size} elements, which "
+                    f"{ranks} tensor parallel ranks cannot share evenly."
                 )
         _check_parts(name, module, spec_of(style), ranks)
         if ranks > 1:
@@ -131,7 +133,7 @@ def _check_parts(name: str, module: Any, spec: StyleSpec, ranks: int) -> None:
     does not have its widths."""
     if spec.parts > 1 and spec.shard_dim is not None:
         dim = 1 - spec.shard_dim if is_conv1d(module) else spec.shard_dim
-        check_parts(_path(name, "weight"), module.weight, PartsCut(dim, spec.parts), ranks)
+        check_parts(_path(name, "weight"), module.weight, PartsShard(dim, spec.parts), ranks)
     if spec.shares_keys:
         taken, returned = features_of(module)
         if is_conv1d(module) or returned <= taken:
@@ -170,7 +172,7 @@ def _check_reads(name: str, module: nn.Module, plan: ShardingPlan) -> None:
         owner = _path(name, parameter.rpartition(".")[0])
         if spec_of(plan.modules.get(owner)).shard_dim is not None and _path(name, parameter) not in plan.unread:
             raise ValueError(
-                f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, and the plan cuts it: {owner!r} has "
+                f"{type(module).__name__} ({name!r}) reads {parameter!r} itself, and the plan shards it: {owner!r} has "
                 f"the style {plan.modules[owner]!r}. Leave {owner!r} out of the plan, and what is tied to it."
             )
 
@@ -200,8 +202,12 @@ def shard_layers(model: nn.Module, sharding: Sharding, memo: Memo) -> None:
             parallelize_module(module, mesh, style)
             continue
         if spec_of(style).sums_output:
-            cut, distribution = style == "moe_tp_experts", sharding.distribution
-            ranks = distribution.ranks(cut=cut) if distribution and name in distribution.names else ExpertRanks(mesh)
+            sharded, distribution = style == "moe_tp_experts", sharding.distribution
+            ranks = (
+                distribution.ranks(sharded=sharded)
+                if distribution and name in distribution.names
+                else ExpertRanks(mesh)
+            )
             _run_experts(module, ranks, sequence.state_of(name))
         if spec_of(style).adds_once:
             module.register_forward_hook(partial(_keep_on_one_rank, mesh))
@@ -288,7 +294,7 @@ def _sum_rotary_gradient(mesh: DeviceMesh, width: int, layer: nn.Module, args: A
 def distribute_experts(model: nn.Module, distribution: ExpertDistribution) -> None:
     """Distribute the experts of a model without tensor parallel ranks."""
     for name in sorted(distribution.names):
-        _run_experts(model.get_submodule(name), distribution.ranks(cut=False), unsharded)
+        _run_experts(model.get_submodule(name), distribution.ranks(sharded=False), unsharded)
 
 
 def _run_experts(experts: Any, ranks: ExpertRanks, state_now: Callable[[], LayerState]) -> None:
@@ -436,13 +442,15 @@ def replicate_parameters(model: nn.Module, sharding: Sharding, memo: Memo) -> No
 
     for name, module in modules.items():
         own = plan.parameters_of(name, module).items()
-        cut = {key: PartsCut(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in own}
+        shards = {key: PartsShard(spec.dim_of(module.get_parameter(key)), spec.parts) for key, spec in own}
         read = {p: _path(name, p.rpartition(".")[0]) for p in parameters_read(module)}
         # Not sharded ones: the code would take a plain shard for the whole parameter; for a DTensor torch raises.
         asks = {p: sums(owner) for p, owner in read.items() if spec_of(plan.modules.get(owner)).shard_dim is None}
         distribution = sharding.distribution
         over = distribution.parameter_mesh if distribution and name in distribution.names else None
-        held = replicate_own(module, sharding.mesh, memo, sums=sums(name), cut=cut, read=asks, parameter_mesh=over)
+        held = replicate_own(
+            module, sharding.mesh, memo, sums=sums(name), shards=shards, read=asks, parameter_mesh=over
+        )
         if name in plan.embeds or (held and isinstance(module, nn.Embedding) and not sharding.sequence.is_whole(name)):
             module.register_forward_hook(partial(_own_part, sharding.sequence, sharding.mesh))
 

@@ -142,7 +142,7 @@ class Adapters:
             if isinstance(style, ParallelStyle):
                 raise ValueError(
                     f"The plan gives {name!r} a ParallelStyle, and PEFT has put an adapter on it: how that is to be "
-                    "cut is not known. Give it the name of a style, such as 'colwise'."
+                    "sharding is not known. Give it the name of a style, such as 'colwise'."
                 )
             for key, _ in _added(wrapper):
                 own = _style_of(key, style)

@@ -93,7 +93,7 @@ def _check_not_split(model: nn.Module, name: str, spec: StyleSpec) -> None:
     if taken_apart is None or (spec.parts > 1 and taken_apart == "chunk"):
         return
     raise ValueError(
-        f"{owner.__name__} takes what {name!r} returns apart by {taken_apart}(), and the plan cuts {name!r} "
+        f"{owner.__name__} takes what {name!r} returns apart by {taken_apart}(), and the plan shards {name!r} "
         + ("into parts, of which a rank has a share each" if spec.parts > 1 else "as one layer, of consecutive rows")
         + ". Take it apart by .chunk(3, dim=-1) (or 2, of gate and up), which goes by the width that a rank has, and "
         f"give {name!r} the style 'packed_colwise_3' (or 'packed_colwise'); or make it a layer for each part."

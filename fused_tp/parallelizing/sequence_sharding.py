@@ -431,7 +431,7 @@ class SequenceSharding:
         for name, value in arguments.items():
             if isinstance(value, Tensor) and value.ndim > 0 and name not in served:
                 raise ValueError(
-                    f"forward was given the tensor {name} {tuple(value.shape)}; how to cut it over the context "
+                    f"forward was given the tensor {name} {tuple(value.shape)}; how to shard it over the context "
                     "parallel ranks is not known. Leave it out, or use no cp_dim."
                 )
 
@@ -469,10 +469,10 @@ class SequenceSharding:
         """State for a submodule that the caller has called itself: it runs whole on this rank, on unchanged input."""
         if self.parallelism.cp_mesh is not None and torch.is_grad_enabled():
             raise ValueError(
-                "A module inside of a model over context parallel ranks was called by itself; what cuts its input and "
-                "sums its gradients is the model that parallelize returned. Call that one; or parallelize the inner "
-                "module instead, where nothing outside uses its parameters (a tied output layer does); or call it "
-                "under torch.no_grad(), where each rank computes all of it."
+                "A module inside of a model over context parallel ranks was called by itself; what shards its input "
+                "and sums its gradients is the model that parallelize returned. Call that one; or parallelize the "
+                "inner module instead, where nothing outside uses its parameters (a tied output layer does); or call "
+                "it under torch.no_grad(), where each rank computes all of it."
             )
         return UNSHARDED
 
@@ -579,8 +579,8 @@ def _is_in(name: str, blocks: Iterable[str]) -> bool:
 
 def sharded_head(head: nn.Module | None) -> nn.Module | None:
     """Return `head` if it is, or contains (as with an adapter), a ColumnParallelLinear; else None."""
-    cut = head is not None and any(isinstance(module, ColumnParallelLinear) for module in head.modules())
-    return head if cut else None
+    is_sharded = head is not None and any(isinstance(module, ColumnParallelLinear) for module in head.modules())
+    return head if is_sharded else None
 
 
 def _come_from_parameters(tokens: Tensor, source: str, model: nn.Module) -> bool:

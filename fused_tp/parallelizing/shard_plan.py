@@ -272,20 +272,20 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, Style]) -> ShardingP
         names = matching
         if style != "moe_identity_expert":
             names = [name for name in names if not isinstance(modules[name], nn.Identity)]
-        cut = _matching(parameters, pattern)
+        sharded = _matching(parameters, pattern)
         # A model's own plan may name layers that only some of its configurations have; an entry of the caller's that
         # matches nothing is a mistake.
         known = own_plan.get(pattern) == style or bool(matching)
-        if not (names or cut or known):
+        if not (names or sharded or known):
             raise ValueError(f"plan names {pattern!r}, but {type(model).__name__} has no such module.")
-        served = [_is_served(style, parameters[name], _own_styles(name, patterns)) for name in cut]
+        served = [_is_served(style, parameters[name], _own_styles(name, patterns)) for name in sharded]
         if False in served or (isinstance(style, str) and names and style not in STYLES):
             unserved[pattern] = style
             continue
         for name in names:
             check_style(name, modules[name], style)
         resolved.modules.update(dict.fromkeys(names, style))
-        resolved.parameters.update({name: style for name in cut if isinstance(style, str)})
+        resolved.parameters.update({name: style for name in sharded if isinstance(style, str)})
     if unserved:
         raise ValueError(
             f"The plan has styles that fused_tp does not serve: {unserved}. Modules are served as "
@@ -453,12 +453,12 @@ def warn_of_small_share(model: nn.Module, plan: ShardingPlan) -> None:
     named = (name for name, spec in specs.items() if spec.shard_dim is not None and not spec.shares_keys)
     layers = map(model.get_submodule, named)
     own = [p for layer in layers for p in layer.parameters(recurse=False)]
-    cut = {id(p): p.numel() for p in (*own, *map(model.get_parameter, plan.parameters))}
-    share = sum(cut.values()) / max(1, sum(sizes.values()))
+    sharded = {id(p): p.numel() for p in (*own, *map(model.get_parameter, plan.parameters))}
+    share = sum(sharded.values()) / max(1, sum(sizes.values()))
     if share < 0.25:
         warnings.warn(
-            f"The plan cuts {len(cut)} of the {len(sizes)} parameters of {type(model).__name__}, {share:.0%} of their "
-            "elements; each tensor parallel rank holds and computes all of the others.",
+            f"The plan shards {len(sharded)} of the {len(sizes)} parameters of {type(model).__name__}, {share:.0%} of "
+            "their elements; each tensor parallel rank holds and computes all of the others.",
             stacklevel=3,
         )
 

@@ -232,7 +232,7 @@ def pipeline(
             sequence_parallel=keywords["sequence_parallel"],
             grad_sync=grad_sync,
         )
-        outcome.cut, outcome.modules, outcome.run = pipe, [stage.model for stage in stages.values()], pipe.eval
+        outcome.sharded, outcome.modules, outcome.run = pipe, [stage.model for stage in stages.values()], pipe.eval
     return pipe
 
 
@@ -506,11 +506,11 @@ class Pipeline:
 
     def _begin(self, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Pass the arguments common to all microbatches to the stages; return those to split into microbatches."""
-        cut = {name: t for name, t in batch.items() if isinstance(t, Tensor) and t.ndim}
+        tensors = {name: t for name, t in batch.items() if isinstance(t, Tensor) and t.ndim}
         for stage in self.stages.values():
-            stage.common = {name: value for name, value in batch.items() if name not in cut}
+            stage.common = {name: value for name, value in batch.items() if name not in tensors}
             stage.hidden = self._hidden(batch)
-        return cut
+        return tensors
 
     def _run_forward(self, batch: dict[str, Any]) -> list[Any]:
         """Outputs of the last stage for each microbatch, on its rank; [] on others. Rejected: `eval` of torch's

@@ -126,7 +126,7 @@ class _Probe:
         self.kind = type(model).__name__
         self.calls = 0  # layer calls so far
         self.hidden: Tensor | None = None  # hidden state returned by the latest layer
-        self.cut: list[Tensor] = []  # hidden state of each layer, as a leaf
+        self.leaves: list[Tensor] = []  # hidden state of each layer, as a leaf
         self.in_front: dict[str, list[Tensor]] = {}  # results of modules before the layers, as leaves
         self.behind: list[str] = []
         self.returned = 0
@@ -197,7 +197,7 @@ class _Probe:
         self.returned = len(output) if isinstance(output, tuple) else 0
         self.calls += 1
         leaf, self.hidden = _leaf_and_result(hidden)
-        self.cut.append(leaf)
+        self.leaves.append(leaf)
         return (self.hidden, *output[1:]) if self.returned else self.hidden
 
     def outside(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
@@ -218,7 +218,7 @@ class _Probe:
 
     def check_behind(self, output: Any) -> None:
         made = [t for t in tensors_in(output) if t.requires_grad]
-        before = [("hidden states of earlier layers", self.cut[:-1])]
+        before = [("hidden states of earlier layers", self.leaves[:-1])]
         before += [(f"what {name!r} returns", tensors) for name, tensors in self.in_front.items()]
         for what, tensors in before:
             if made and tensors:

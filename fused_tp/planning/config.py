@@ -74,7 +74,7 @@ class ParallelConfig:
                 object.__setattr__(self, name, self.tp > 1)
             check_bool(**{name: getattr(self, name)})
             if getattr(self, name) and self.tp == 1:
-                raise ValueError(f"{name}=True cuts over tensor parallel ranks, and tp=1; leave it out.")
+                raise ValueError(f"{name}=True shards over tensor parallel ranks, and tp=1; leave it out.")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r}; it must be one of {', '.join(map(repr, RECOMPUTE))}.")
         if self.cp % self.ulysses_size:
@@ -185,7 +185,7 @@ class ParallelConfig:
         for one in shape.attention:
             for what, count in (("attention heads", one.heads), ("key/value heads", one.kv_heads)):
                 # Every rank computes a single key/value head, in models that support it.
-                if one.cut and count % self.tp and not (what == "key/value heads" and count == 1):
+                if one.sharded and count % self.tp and not (what == "key/value heads" and count == 1):
                     wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(count)} do")
             if one.heads % (one.kv_heads or 1):
                 wrong.append(f"its {one.kv_heads} key/value heads do not divide its {one.heads} attention heads")

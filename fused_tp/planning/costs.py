@@ -344,7 +344,7 @@ class CostModel:
 
     def _attention(self, attention: Attention) -> tuple[StepTime, StepTime]:
         """Forward and backward time of attention, with the ring of keys and values."""
-        cp, tp = self.config.cp, self.config.tp if attention.cut else 1
+        cp, tp = self.config.cp, self.config.tp if attention.sharded else 1
         heads, head_dim = attention.heads / tp, attention.head_dim
         if self.software.attention == "flash":
             rate = self.machine.attention_flops * (self.constants.ring_attention if cp > 1 else 1)
@@ -567,7 +567,7 @@ class CostModel:
         kept = len(layer.blocks) * (4 + self.software.dropout) * hidden / self.spread
         kept += sum(2 * (block.kept / tp + block.kept_whole) for block in layer.blocks)
         if self.software.attention == "unfused":
-            heads = sum(one.heads / (tp if one.cut else 1) for one in layer.attention)
+            heads = sum(one.heads / (tp if one.sharded else 1) for one in layer.attention)
             kept += (4 + self.software.dropout) * heads * self.seq
         return self.tokens * kept * self.element / 2
 

@@ -262,7 +262,7 @@ def _cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
     short = replace(sizes, rows=1, seq=FEW.seq)
     part, whole = (random(sizes.rows, seq, sizes.hidden) for seq in (sizes.seq // 2, sizes.seq))
 
-    def cut(model: nn.Module) -> None:
+    def over_tp(model: nn.Module) -> None:
         parallelize(model, pairs, sequence_parallel=True)
 
     def shard(model: nn.Module) -> None:
@@ -273,8 +273,8 @@ def _cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
     few_sharded, few_sharded_optimizer = layers(FEW, shard)
     return cases | {
         "exchange": lambda: (all_gather(part, 1, group=pairs), reduce_scatter(whole, 1, group=pairs)),
-        "few, tp": layers(FEW, cut)[0],
-        "many, tp": layers(sizes, cut)[0],
+        "few, tp": layers(FEW, over_tp)[0],
+        "many, tp": layers(sizes, over_tp)[0],
         "few, FSDP2": few_sharded,
         "few optimizer, FSDP2": few_sharded_optimizer,
         "short": layers(short)[0],

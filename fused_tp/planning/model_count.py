@@ -96,8 +96,8 @@ def count_model(model: Any) -> ModelShape:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     hidden = value_of(text, "hidden_size") or embedding.weight.shape[-1]
     drop_repeated(model, parts)
-    cuts = Cuts(model, parts, name)
-    counter = _Counter(hidden, text, cuts.plan)
+    checked = PlanCheck(model, parts, name)
+    counter = _Counter(hidden, text, checked.plan)
     kinds = [counter.layer(kind) for kind in parts.kinds]
     tied = output is not None and output.weight is embedding.weight
     of_output = [] if output is None else [one for one in parts.outside if one.module is output]
@@ -111,7 +111,7 @@ def count_model(model: Any) -> ModelShape:
         output=counter.weights(of_output),
         tied=tied,
         notes=(*parts.notes, *counter.notes(parts, kinds), *_outside_notes(_once(around), output)),
-        check=cuts.check,
+        check=checked.check,
     )
 
 
@@ -257,9 +257,9 @@ class _Counter:
         self.hidden, self.text, self.plan = hidden, text, plan
 
     def weights(self, held: Iterable[_Held]) -> Weights:
-        return sum((Weights(one.parameter.numel(), self.cut(one)) for one in held), Weights())
+        return sum((Weights(one.parameter.numel(), self.sharded_numel(one)) for one in held), Weights())
 
-    def cut(self, one: _Held) -> int:
+    def sharded_numel(self, one: _Held) -> int:
         """Number of elements of a parameter that are sharded over tensor parallel ranks."""
         name = f"{one.path}.{one.key}" if one.path else one.key
         size = one.parameter.numel()
@@ -315,13 +315,13 @@ class _Counter:
         wide = narrow = whole = kept = kept_whole = 0.0
         for one in group:
             active = share if one.is_expert else 1.0
-            cut = self.cut(one)
-            part = cut / one.parameter.numel()
-            whole += active * (one.parameter.numel() - cut)
+            sharded = self.sharded_numel(one)
+            part = sharded / one.parameter.numel()
+            whole += active * (one.parameter.numel() - sharded)
             if self._returns(one):
-                narrow += active * cut
+                narrow += active * sharded
             else:
-                wide += active * cut
+                wide += active * sharded
             kept += active * part * self._kept(one)
             kept_whole += active * (1 - part) * self._kept(one)
         return Block(
@@ -385,7 +385,7 @@ class _Counter:
             kv_heads=kv_heads,
             head_dim=(scores + values) / 2,
             window=window,
-            cut=any(self.cut(one) for one in held),
+            sharded=any(self.sharded_numel(one) for one in held),
         )
 
     def _window(self, module: nn.Module, layer_type: str) -> int | None:
@@ -479,7 +479,7 @@ def _outside_notes(around: list[_Held], output: nn.Module | None) -> Iterator[st
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-class Cuts:
+class PlanCheck:
     """The checks of `parallelize` and `build` that need no ranks, on a model on the meta device."""
 
     def __init__(self, model: Any, parts: _LayerParts, name: str) -> None:

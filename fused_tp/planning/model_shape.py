@@ -23,18 +23,18 @@ class Weights:
 
     Attributes:
         count: total number.
-        cut: number of these that are sharded over tensor parallel ranks; all others are replicated.
+        sharded: number of these that are sharded over tensor parallel ranks; all others are replicated.
     """
 
     count: int = 0
-    cut: int = 0
+    sharded: int = 0
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(self.count + other.count, self.cut + other.cut)
+        return Weights(self.count + other.count, self.sharded + other.sharded)
 
     def on_rank(self, tp: int) -> float:
         """Number of parameters that one of `tp` ranks holds."""
-        return self.count - self.cut + self.cut / tp
+        return self.count - self.sharded + self.sharded / tp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,14 @@ class Attention:
             computed from the latents.
         head_dim: features of a head; the mean of those of queries and of values if these differ.
         window: tokens that a token attends to; None: all before it.
-        cut: heads are sharded over tensor parallel ranks.
+        sharded: heads are sharded over tensor parallel ranks.
     """
 
     heads: int
     kv_heads: int
     head_dim: float
     window: int | None = None
-    cut: bool = True
+    sharded: bool = True
 
     def seen(self, seq: int) -> float:
         """Mean number of tokens that a token in a row of `seq` tokens attends to."""

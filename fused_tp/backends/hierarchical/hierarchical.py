@@ -164,13 +164,13 @@ class Hierarchical(Schedule):
             return self._flat.matmul_all_reduce(products, bias, meanwhile=meanwhile)
         rows = [(as_rows(x), w) for x, w in products]
         m, n = rows[0][0].shape[0], w.shape[0]
-        cuts = self._columns(m, n, x)
+        ranges = self._columns(m, n, x)
         moving = []
         with self._begin("matmul_all_reduce", (*shape, bias is not None), x):
             inside = self._inside("matmul_reduce_scatter", x.dtype)
             # By columns, because rows are already sharded over the ranks of a host.
-            for chunk, (start, stop) in enumerate(cuts):
-                with tracing.span("chunk", chunk, "of", len(cuts), inside.name):
+            for chunk, (start, stop) in enumerate(ranges):
+                with tracing.span("chunk", chunk, "of", len(ranges), inside.name):
                     partial = inside.matmul_reduce_scatter([(x, w[start:stop]) for x, w in rows], None, scatter_dim=0)
                 part = None if bias is None else bias[start:stop]
                 moving.append(self._across.all_reduce("matmul_all_reduce", partial, part))
@@ -228,8 +228,8 @@ class Hierarchical(Schedule):
 
     def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         chunks = max(1, min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES))
-        cuts = [shard_range(n, chunks, i) for i in range(chunks)]
-        return [dim_shards for dim_shards in cuts if dim_shards[0] < dim_shards[1]]
+        ranges = [shard_range(n, chunks, i) for i in range(chunks)]
+        return [one for one in ranges if one[0] < one[1]]
 
     def _begin(self, op: str, dims: Sequence[int], x: Tensor) -> LevelScope:
         call = self._levels.call(op)

@@ -128,8 +128,8 @@ class Pipelined(Plain):
     def _columns(self, m: int, n: int, x: Tensor) -> list[tuple[int, int]]:
         """Ranges of N, from M, N and the dtype only: K is a shard and may differ between ranks."""
         chunks = min(MAX_CHUNKS, n, m * n * x.element_size() // CHUNK_BYTES)
-        cuts = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
-        return [dim_shards for dim_shards in cuts if dim_shards[0] < dim_shards[1]] or [(0, n)]
+        ranges = [shard_range(n, max(1, chunks), i) for i in range(max(1, chunks))]
+        return [one for one in ranges if one[0] < one[1]] or [(0, n)]
 
 
 def _linear_into(out: Tensor, x: Tensor, w: Tensor, b: Tensor | None) -> None:

@@ -145,11 +145,11 @@ class NcclPipeline(Plain):
                     here()
                 return moving()
             chunks = self._chunks(out.nbytes)
-            cuts = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
+            ranges = [(a, b) for a, b in (shard_range(len(out), chunks, i) for i in range(chunks)) if a < b]
             add_up: Callable[[], Moving] | None = None
             gathering: list[Moving] = []
-            for i, (begin, end) in enumerate(cuts):
-                with span("chunk", i + 1, "of", len(cuts), (begin, end), self.name):
+            for i, (begin, end) in enumerate(ranges):
+                with span("chunk", i + 1, "of", len(ranges), (begin, end), self.name):
                     partial = sum_of_products(_rows_of(products, begin, end))
                     add_up_next = self._share_out("matmul_all_reduce", partial, out[begin:end], bias)
                     if add_up is not None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fused_tp.core.checks import is_due
 from fused_tp.core.errors import RankMismatchError, listed
 from fused_tp.core.pending import checksum
-from fused_tp.nn.sharding import CUTS
+from fused_tp.nn.sharding import PLAIN_SHARDINGS
 from fused_tp.parallelizing.checks.batch_check import is_suspended, of_all_ranks
 from fused_tp.parallelizing.marks import MARK
 
@@ -90,7 +90,7 @@ class ModuleCheck:
                 )
             for key, parameter in own.items():
                 path = f"{name}.{key}".lstrip(".")
-                plain = key in vars(module).get(CUTS, {}) and not is_traceable_wrapper_subclass(parameter)
+                plain = key in vars(module).get(PLAIN_SHARDINGS, {}) and not is_traceable_wrapper_subclass(parameter)
                 if not (plain or isinstance(parameter, DTensor)):
                     raise ValueError(
                         f"{path!r} is a {type(parameter).__name__} of {tuple(parameter.shape)} that was put into the "

@@ -129,29 +129,29 @@ class RankPart:
         if found.ndim != expected.ndim:
             return None
         errors = []
-        for cuts in product(*(self._cuts(*sizes) for sizes in zip(expected.shape, found.shape, strict=True))):
+        for choices in product(*(self._choices(*sizes) for sizes in zip(expected.shape, found.shape, strict=True))):
             part = expected
-            for dim, indices in enumerate(cuts):
+            for dim, indices in enumerate(choices):
                 part = part if indices is None else part.index_select(dim, indices)
             errors.append(measure(found, part))
         # Several shards may have that shape. The smallest error is the right one's: others would differ everywhere.
         return min(errors, default=None)
 
-    def _cuts(self, whole: int, own: int) -> list[Tensor | None]:
+    def _choices(self, whole: int, own: int) -> list[Tensor | None]:
         """Sets of `own` indices that this rank may hold of a dim of size `whole`; None for all indices."""
         if own == whole:
             return [None]
-        cuts: list[Tensor] = []
+        choices: list[Tensor] = []
         rows, rest = divmod(whole, self._tokens)
         if rows and not rest:  # tokens of one row, or of all rows in one dim
             begins = torch.arange(rows, device="cpu").unsqueeze(1) * self._tokens
-            cuts += [(begins + positions).flatten() for positions in self._positions]
+            choices += [(begins + positions).flatten() for positions in self._positions]
         for parts in _PACKED:
             if whole % parts == 0:
                 start, stop = shard_range(whole // parts, self._tp_ranks, self._tp_rank)
                 begins = torch.arange(parts, device="cpu").unsqueeze(1) * (whole // parts)
-                cuts.append((begins + torch.arange(start, stop, device="cpu")).flatten())
-        return [indices for indices in cuts if len(indices) == own]
+                choices.append((begins + torch.arange(start, stop, device="cpu")).flatten())
+        return [indices for indices in choices if len(indices) == own]
 
 
 class OutputComparison:

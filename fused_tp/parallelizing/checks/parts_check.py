@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fused_tp.core.checks import is_due
 from fused_tp.core.errors import RankMismatchError, listed
 from fused_tp.nn.optimizers import (
-    CUTS,
     FORWARD,
     PARTS_AND_STEPS,
+    PLAIN_SHARDINGS,
     ShardedLayout,
     checksum_of_parts,
     refuse_different_moments,
@@ -91,9 +91,9 @@ class PartsCheck:
     def _parts(self, model: nn.Module) -> Iterator[Tensor]:
         """Yield the local shards of weights over `tp_mesh`, except experts, which may start as copies."""
         assert self.tp_mesh is not None
-        for name, parameter, cut in _plain_parts(model):
+        for name, parameter, sharding in _plain_parts(model):
             if not isinstance(parameter, DTensor):
-                if not _is_distributed(parameter, cut.placement):
+                if not _is_distributed(parameter, sharding.placement):
                     yield parameter
             elif shared := self._shared_with(parameter.device_mesh.mesh.flatten().tolist()):
                 self._refuse(f"{name!r} is sharded over global ranks {listed(map(str, shared))}, which hold")
@@ -134,10 +134,10 @@ def _plain_parts(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardedL
     """Yield the sharded parameters that `plain_parameters_` has made plain, or the DTensors by which fully_shard has
     replaced them."""
     for path, module in model.named_modules():
-        for key, cut in vars(module).get(CUTS, {}).items():
+        for key, sharding in vars(module).get(PLAIN_SHARDINGS, {}).items():
             parameter = module._parameters.get(key)
-            if parameter is not None and cut.placement.is_shard():
-                yield f"{path}.{key}" if path else key, parameter, cut
+            if parameter is not None and sharding.placement.is_shard():
+                yield f"{path}.{key}" if path else key, parameter, sharding
 
 
 def _is_distributed(parameter: Tensor, placement: Placement) -> bool:

@@ -68,13 +68,13 @@ class Compared:
     """The sharded model, and the outcome of `compared`.
 
     Attributes:
-        cut: owner of the parameters by name: the model itself, or the pipeline built from it.
+        sharded: owner of the parameters by name: the model itself, or the pipeline built from it.
         modules: modules of this rank, each with names as in the whole model.
         run: takes keyword arguments of forward and returns its output, or None on ranks that do not have it.
         right: True if it computes the same as the whole model; False also if they were not compared.
     """
 
-    cut: Any
+    sharded: Any
     modules: Sequence[nn.Module]
     run: Callable[[dict[str, Any]], Any]
     right: bool = False
@@ -441,10 +441,10 @@ def _noise(model: nn.Module, outcome: Compared) -> Iterator[None]:
     try:
         yield
     finally:
-        cut = dict(outcome.cut.named_parameters())
+        sharded = dict(outcome.sharded.named_parameters())
         with torch.no_grad():
             for name, (parameter, number) in held.items():
-                for one in {id(one): one for one in (parameter, cut.get(name)) if one is not None}.values():
+                for one in {id(one): one for one in (parameter, sharded.get(name)) if one is not None}.values():
                     one.fill_(number.item())  # also the whole parameter, which the caller may hold
 
 

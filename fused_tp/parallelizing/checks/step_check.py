@@ -387,11 +387,11 @@ class _Steps:
             gradient = gradients[name]
             if gradient is None:
                 gradient = torch.zeros_like(parameters[name])
-            cut: Any = dtensors.get(id(p), p)
+            sharded: Any = dtensors.get(id(p), p)
             norm = norm_of(gradient)
-            part = gradient.reshape(cut.shape)
-            if isinstance(cut, DTensor):
-                part = distribute_tensor(part, cut.device_mesh, cut.placements, src_data_rank=None).to_local()
+            part = gradient.reshape(sharded.shape)
+            if isinstance(sharded, DTensor):
+                part = distribute_tensor(part, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
             made[name] = part.clone(), norm
         return made, ""
 
@@ -525,13 +525,13 @@ def own_parts(
     for name, p in model.named_parameters():
         if name not in gradients:
             continue
-        cut: Any = dtensors.get(id(p), p)
+        sharded: Any = dtensors.get(id(p), p)
         own: Any = gradients[name]
         if isinstance(own, DTensor):  # torch's own styles may leave terms of a sum
-            own = own.redistribute(placements=cut.placements).to_local()
+            own = own.redistribute(placements=sharded.placements).to_local()
         if own is None:
-            own = torch.zeros_like(cut.to_local() if isinstance(cut, DTensor) else cut)
-        if cp is not None and not is_distributed(cut, cp) and not (summed and parallelism.grad_sync):
+            own = torch.zeros_like(sharded.to_local() if isinstance(sharded, DTensor) else sharded)
+        if cp is not None and not is_distributed(sharded, cp) and not (summed and parallelism.grad_sync):
             own = all_reduce(own.contiguous(), group=cp)
             own = own if parallelism.grad_sync else own / cp.size()
         made[name] = own

@@ -82,21 +82,21 @@ class ModuleState:
         tables = {name: {k: _noted(v) for k, v in held.items()} for name, held in self.tables.items()}
         return ModuleState(None, self.kind, {k: _noted(v) for k, v in self.attributes.items()}, tables)
 
-    def changed(self, cut: ModuleState, now: ModuleState) -> ModuleState:
-        """Return this state, from before sharding, with the changes from `cut` to `now`."""
-        kind = self.kind if now.kind is cut.kind else now.kind
-        attributes = _merged(self.attributes, cut.attributes, now.attributes)
+    def changed(self, sharded: ModuleState, now: ModuleState) -> ModuleState:
+        """Return this state, from before sharding, with the changes from `sharded` to `now`."""
+        kind = self.kind if now.kind is sharded.kind else now.kind
+        attributes = _merged(self.attributes, sharded.attributes, now.attributes)
         tables = {
-            name: _merged(entries, cut.tables.get(name, {}), now.tables.get(name, {}))
+            name: _merged(entries, sharded.tables.get(name, {}), now.tables.get(name, {}))
             for name, entries in self.tables.items()
             if name not in _BY_NAME
         }
         return ModuleState(self.module, kind, attributes, tables)
 
 
-def _merged(before: Mapping[Any, Any], cut: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
-    kept = {key: value for key, value in before.items() if key in now or key not in cut}
-    return kept | {key: value for key, value in now.items() if key not in cut or not _is(value, cut[key])}
+def _merged(before: Mapping[Any, Any], sharded: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any]:
+    kept = {key: value for key, value in before.items() if key in now or key not in sharded}
+    return kept | {key: value for key, value in now.items() if key not in sharded or not _is(value, sharded[key])}
 
 
 class UnshardedModel:
@@ -104,7 +104,7 @@ class UnshardedModel:
 
     Example:
         >>> unsharded = UnshardedModel(model)
-        >>> cut(model)
+        >>> sharded(model)
         >>> unsharded.note_sharded(model)
         >>> with unsharded.restored(model, whole_parameters):
         ...     model(tokens)                          # on this rank alone
@@ -116,7 +116,7 @@ class UnshardedModel:
             state.tables["_parameters"] = dict.fromkeys(state.tables["_parameters"])
         self._configs = {id(config): ModuleState.of(config) for config in _configs(model)}
         self._cut: dict[str, ModuleState] = {}
-        self._cut_configs: dict[int, ModuleState] = {}
+        self._sharded_configs: dict[int, ModuleState] = {}
 
     def __reduce__(self) -> Any:
         return UnshardedModel, (nn.Module(),)  # a copy of the model has other modules
@@ -127,7 +127,7 @@ class UnshardedModel:
         for name, before in self._before.items():  # keep only buffers that the layer in its place does not have
             own = self._cut[name].tables["_buffers"] if name in self._cut else {}
             before.tables["_buffers"] = {k: None if k in own else v for k, v in before.tables["_buffers"].items()}
-        self._cut_configs = {id(config): ModuleState.of(config).without_tensors() for config in _configs(model)}
+        self._sharded_configs = {id(config): ModuleState.of(config).without_tensors() for config in _configs(model)}
 
     def obstacle(self, model: nn.Module) -> str:
         """Return the reason why `model` cannot be made whole, or ""."""
@@ -156,8 +156,8 @@ class UnshardedModel:
             state.tables["_buffers"] = here | now[name].tables["_buffers"]
             whole.append(state)
         for one, config in zip(_configs(model), self._configs.values(), strict=False):
-            if (cut := self._cut_configs.get(id(one))) is not None:
-                whole.append(config.changed(cut, ModuleState.of(one)))
+            if (sharded := self._sharded_configs.get(id(one))) is not None:
+                whole.append(config.changed(sharded, ModuleState.of(one)))
         held = [ModuleState.of(state.module) for state in whole]
         seen = {id(state.module) for state in whole}
         held += [state for state in now.values() if id(state.module) not in seen]

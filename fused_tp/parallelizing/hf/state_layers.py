@@ -221,8 +221,8 @@ def _gated_delta_rule(
     identity = torch.eye(dk, dtype=torch.float32, device=value.device).expand(batch, heads, dk, dk)
     kwargs |= {"initial_state": functional.pad(identity, (dv, 0)), "output_final_state": True}
     value = functional.pad(value, (0, dk))
-    cut = zip(*(x.split(runs.own, dim=1) for x in (query, key, value, g, beta)), strict=True)
-    found = [own(q, k, v, g=decay, beta=rate, **kwargs) for q, k, v, decay, rate in cut]
+    parts = zip(*(x.split(runs.own, dim=1) for x in (query, key, value, g, beta)), strict=True)
+    found = [own(q, k, v, g=decay, beta=rate, **kwargs) for q, k, v, decay, rate in parts]
     zeros, finals = _from_all([final for _, final in found], runs, cp)
     states = [zeros[..., :dv]]
     for final in finals[: runs.before[-1]]:
