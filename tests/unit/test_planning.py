@@ -187,7 +187,7 @@ def test_layers_of_several_kinds() -> None:
     halves = of_rank(pp=2, microbatches=8).memory.weights / 2
     assert halves == 30 * sparse.parameters + moe.embedding.count
     cut = of_rank(tp=2).memory.weights / 2
-    assert moe.parameters / 2 < cut < 0.6 * moe.parameters and not any(one.cut for one in moe.attention)
+    assert moe.parameters / 2 < cut < 0.6 * moe.parameters and not any(one.sharded for one in moe.attention)
 
 
 def test_shared_layers_cost_memory_once_and_operations_each_time() -> None:
