@@ -3,7 +3,7 @@
 Each rank writes the K/V rows that others read into its workspace once, signals it, and reads its peers' rows in place,
 one peer per step in the order of the ring, so that not all ranks read the same memory at once.
 
-The backward runs in chunks n = 1, 2, ... (`RingCall.chunks`). A rank signals these stages:
+The backward runs in chunks n = 1, 2, ... (`RankPlan.chunks`). A rank signals these stages:
 
     1       its K/V are readable
     2n      its term of chunk n is readable
