@@ -145,11 +145,10 @@ def few_rows_reason(x: Tensor, w: Tensor) -> tuple[bool, str]:
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ w^T + bias` for x [..., K], w [N, K] (any strides), bias [N]."""
-    # Sizes are compared here, because a call costs more.
-    size = x.numel()
-    if size <= _FEW_ROWS * w.shape[-1] and w.numel() >= _SMALLEST_NATIVE and (y := _few_rows(x, w, bias)) is not None:
+    # Sizes that rule a library out are compared here, because a call costs more.
+    if w.numel() >= _SMALLEST_NATIVE and (y := _few_rows(x, w, bias)) is not None:
         return y
-    if size * w.shape[0] >= _SMALLEST_FOR_ONEDNN and x.dtype is torch.float32 and _use_onednn(x, w):
+    if x.dtype is torch.float32 and x.numel() * w.shape[0] >= _SMALLEST_FOR_ONEDNN and _use_onednn(x, w):
         return _by_onednn(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
 
