@@ -37,17 +37,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_other_world_sizes(items: list[pytest.Item]) -> None:
-    """Mark cases at group sizes other than 2 and 3 as `full`, if the test also has cases at 2 or 3."""
-    sizes: dict[tuple[Path, str], dict[pytest.Item, int]] = defaultdict(dict)
+    """Keep one group size out of 2 and 3 for each case of a test, and mark its other sizes as `full`.
+
+    Cases that differ only by size are one case; the kept size alternates from case to case, so that a test with
+    several cases runs at both.
+    """
+    sizes: dict[tuple[Path, str], dict[str, dict[int, pytest.Item]]] = defaultdict(lambda: defaultdict(dict))
     for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        size = params.get("world_size", params.get("world"))
-        if isinstance(item, pytest.Function) and isinstance(size, int):
-            sizes[item.path, item.originalname][item] = size
+        params = dict(getattr(getattr(item, "callspec", None), "params", {}))
+        size = params.pop("world_size", params.pop("world", None))
+        if isinstance(item, pytest.Function) and isinstance(size, int) and not item.get_closest_marker("full"):
+            sizes[item.path, item.originalname][repr(params)][size] = item
     for cases in sizes.values():
-        if not {2, 3}.isdisjoint(cases.values()):
-            for item, size in cases.items():
-                if size not in (2, 3):
+        if not any({2, 3} & of.keys() for of in cases.values()):
+            continue
+        for number, of in enumerate(cases.values()):
+            kept = sorted({2, 3} & of.keys(), reverse=number % 2 == 0)[:1]
+            for size, item in of.items():
+                if size not in kept:
                     item.add_marker(pytest.mark.full)
 
 

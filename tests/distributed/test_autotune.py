@@ -106,7 +106,7 @@ def calls(group: Any) -> None:
 
 def choose(group: Any, folder: str) -> tuple[dict[str, str], dict[str, str], int]:
     """Choices of this rank, schedules found wrong, and the number of measurements."""
-    kinds = {"plain": Slow, "quick": Quick, "slow": Slow, "wrong": Wrong, "other": OtherBits, "uneven": Uneven}
+    kinds = {"plain": Slow, "quick": Quick, "wrong": Wrong, "other": OtherBits, "uneven": Uneven}
     measured = mock.Mock(wraps=autotune._measured)
     with (
         mock.patch.dict(os.environ, FUSED_TP_AUTOTUNE=folder),

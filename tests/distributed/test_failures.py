@@ -81,12 +81,14 @@ pytestmark = [
 
 
 def on(*transports: str) -> pytest.MarkDecorator:
-    """Parametrize over those transports; those of GPUs, on test doubles, and `hierarchical` are marked `full`."""
-    return pytest.mark.parametrize("transport", [with_marks(one, one) for one in transports or TRANSPORTS])
-
-
-def with_marks(value: object, transport: str) -> Any:
-    return pytest.param(value, marks=[pytest.mark.full] if transport in (*DOUBLES, "hierarchical") else [])
+    """Parametrize over those transports, of which shared memory and `plain` messages run in `make test`."""
+    return pytest.mark.parametrize(
+        "transport",
+        [
+            pytest.param(one, marks=[pytest.mark.full] if one not in ("one_sided", "plain") else [])
+            for one in transports or TRANSPORTS
+        ],
+    )
 
 
 # ---- late ------------------------------------------------------------------------------------------------------------
@@ -331,9 +333,7 @@ def destroys(_: Any, transport: str) -> list[tuple[float, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "transport", ["one_sided", "plain", *(pytest.param(one, marks=pytest.mark.full) for one in TRANSPORTS[2:4])]
-)
+@on(*ON_MEMORY_OR_GLOO)
 def test_destroyed_group_is_gone_for_all_ranks_at_once(transport: str) -> None:
     *others, own = (one.unwrap() for one in fresh_ranks(WORLD, destroys, transport))
     for number, (at, (left, again)) in enumerate(own):
@@ -466,7 +466,13 @@ HEARD = {
 }
 
 
-@pytest.mark.parametrize("name", [with_marks(name, PLACES[name].transport) for name in PLACES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if place.transport in (*DOUBLES, "hierarchical") else [])
+        for name, place in PLACES.items()
+    ],
+)
 def test_error_midway_aborts_group(name: str) -> None:
     transport = PLACES[name].transport
     build_doubles(transport)

@@ -16,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.full
 def test_faults_are_met_as_the_campaign_says() -> None:
     tally = campaign(25, seed=43)  # one batch with every fault
     assert not tally.wrong, "\n".join(tally.wrong)

@@ -1,15 +1,11 @@
 """Matmuls and rings fused with their communication, W ranks as threads on one GPU, each with its share of the SMs.
 
-Results are compared with fp64. Calls follow each other without a reset or a barrier, kernels are late at random, and
-replicated results must have the same bits on all ranks. The masks of a ring's calls make ranks read other ranks' keys,
-or none of them.
+`fused_tp.selftest.kernels` has the cases of correct calls; here are deadlines, graphs, every config, and large tensors.
 """
 
 from __future__ import annotations
 
 import itertools
-import random
-from typing import Any
 
 import pytest
 import torch
@@ -19,19 +15,9 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from benchmarks.gpu_ranks import normal, set_flags
 from benchmarks.local_ranks import LocalGroup, LocalRank, run_local
-from fused_tp.selftest.kernel_calls import (
-    COPIED,
-    DIRECT,
-    FEW_SHAPES,
-    RINGS,
-    SHAPES,
-    SUMS,
-    RankCall,
-    error_of,
-    make_call,
-    matmul64,
-    prepared,
-)
+from fused_tp.selftest.kernel_calls import DIRECT, RINGS, SUMS, RankCall, error_of, make_call, matmul64, prepared
+from fused_tp.selftest.kernels import CASES, GROUPS
+from fused_tp.selftest.kernels import check as check_case
 from fused_tp.triton_kernels.comm.gather import GatherWorkspace
 from fused_tp.triton_kernels.comm.workspace import Workspace
 from fused_tp.triton_kernels.device import arch_of
@@ -42,8 +28,6 @@ from fused_tp.triton_kernels.gemm.launch import Launch, launch_for
 from tests.reference import assert_within_dtype_error
 
 pytestmark = pytest.mark.gpu
-
-MILLISECOND = 2_000_000  # clock cycles of `torch.cuda._sleep`, about
 
 
 @pytest.fixture(autouse=True)
@@ -63,63 +47,11 @@ def right_or_nan(call: RankCall, results: list[Tensor], name: str) -> None:
     check(call, [torch.where(result.isnan(), wanted.to(result.dtype), result) for result, wanted in known], name)
 
 
-def check_calls(rank: LocalRank, op: str, calls: list[RankCall], results: list[list[Tensor]], workspace: Any) -> None:
-    rank.synchronize()
-    assert workspace.expired() is None, str(workspace.expired())
-    for number, (call, tensors) in enumerate(zip(calls, results, strict=True)):
-        check(call, tensors, f"{op}, call {number}")
-    everyone = rank.exchange(results)
-    for number, call in enumerate(calls):
-        if call.everywhere:
-            for theirs in everyone:
-                for mine, other in zip(results[number], theirs[number], strict=True):
-                    assert torch.equal(mine, other), f"{op}, call {number}: ranks hold different bits"
-
-
-def in_a_row(
-    rank: LocalRank,
-    op: str,
-    dtype: torch.dtype,
-    shapes: list[tuple[int, int, int]],
-    late: tuple[int, ...] = (),
-    repeats: int = 1,
-) -> None:
-    """Make calls of these shapes with ranks that are late at random; a repeated call must return the same bits."""
-    draw = random.Random(rank.rank)
-    calls = [make_call(rank, op, shape, dtype, seed) for seed, shape in enumerate(shapes)] * repeats
-    workspace = prepared(rank, op, calls)
-    results = []
-    for call in calls:
-        if rank.rank in late and draw.random() < 0.6:
-            torch.cuda._sleep(int(draw.random() * 2 * MILLISECOND))
-        results.append(call.launch(workspace))
-    check_calls(rank, op, calls, results, workspace)
-    for number, tensors in enumerate(results):
-        for first, other in zip(results[number % len(shapes)], tensors, strict=True):
-            assert torch.equal(first, other), "the same call gave other bits"
-
-
-BF16 = torch.bfloat16
-IN_A_ROW: dict[str, tuple[Any, ...]] = {
-    "every shape": (2, BF16, SHAPES),
-    "one rank": (1, BF16, FEW_SHAPES),
-    "three ranks": (3, BF16, FEW_SHAPES),
-    "four ranks": (4, BF16, FEW_SHAPES),
-    "float16": (2, torch.float16, FEW_SHAPES),
-    "float32": (2, torch.float32, FEW_SHAPES),
-    "the first is late": (2, BF16, (SHAPES * 4)[:20], (0,)),
-    "the last is late": (2, BF16, (SHAPES * 4)[:20], (1,)),
-    "one of four is late": (4, BF16, (FEW_SHAPES * 7)[:20], (2,)),
-    "all are late": (4, BF16, (FEW_SHAPES * 7)[:20], (0, 1, 2, 3)),
-    "the same call": (4, BF16, [(513, 776, 1024)], (), 10),
-}
-
-
-@pytest.mark.parametrize("case", IN_A_ROW)
-@pytest.mark.parametrize("op", [*SUMS, *COPIED, *DIRECT, *RINGS])
-def test_calls_in_a_row(op: str, case: str) -> None:
-    world_size, *args = IN_A_ROW[case]
-    run_local(world_size, in_a_row, op, *args, device="cuda")
+@pytest.mark.parametrize("group", GROUPS)
+def test_cases_of_the_selftest(group: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = {case.name: check_case(case, device) for case in CASES if case.group == group}
+    assert not any(found.values()), found
 
 
 def without_one(rank: LocalRank, op: str, missing: int) -> str | None:
@@ -222,12 +154,12 @@ def test_more_than_2_to_the_31_elements() -> None:
     m, n, k = 70_000, 64, 32_768
     if torch.cuda.mem_get_info(rank.device)[0] < 12 * m * k:  # x twice in fp32, once in bf16, and some room
         pytest.skip("needs 28 GB of free GPU memory")
-    x = normal(m, k, dtype=BF16, device=rank.device, seed=1)
-    w = normal(n, k, dtype=BF16, device=rank.device, seed=2)
-    workspace = GatherWorkspace(*rank.allocate(gathers.workspace_bytes(m, k, BF16, 1)), timeout_seconds=20)
-    launch = launch_for(BF16, m, n, 1, arch=arch_of(rank.device), sms=rank.sms)
+    x = normal(m, k, dtype=torch.bfloat16, device=rank.device, seed=1)
+    w = normal(n, k, dtype=torch.bfloat16, device=rank.device, seed=2)
+    workspace = GatherWorkspace(*rank.allocate(gathers.workspace_bytes(m, k, torch.bfloat16, 1)), timeout_seconds=20)
+    launch = launch_for(torch.bfloat16, m, n, 1, arch=arch_of(rank.device), sms=rank.sms)
     (y,), _ = gathers.all_gather_gemm(x, [w], workspace=workspace, launch=launch, rows=m)
-    assert_within_dtype_error(y[-256:], matmul64(x[-256:], w), BF16, reduced_over=k, name="the last rows")
+    assert_within_dtype_error(y[-256:], matmul64(x[-256:], w), torch.bfloat16, reduced_over=k, name="the last rows")
 
 
 def one_rank_alone(rank: LocalRank, op: str, shape: tuple[int, int, int]) -> None:

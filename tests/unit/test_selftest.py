@@ -348,6 +348,7 @@ def test_the_steps_are_named_and_chosen(capsys: pytest.CaptureFixture[str], tmp_
     assert main(["selftest", "--kernels", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.full
 def test_environment_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "fused_tp", "selftest", "--only", "^environment|^smoke", "--minutes", "1", "--out"]
