@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests import beside, native_build, session_end, workers
+from tests import beside, native_build, session_end, tiers, workers
 from tests.beside import outcome as outcome  # a fixture
 
 torch.set_num_threads(1)
@@ -26,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before items are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_other_world_sizes(items)
+    tiers.assign(items)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
         several = item.get_closest_marker("gpus")
@@ -34,28 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if found < needed:
             reason = f"needs {needed} NVIDIA GPU{'s' if needed > 1 else ''}, this machine has {found or 'none'}"
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def mark_other_world_sizes(items: list[pytest.Item]) -> None:
-    """Keep one group size out of 2 and 3 for each case of a test, and mark its other sizes as `full`.
-
-    Cases that differ only by size are one case; the kept size alternates from case to case, so that a test with
-    several cases runs at both.
-    """
-    sizes: dict[tuple[Path, str], dict[str, dict[int, pytest.Item]]] = defaultdict(lambda: defaultdict(dict))
-    for item in items:
-        params = dict(getattr(getattr(item, "callspec", None), "params", {}))
-        size = params.pop("world_size", params.pop("world", None))
-        if isinstance(item, pytest.Function) and isinstance(size, int) and not item.get_closest_marker("full"):
-            sizes[item.path, item.originalname][repr(params)][size] = item
-    for cases in sizes.values():
-        if not any({2, 3} & of.keys() for of in cases.values()):
-            continue
-        for number, of in enumerate(cases.values()):
-            kept = sorted({2, 3} & of.keys(), reverse=number % 2 == 0)[:1]
-            for size, item in of.items():
-                if size not in kept:
-                    item.add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

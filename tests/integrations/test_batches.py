@@ -89,10 +89,10 @@ def global_batches(ranks: list[tuple[list[list[int]], Any]], dp: int) -> list[li
     ("kind", "keywords"),
     [
         ("map", {}),
-        ("stream", {}),
         ("stream", {"dataset_state": True}),
-        ("map", {"num_workers": 2}),
-        ("stream", {"num_workers": 2}),
+        pytest.param("stream", {}, marks=pytest.mark.full),
+        pytest.param("map", {"num_workers": 2}, marks=pytest.mark.full),
+        pytest.param("stream", {"num_workers": 2}, marks=pytest.mark.full),
         ("stream", {"num_workers": 2, "dataset_state": True}),
     ],
 )

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fused_tp
 from fused_tp.cli.main import COMMANDS
+from tests.tiers import quick
 from tests.workers import REPOSITORY, fresh_ranks, run_ranks
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -106,7 +107,7 @@ def pages_with_examples() -> dict[str, list[tuple[str, str]]]:
     return {str(page.relative_to(REPOSITORY)): blocks for page, blocks in found.items() if blocks}
 
 
-@pytest.mark.parametrize("page", pages_with_examples())
+@pytest.mark.parametrize("page", quick(pages_with_examples(), "README.md", "docs/quickstart.md"))
 def test_examples_of_pages(page: str, checkpoint: str) -> None:
     run_ranks(4, run_page, page, pages_with_examples()[page], checkpoint)
 

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed; pip i
 from docs import tables
 from tests.integrations.live import inert
 from tests.integrations.sweep import MODES, all_kinds, sweep
+from tests.tiers import quick
 
 # One type per mechanism; test_every_type_is_right_or_refused covers the others.
 RIGHT = [
@@ -69,6 +70,11 @@ RIGHT = [
     ("zamba2", "cp"),  # one attention block used in several layers
     ("zaya", "tp+sp"),  # parameters of the base model itself; a router that receives the state of the previous one
 ]
+IN_TEST = [
+    *(("aria_text", "tp"), ("beam", "advised"), ("biogpt", "cp"), ("doge", "tp+sp"), ("ernie4_5_moe", "tp+sp")),
+    *(("falcon_h1", "cp"), ("gemma3n_text", "tp"), ("gpt_neox", "tp+sp"), ("llama4_text", "cp"), ("olmo2", "tp+sp")),
+    *(("longcat_flash", "tp"), ("modernbert-decoder", "tp+sp"), ("recurrent_gemma", "tp+sp"), ("zaya", "tp+sp")),
+]
 NGRAMS = {"ple_layer_ids": [1], "ple_embed_dim": 64, "ngram_vocab_size_base": 50, "heads_per_ngram": 2}
 NGRAMS |= {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 2}
 VARIANTS: list[Any] = [
@@ -77,7 +83,7 @@ VARIANTS: list[Any] = [
     ("falcon", "tp+sp", {"attn_implementation": "eager"}),  # as its refusal advises
     ("gemma4_text", "tp+sp", {"enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 0}),
     ("recurrent_gemma", "tp+sp", {"num_key_value_heads": 1}),
-    (
+    pytest.param(
         "zamba2",
         "tp+sp",
         {
@@ -89,6 +95,7 @@ VARIANTS: list[Any] = [
             "use_shared_attention_adapter": True,
             "adapter_rank": 8,
         },
+        marks=pytest.mark.full,
     ),
 ]
 REFUSED = [
@@ -114,7 +121,7 @@ def outcomes_of(request: pytest.FixtureRequest) -> Callable[[str, str], Outcomes
     return lambda kind, mode: sweep(kind, modes=[mode])
 
 
-@pytest.mark.parametrize(("kind", "mode"), RIGHT)
+@pytest.mark.parametrize(("kind", "mode"), quick(RIGHT, *IN_TEST))
 def test_is_right(outcomes_of: Callable[[str, str], Outcomes], kind: str, mode: str) -> None:
     outcome, said = outcomes_of(kind, mode)[mode]
     assert outcome == "right", said

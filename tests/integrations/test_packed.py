@@ -30,6 +30,7 @@ from tests.integrations.models import (
 )
 from tests.integrations.sweep import make_model
 from tests.reference import refuses
+from tests.tiers import quick
 from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -86,7 +87,7 @@ def compare_weighted(whole: Any, parallel: Any, tokens: Tensor) -> None:
 
 
 @on_layouts("tp2", full=["tp2_lossparallel"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, "gpt_bigcode", "bloom", "falcon, grouped", "falcon, eager", "phi3"))
 def test_packed(group: dist.ProcessGroup, layout: str, name: str) -> None:
     whole = made(name)
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), **LAYOUTS[layout][2])
@@ -103,7 +104,9 @@ def test_packed(group: dist.ProcessGroup, layout: str, name: str) -> None:
 
 
 @on_layouts("tp2_sp", full=["tp2_sp_lossparallel"])
-@pytest.mark.parametrize("name", [*IN_SEQUENCE, *OTHERS])
+@pytest.mark.parametrize(
+    "name", quick([*IN_SEQUENCE, *OTHERS], "gpt2", "gpt_bigcode", "mpt", "codegen", "doge, experts", "gptj")
+)
 def test_packed_in_parts_of_the_sequence(group: dist.ProcessGroup, layout: str, name: str) -> None:
     check_sequences(group, layout, name)
 
@@ -178,7 +181,9 @@ def test_losses_of_passes_that_are_not_cut(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["gpt2", "codegen", "gptj", "gpt_neo", "xglm", "opt", "falcon, eager"])
+@pytest.mark.parametrize(
+    "name", quick(["gpt2", "codegen", "gptj", "gpt_neo", "xglm", "opt", "falcon, eager"], "gpt2", "xglm")
+)
 def test_documents_in_parts_of_the_sequence(group: dist.ProcessGroup, name: str) -> None:
     whole = made(name)
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
@@ -237,7 +242,7 @@ def test_checkpointed(group: dist.ProcessGroup) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick(MODELS, "gpt2", "gpt_bigcode", "codegen", "doge, experts"))
 def test_states(group: dist.ProcessGroup, name: str, tmp_path: Path) -> None:
     assert_states_travel(group, made(name), tmp_path)
 

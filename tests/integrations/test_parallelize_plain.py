@@ -420,6 +420,7 @@ class NestedLoss(Llama):
         return {"parts": [self.loss_function(logits, labels, self.config.vocab_size), {"logits": logits}]}
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_compiled_losses(group: dist.ProcessGroup) -> None:
     model, tokens = make("plain", num_hidden_layers=1), make_tokens(1, 6)
@@ -434,6 +435,11 @@ def test_compiled_losses(group: dist.ProcessGroup) -> None:
     loss = torch.compile(model, backend="eager")(tokens, labels=tokens)["parts"][0]
     assert torch.equal(loss, model(tokens, labels=tokens)["parts"][0])
     assert not counters["graph_break"], dict(counters["graph_break"])
+    model = make("plain", num_hidden_layers=1)
+    model.__class__ = LossOfItsOwn
+    parallel = parallelize(copy_of(model), mesh_of(group, 1, 2), sequence_parallel=True)
+    torch._dynamo.reset()
+    assert_near(torch.compile(parallel, backend="eager")(tokens), model(tokens), "loss")
 
 
 class LossOfItsOwn(Llama):
@@ -455,8 +461,6 @@ def test_a_loss_of_its_own_under_sequence_parallelism(group: dist.ProcessGroup) 
     whole.__class__ = LossOfItsOwn
     parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), sequence_parallel=True)
     assert_trains_alike(parallel, whole, lambda model: model(tokens))
-    torch._dynamo.reset()
-    assert_near(torch.compile(parallel, backend="eager")(tokens), whole(tokens), "loss")
     LossOfItsOwn.of_hidden = 0.1
     try:
         refuses(ValueError, "a number that it made of hidden states", parallel, tokens)

@@ -662,23 +662,23 @@ def test_a_loss_that_is_not_replaced_is_an_error(group: dist.ProcessGroup) -> No
     mesh, tokens = mesh_of(group, 2, 1), make_tokens(2, 9)
     whole, parallel = make("llama"), make("llama")
     added, other = "returned no loss that its loss_function", "other labels than it was given"
-    for further_mesh, keywords in ((mesh, {}), (mesh_of(group, 1, 2), {"loss_parallel": True})):
-        for kind, says in (
-            (Adding, added),
-            (AddingInPlace, added),
-            (WithParts, added),
-            (BeforeTheLoss, added),
-            (Other, other),
-            (Masking, other),
-        ):
-            further = make("llama")
-            further.__class__ = kind
-            further = parallelize(further, further_mesh, **keywords)
-            refuses(ValueError, says, further, input_ids=tokens, labels=tokens.clone())
-            if kind is AddingInPlace and not keywords:
-                for mode in (torch.no_grad(), torch.inference_mode()):
-                    with mode:
-                        refuses(ValueError, says, further, input_ids=tokens, labels=tokens.clone())
+    by_loss: tuple[Any, ...] = (mesh_of(group, 1, 2), {"loss_parallel": True})
+    for kind, says, further_mesh, keywords in (
+        (Adding, added, *by_loss),
+        (AddingInPlace, added, mesh, {}),
+        (WithParts, added, *by_loss),
+        (BeforeTheLoss, added, mesh, {}),
+        (Other, other, *by_loss),
+        (Masking, other, mesh, {}),
+    ):
+        further = make("llama", num_hidden_layers=1)
+        further.__class__ = kind
+        further = parallelize(further, further_mesh, **keywords)
+        refuses(ValueError, says, further, input_ids=tokens, labels=tokens.clone())
+        if kind is AddingInPlace:
+            for mode in (torch.no_grad(), torch.inference_mode()):
+                with mode:
+                    refuses(ValueError, says, further, input_ids=tokens, labels=tokens.clone())
     # With only the vocabulary sharded, a term of hidden states is of whole tokens.
     of_hidden, its_parts = make("llama"), make("llama")
     of_hidden.__class__ = its_parts.__class__ = OfHidden

@@ -121,7 +121,7 @@ def cases(quick: set[tuple[Any, ...]], *parameters: Sequence[Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("schedule", "family", "sequence_parallel"),
     cases(
-        {("1F1B", "llama", True), ("ZBVZeroBubble", "plain", True), ("Interleaved1F1B", "plain", False)},
+        {("1F1B", "llama", True), ("ZBVZeroBubble", "plain", False)},
         sorted(SCHEDULES),
         ["plain", "llama"],
         [False, True],
