@@ -181,10 +181,9 @@ LOCAL_BACKWARD = {
     [
         ("pipelined", False),
         ("one_sided", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("one_sided", True), ("plain", False), ("pipelined", True))
-        ),
+        pytest.param("plain", False, marks=pytest.mark.full),
+        pytest.param("one_sided", True, marks=pytest.mark.full),
+        pytest.param("pipelined", True, marks=pytest.mark.long),
     ],
 )
 def test_every_op_is_named_with_its_shapes_and_schedule(schedule: str, compiled: bool) -> None:

@@ -81,14 +81,10 @@ pytestmark = [
 
 
 def on(*transports: str) -> pytest.MarkDecorator:
-    """Parametrize over those transports, of which shared memory and `plain` messages run in `make test`."""
-    return pytest.mark.parametrize(
-        "transport",
-        [
-            pytest.param(one, marks=[pytest.mark.full] if one not in ("one_sided", "plain") else [])
-            for one in transports or TRANSPORTS
-        ],
-    )
+    """Parametrize over those transports: `make test` runs shared memory and `plain` messages."""
+    marks = {"one_sided": [], "plain": [], "pipelined": [pytest.mark.long]}  # messages again
+    cases = [pytest.param(one, marks=marks.get(one, [pytest.mark.full])) for one in transports or TRANSPORTS]
+    return pytest.mark.parametrize("transport", cases)
 
 
 # ---- late ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Odd inputs of every public op (tests/fuzz.py): a few of them, and 200 of each in the full tier."""
+"""Odd inputs of every public op (tests/fuzz.py): a few of them, and 200 of each in `make test-all`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_odd_inputs(name: str, world_size: int) -> None:
     assert fuzz(name, 0, 200, world_size) == []
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_odd_inputs_over_messages(name: str) -> None:
     assert fuzz(name, 2, 80, 2, "plain") == []
