@@ -176,14 +176,16 @@ def fresh_ranks(
     timeout: float = 120,
     env: Mapping[str, str | None] | None = None,
     expect_deaths: bool = False,
+    finalize: bool = False,
 ) -> list[Outcome]:
     """Call `fn(group, *args)` in `world_size` new processes and return one Outcome per rank.
 
     `group` is their default process group. `env` is set from the start of each process. Errors are returned, not
     raised: call `.unwrap()` where none is expected. A rank that dies (also while it exits) raises RanksFailed unless
-    `expect_deaths`; one that is stuck past `timeout` seconds always raises RanksTimedOut.
+    `expect_deaths`; one that is stuck past `timeout` seconds always raises RanksTimedOut. `finalize` is that of
+    `tests.forks`.
     """
-    workers = _Workers(world_size, env=env)
+    workers = _Workers(world_size, env=env, finalize=finalize)
     try:
         outcomes = workers.call(world_size, fn, args, timeout, None, accept_deaths=expect_deaths)
         # A rank that raised may have left peers within a collective, and gloo's threads then take long to end.
@@ -253,9 +255,12 @@ class _Workers:
     subset of its ranks: torch names groups that only their members make by the number of groups a rank is in.
     """
 
-    def __init__(self, size: int, env: Mapping[str, str | None] | None = None, pool: bool = False) -> None:
+    def __init__(
+        self, size: int, env: Mapping[str, str | None] | None = None, pool: bool = False, finalize: bool = False
+    ) -> None:
         self.size = size
         self.pool = pool
+        self.finalize = finalize
         self.folder = Path(tempfile.mkdtemp(prefix="fused_tp_ranks_"))
         self.processes: list[subprocess.Popen[bytes] | forks.Forked] = []
         self.pipes: list[Connection] = []
@@ -361,7 +366,7 @@ class _Workers:
         # The forking process has imported Triton (through torch._dynamo), which reads TRITON_INTERPRET on import.
         compiles = "TRITON_INTERPRET" not in env
         if compiles and forks.can_fork() and (rank > 0 or not self.pool):
-            return forks.fork("tests.workers", "_worker_main", arguments, env, log, [pipe])
+            return forks.fork("tests.workers", "_worker_main", arguments, env, log, [pipe], self.finalize)
         return subprocess.Popen(
             [sys.executable, "-m", "tests.workers", str(os.getpid()), *map(str, [pipe, *arguments])],
             env=env,

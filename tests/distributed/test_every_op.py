@@ -15,7 +15,7 @@ import fused_tp
 from fused_tp.ops import collectives
 from tests.distributed.schedule_cases import SCHEDULES, run_variant
 from tests.reference import seeded
-from tests.workers import device_mesh, on_ranks, run_ranks
+from tests.workers import device_mesh, fresh_ranks, on_ranks, run_ranks
 
 Call = tuple[Callable[..., Any], list[Tensor]]
 
@@ -199,6 +199,19 @@ def test_every_op_is_named_with_its_shapes_and_schedule(schedule: str, compiled:
         if schedule == "pipelined":
             chunks = {name for name in seen["all_gather_matmul"] if name.startswith("chunk")}
             assert chunks == {"chunk of rank 0 [4, 8]", "chunk of rank 1 [4, 8]", "chunk of columns (0, 8)"}
+
+
+def run_all(group: dist.ProcessGroup) -> None:
+    for name, (fn, leaves) in calls(group).items():
+        result = fn(*leaves)
+        if name != "context_parallel_decode":
+            sum(t.float().sum() for t in ([result] if isinstance(result, Tensor) else result)).backward()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_processes_end_in_order_after_every_op(schedule: str) -> None:
+    for outcome in fresh_ranks(2, run_all, env={"FUSED_TP_SCHEDULE": schedule}, finalize=True):
+        outcome.unwrap()
 
 
 def public_ops() -> set[str]:
