@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tests.integrations.models import (
 )
 from tests.integrations.sweep import make_model
 from tests.reference import refuses
+from tests.tiers import quick
 from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -68,10 +69,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]},
     ),
 }
-
-
-def cases(*names: str, full: Sequence[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.full) if name in full else name for name in names]
 
 
 def adapted(case: str, **more: Any) -> Any:
@@ -137,7 +134,7 @@ FULL = ("tp2_lossparallel", "tp2_sp_lossparallel", "cp2", "cp2_tp2_sp", "cp2_tp2
 
 
 @on_layouts("tp2", "tp2_sp", "cp2_tp2", full=FULL)
-@pytest.mark.parametrize("case", cases(*CASES, full=("biases", "glm4", "minicpm3")))
+@pytest.mark.parametrize("case", quick(CASES, "llama", "head", "saved", "phi3", "mixtral", "shared_expert", "bloom"))
 def test_adapters_from_before(group: dist.ProcessGroup, layout: str, case: str) -> None:
     whole = adapted(case)
     parallel = cut(copy.deepcopy(whole), group, layout)
@@ -148,7 +145,7 @@ def test_adapters_from_before(group: dist.ProcessGroup, layout: str, case: str) 
 
 
 @on_layouts("tp2_sp", full=["tp2", "tp2_sp_lossparallel", "cp2", "cp2_tp2"])
-@pytest.mark.parametrize("case", cases("llama", "head", "biases", "minicpm3", full=("biases", "minicpm3")))
+@pytest.mark.parametrize("case", quick(["llama", "head", "biases", "minicpm3"], "llama", "head"))
 def test_adapters_from_after(group: dist.ProcessGroup, layout: str, case: str, tmp_path: Path) -> None:
     """Load adapters saved by a model on one rank, and add new ones; both models train and save alike."""
     whole = adapted(case)
@@ -209,7 +206,7 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 
 @on_layouts("tp2_sp", full=["tp2", "cp2_tp2"])
-@pytest.mark.parametrize("case", cases("llama", "saved", "phi3", "head", full=("phi3", "head")))
+@pytest.mark.parametrize("case", quick(["llama", "saved", "phi3", "head"], "llama", "saved"))
 def test_adapters_are_saved_switched_and_merged(
     group: dist.ProcessGroup, layout: str, case: str, tmp_path: Path
 ) -> None:

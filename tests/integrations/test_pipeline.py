@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from fused_tp.pipelining.schedules import SCHEDULES
 from tests.integrations.models import TOLERANCE, assert_near, copy_of, full, make, make_tokens, parts_dims
 from tests.integrations.sweep import make_model
 from tests.reference import seeded
+from tests.tiers import quick
 from tests.workers import error_of, fresh_ranks, on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -111,20 +112,13 @@ def compare(
     return pipe
 
 
-def cases(quick: set[tuple[Any, ...]], *parameters: Sequence[Any]) -> list[Any]:
-    """All combinations; those of `quick` run in `make test`, the others in `make test-all`."""
-    combined = itertools.product(*parameters)
-    return [one if one in quick else pytest.param(*one, marks=pytest.mark.full) for one in combined]
-
-
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("schedule", "family", "sequence_parallel"),
-    cases(
-        {("1F1B", "llama", True), ("ZBVZeroBubble", "plain", False)},
-        sorted(SCHEDULES),
-        ["plain", "llama"],
-        [False, True],
+    quick(
+        itertools.product(sorted(SCHEDULES), ["plain", "llama"], [False, True]),
+        ("1F1B", "llama", True),
+        ("ZBVZeroBubble", "plain", False),
     ),
 )
 def test_every_schedule_with_tensor_parallel_stages(
@@ -144,7 +138,9 @@ def test_every_schedule_with_tensor_parallel_stages(
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("family", "schedule"), cases({("llama", "1F1B")}, ["plain", "llama"], ["1F1B", "ZBV"]))
+@pytest.mark.parametrize(
+    ("family", "schedule"), quick(itertools.product(["plain", "llama"], ["1F1B", "ZBV"]), ("llama", "1F1B"))
+)
 def test_context_parallel_stages(group: dist.ProcessGroup, family: str, schedule: str) -> None:
     compare(mesh_of(pp=2, cp=2), family, schedule=schedule, microbatches=4)
 
@@ -153,11 +149,9 @@ def test_context_parallel_stages(group: dist.ProcessGroup, family: str, schedule
 @pytest.mark.parametrize(
     ("family", "layout", "schedule"),
     [
-        *cases(
-            {("llama", "pp_tp", "1F1B")},
-            ["llama"],
-            ["pp", "pp_tp", "pp_tp_lossparallel", "pp_cp"],
-            ["1F1B", "DualPipeV"],
+        *quick(
+            itertools.product(["llama"], ["pp", "pp_tp", "pp_tp_lossparallel", "pp_cp"], ["1F1B", "DualPipeV"]),
+            ("llama", "pp_tp", "1F1B"),
         ),
         ("plain", "pp", "DualPipeV"),
     ],
