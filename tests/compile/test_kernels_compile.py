@@ -1,7 +1,7 @@
 """Every kernel, dtype and shipped config compiles for sm_80, sm_90 and sm_100, without a GPU.
 
 None spills registers in a hot loop; all fit into shared memory and use the matrix instruction of their architecture.
-`make test` compiles a sample, `make test-all` all of them, with the oldest and the newest Triton.
+`make test` compiles a sample with the oldest Triton, `make test-all` with others, too, and `make test-long` all kernels.
 `python -m tests.compile.resources` writes a table of the resources.
 """
 
@@ -27,11 +27,8 @@ OLDEST, NEWEST = "3.6.0", "3.9.0"
     ("triton", "arch"),
     [
         (OLDEST, SAMPLE),
-        *(
-            pytest.param(version, arch, marks=pytest.mark.full)
-            for version in (OLDEST, NEWEST, INSTALLED)
-            for arch in (ARCHS if version != INSTALLED else (SAMPLE,))
-        ),
+        *(pytest.param(version, SAMPLE, marks=pytest.mark.full) for version in (NEWEST, INSTALLED)),
+        *(pytest.param(version, arch, marks=pytest.mark.long) for version in (OLDEST, NEWEST) for arch in ARCHS),
     ],
 )
 def test_every_kernel_compiles(triton: str, arch: int, complaints: list[str]) -> None:
