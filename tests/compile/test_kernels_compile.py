@@ -1,7 +1,7 @@
 """Every kernel, dtype and shipped config compiles for sm_80, sm_90 and sm_100, without a GPU.
 
 None spills registers in a hot loop; all fit into shared memory and use the matrix instruction of their architecture.
-`make test` compiles a sample with the oldest Triton, `make test-all` with others, too, and `make test-long` all kernels.
+`make test` compiles a sample with the oldest Triton, `make test-all` with others, and `make test-long` all kernels.
 `python -m tests.compile.resources` writes a table of the resources.
 """
 

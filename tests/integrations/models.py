@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,23 @@ def assert_trains_alike(parallel: nn.Module, whole: nn.Module, loss_of: Callable
     for loss in losses:
         loss.backward()
     assert_same_gradients(parallel, whole)
+
+
+def assert_steps_alike(
+    parallel: nn.Module, whole: nn.Module, mesh: DeviceMesh, batches: Sequence[Tensor], clip: float = math.inf
+) -> None:
+    """Compare all parameters after two steps of SGD, in which each rank of dim "dp" has one of the batches."""
+    mine = [batches[mesh["dp"].get_local_rank()]]
+    for model, given in ((whole, batches), (parallel, mine)):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            for tokens in given:
+                (model(input_ids=tokens, labels=tokens).loss / len(given)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, t in gather_state_dict(parallel).items():
+        assert_near(t, whole.state_dict()[name], name)
 
 
 def assert_equal_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

@@ -38,6 +38,7 @@ from tests.integrations.models import (
     assert_same_calls,
     assert_same_gradients,
     assert_states_travel,
+    assert_steps_alike,
     assert_trains_alike,
     assert_trains_checkpointed,
     copy_of,
@@ -579,22 +580,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tenso
     optimizer.zero_grad()
 
 
-@on_ranks(2)
-def test_experts_train_as_the_whole_model(group: dist.ProcessGroup) -> None:
-    whole, tokens = make("mixtral"), make_tokens(2, 9)
-    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2))
-    losses = []
-    for model in (whole, parallel):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss)
-    assert_near(losses[1], losses[0], "loss after three steps")
-
-
 @pytest.mark.full
 @on_ranks(4)
 def test_fsdp_over_experts(group: dist.ProcessGroup) -> None:
@@ -604,16 +589,7 @@ def test_fsdp_over_experts(group: dist.ProcessGroup) -> None:
     for layer in parallel.model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(parallel, mesh=mesh["dp"])
-    mine = batches[mesh["dp"].get_local_rank()]
-    for model, given in ((whole, batches), (parallel, [mine])):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            for tokens in given:
-                (model(input_ids=tokens, labels=tokens).loss / len(given)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, t in gather_state_dict(parallel).items():
-        assert_near(t, whole.state_dict()[name], name)
+    assert_steps_alike(parallel, whole, mesh, batches)
 
 
 @on_ranks(2)

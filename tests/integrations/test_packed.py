@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from fused_tp.nn import ColumnParallelLinear, gather_state_dict
+from fused_tp.nn import ColumnParallelLinear
 from fused_tp.parallelizing.parallelize import parallelize
 from tests.integrations.models import (
     LAYOUTS,
@@ -21,6 +21,7 @@ from tests.integrations.models import (
     assert_same_calls,
     assert_same_gradients,
     assert_states_travel,
+    assert_steps_alike,
     assert_trains_alike,
     assert_trains_checkpointed,
     copy_of,
@@ -89,18 +90,7 @@ def compare_weighted(whole: Any, parallel: Any, tokens: Tensor) -> None:
 @on_layouts("tp2", full=["tp2_lossparallel"])
 @pytest.mark.parametrize("name", quick(MODELS, "gpt_bigcode", "bloom", "falcon, grouped", "falcon, eager", "phi3"))
 def test_packed(group: dist.ProcessGroup, layout: str, name: str) -> None:
-    whole = made(name)
-    parallel = parallelize(copy_of(whole), mesh_of(group, 1, 2), **LAYOUTS[layout][2])
-    check(whole, parallel)
-    tokens = make_tokens(2, 9)
-    mask = torch.ones_like(tokens)
-    mask[1, :3] = 0
-    with torch.no_grad():
-        padded = [model(tokens, attention_mask=mask).logits * mask[..., None] for model in (parallel, whole)]
-    assert_near(*padded, "logits of padded rows")
-    if "experts" not in name:  # routers read other tokens in a pass with a cache
-        texts = [model.eval().generate(tokens, max_new_tokens=4, do_sample=False) for model in (whole, parallel)]
-        assert torch.equal(*texts)
+    compare(group, layout, name)
 
 
 @on_layouts("tp2_sp", full=["tp2_sp_lossparallel"])
@@ -108,17 +98,17 @@ def test_packed(group: dist.ProcessGroup, layout: str, name: str) -> None:
     "name", quick([*IN_SEQUENCE, *OTHERS], "gpt2", "gpt_bigcode", "mpt", "codegen", "doge, experts", "gptj")
 )
 def test_packed_in_parts_of_the_sequence(group: dist.ProcessGroup, layout: str, name: str) -> None:
-    check_sequences(group, layout, name)
+    compare(group, layout, name)
 
 
 @pytest.mark.full
 @on_layouts("cp2_tp2", "cp2_tp2_sp_lossparallel")
 @pytest.mark.parametrize("name", WITH_RING)
 def test_packed_over_a_ring(group: dist.ProcessGroup, layout: str, name: str) -> None:
-    check_sequences(group, layout, name)
+    compare(group, layout, name)
 
 
-def check_sequences(group: dist.ProcessGroup, layout: str, name: str) -> None:
+def compare(group: dist.ProcessGroup, layout: str, name: str) -> None:
     cp, tp, keywords = LAYOUTS[layout]
     whole = made(name)
     parallel = parallelize(copy_of(whole), mesh_of(group, cp, tp), **keywords)
@@ -262,16 +252,7 @@ def test_fsdp(group: dist.ProcessGroup, name: str, along_width: bool) -> None:
         for layer in layers:
             fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=width)
     fully_shard(parallel, mesh=mesh["dp"], shard_placement_fn=width)
-    mine = batches[mesh["dp"].get_local_rank()]
-    for model, given in ((whole, batches), (parallel, [mine])):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            for tokens in given:
-                (model(input_ids=tokens, labels=tokens).loss / len(given)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for key, t in gather_state_dict(parallel).items():
-        assert_near(t, whole.state_dict()[key], key)
+    assert_steps_alike(parallel, whole, mesh, batches)
 
 
 @on_ranks(2)

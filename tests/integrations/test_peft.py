@@ -24,6 +24,7 @@ from tests.integrations.models import (
     LAYOUTS,
     assert_equal_states,
     assert_near,
+    assert_steps_alike,
     full,
     make,
     make_tokens,
@@ -187,16 +188,20 @@ def test_adapters_over_three_ranks(group: dist.ProcessGroup, sequence_parallel: 
     parallel = parallelize(parallel, mesh_of(group, 1, 3), sequence_parallel=sequence_parallel)
     for length in (7, 2, 1):
         assert_trains_alike(parallel, whole, make_tokens(2, length))
-    parallel.save_pretrained(tmp_path / "parallel")
-    if dist.get_rank(group) == 0:
-        whole.save_pretrained(tmp_path / "whole")
-    dist.barrier(group)
-    assert_same_files(tmp_path / "parallel", tmp_path / "whole")
+    assert_saves_alike(parallel, whole, tmp_path, group)
     parallel.load_adapter(tmp_path / "whole", "again")
     parallel.set_adapter("again")
     whole, parallel = whole.merge_and_unload(), parallel.merge_and_unload()
     for name, t in gather_state_dict(parallel).items():
         assert_near(t, whole.state_dict()[name], name)
+
+
+def assert_saves_alike(parallel: Any, whole: Any, folder: Path, group: dist.ProcessGroup) -> None:
+    parallel.save_pretrained(folder / "parallel")
+    if dist.get_rank(group) == 0:
+        whole.save_pretrained(folder / "whole")
+    dist.barrier(group)
+    assert_same_files(folder / "parallel", folder / "whole")
 
 
 def assert_same_files(one: Path, other: Path) -> None:
@@ -212,11 +217,7 @@ def test_adapters_are_saved_switched_and_merged(
 ) -> None:
     whole, tokens = adapted(case), make_tokens(2, 9)
     parallel = cut(copy.deepcopy(whole), group, layout)
-    parallel.save_pretrained(tmp_path / "parallel")
-    if dist.get_rank(group) == 0:
-        whole.save_pretrained(tmp_path / "whole")
-    dist.barrier(group)
-    assert_same_files(tmp_path / "parallel", tmp_path / "whole")
+    assert_saves_alike(parallel, whole, tmp_path, group)
     assert_equal_states(gather_state_dict(parallel), whole.state_dict())
 
     for model in (whole, parallel):
@@ -378,11 +379,7 @@ def test_adapters_that_transformers_has_added(group: dist.ProcessGroup, tmp_path
     whole.add_adapter(config_of("llama", init_lora_weights=False))
     parallel = parallelize(copy.deepcopy(whole), mesh_of(group, 1, 2), sequence_parallel=True)
     assert_trains_alike(parallel, whole, make_tokens(2, 9))
-    parallel.save_pretrained(tmp_path / "parallel")
-    if dist.get_rank(group) == 0:
-        whole.save_pretrained(tmp_path / "whole")
-    dist.barrier(group)
-    assert_same_files(tmp_path / "parallel", tmp_path / "whole")
+    assert_saves_alike(parallel, whole, tmp_path, group)
 
 
 @pytest.mark.full
@@ -394,16 +391,7 @@ def test_fsdp_over_adapters(group: dist.ProcessGroup) -> None:
     for layer in parallel.get_base_model().model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(parallel.get_base_model(), mesh=mesh["dp"])
-    for model, given in ((whole, batches), (parallel, [batches[mesh["dp"].get_local_rank()]])):
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(2):
-            for tokens in given:
-                (model(input_ids=tokens, labels=tokens).loss / len(given)).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, t in gather_state_dict(parallel).items():
-        assert_near(t, whole.state_dict()[name], name)
+    assert_steps_alike(parallel, whole, mesh, batches, clip=1.0)
 
 
 @on_ranks(2)
@@ -435,11 +423,7 @@ def test_plain_models_and_compiled_ones(group: dist.ProcessGroup, tmp_path: Path
         loss = call(tokens, labels=tokens)
         (loss if isinstance(loss, Tensor) else loss.loss).backward()
         assert_same_gradients(model, whole)
-    parallel.save_pretrained(tmp_path / "parallel")
-    if dist.get_rank(group) == 0:
-        whole.save_pretrained(tmp_path / "whole")
-    dist.barrier(group)
-    assert_same_files(tmp_path / "parallel", tmp_path / "whole")
+    assert_saves_alike(parallel, whole, tmp_path, group)
 
 
 class Direct(torch.nn.Module):
