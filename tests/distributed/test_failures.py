@@ -278,11 +278,16 @@ def forked(_: Any, transport: str) -> str:
         return os.read(read, 10_000).decode()
 
 
-@on()
-def test_forked_child_does_not_speak_for_its_rank(transport: str) -> None:
+def fresh_forked(transport: str) -> list[Outcome]:
     build_doubles(transport)
-    for rank, outcome in enumerate(fresh_ranks(WORLD, forked, transport)):
-        assert outcome.unwrap().count(f"This process is a fork of rank {rank}") == 2
+    return fresh_ranks(WORLD, forked, transport)
+
+
+@beside(fresh_forked)
+@on()
+def test_forked_child_does_not_speak_for_its_rank(outcome: list[Outcome], transport: str) -> None:
+    for rank, one in enumerate(outcome):
+        assert one.unwrap().count(f"This process is a fork of rank {rank}") == 2
 
 
 # ---- destroyed -------------------------------------------------------------------------------------------------------
