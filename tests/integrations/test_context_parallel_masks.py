@@ -27,6 +27,7 @@ from tests.integrations.models import (
 )
 from tests.integrations.sweep import make_model
 from tests.reference import refuses
+from tests.tiers import quick
 from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -250,14 +251,14 @@ def test_rotary_frequencies_that_depend_on_the_length(group: dist.ProcessGroup, 
 # Types with attention code of their own.
 LOCAL: dict[str, Any] = {"window_size": 4, "attention_types": [[["global", "local"], 1]]}
 OWN: list[tuple[str, str, dict[str, Any]]] = [
-    ("cp2", "gpt_neo", LOCAL),
     ("cp2", "xglm", {"max_position_embeddings": 8}),  # a table of positions that grows
     ("cp2_tp2", "bloom", {"n_head": 6, "hidden_size": 48}),  # ALiBi has another rule for 6 heads
+    (WITH_TP, "gpt_neo", LOCAL),
+]
+OTHERS = [
     (WITH_TP, "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     (WITH_TP, "mpt", {"n_heads": 6, "d_model": 48}),
-]
-FULL = [
-    (WITH_TP, "gpt_neo", LOCAL),
+    ("cp2", "gpt_neo", LOCAL),
     *(("ulysses2_tp2", "bloom", {}), ("ring2_ulysses2", "bloom", {"n_head": 6, "hidden_size": 48})),
     ("cp2_tp2", "falcon", {"multi_query": True}),
     ("cp2_tp2", "codegen", {}),
@@ -270,9 +271,7 @@ FULL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind", "changes"), [*OWN, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
-)
+@pytest.mark.parametrize(("layout", "kind", "changes"), quick([*OWN, *OTHERS], *OWN))
 @on_ranks(lambda layout: LAYOUTS[layout][0] * LAYOUTS[layout][1])
 def test_attention_by_code_of_their_own(
     group: dist.ProcessGroup, layout: str, kind: str, changes: dict[str, Any]

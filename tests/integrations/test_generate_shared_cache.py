@@ -19,6 +19,7 @@ from tests.integrations.models import FAMILIES as MADE
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
 from tests.integrations.sweep import make_model
 from tests.reference import refuses
+from tests.tiers import quick
 from tests.workers import on_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install transformers")
@@ -56,11 +57,14 @@ WINDOWS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("family", "tp"),
-    [
-        *(("llama", 1), ("mistral", 1), ("gemma2", 1), ("gpt_oss", 1), ("gemma2", 2)),
-        *(("gpt_neo", 1), ("bloom", 2)),  # attention code of their own
-        *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in ("codegen", "falcon", "mpt", "xglm")),
-    ],
+    quick(
+        [
+            *(("llama", 1), ("mistral", 1), ("gemma2", 1), ("gpt_oss", 1), ("gemma2", 2)),
+            # Attention code of their own.
+            *(("gpt_neo", 1), ("bloom", 2), ("codegen", 1), ("falcon", 1), ("mpt", 1), ("xglm", 1)),
+        ],
+        *(("gpt_oss", 1), ("gemma2", 2), ("bloom", 2)),
+    ),
 )
 @on_ranks(lambda tp: 2 * tp)
 def test_same_tokens(group: dist.ProcessGroup, family: str, tp: int) -> None:

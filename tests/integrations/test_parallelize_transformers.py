@@ -90,7 +90,7 @@ def test_biases_and_tied_embeddings_which_stay_one_parameter(group: dist.Process
     assert parallel.lm_head.weight is parallel.model.embed_tokens.weight
 
 
-@on_layouts("tp2_sp", "cp2_tp2")
+@on_layouts("cp2_tp2", full=["tp2_sp"])
 def test_gradients_accumulate(group: dist.ProcessGroup, layout: str) -> None:
     whole, parallel = pair(group, layout, "llama")
     batches = make_tokens(4, 10).split(2)
@@ -113,7 +113,7 @@ def test_without_grad_sync_the_mean_over_cp_is_the_gradient(group: dist.ProcessG
     assert_same_gradients(parallel, whole, factor=2)
 
 
-@on_layouts("tp2_sp", "cp2_tp2")
+@on_layouts("cp2_tp2", full=["tp2_sp"])
 def test_a_meta_model_gets_memory_for_its_shards_and_then_its_weights(group: dist.ProcessGroup, layout: str) -> None:
     cp, tp, keywords = LAYOUTS[layout]
     whole = make("llama", tied=True)
@@ -246,7 +246,7 @@ def test_documents_under_sequence_parallelism_are_those_of_the_whole_model(group
         assert_near(logits[1], logits[0], "logits")
 
 
-@on_layouts("tp2_sp", "cp2_tp2", full=["tp2"])
+@on_layouts("cp2_tp2", full=["tp2", "tp2_sp"])
 def test_generate(group: dist.ProcessGroup, layout: str) -> None:
     whole, parallel = pair(group, layout, "llama")
     whole.eval(), parallel.eval()
@@ -771,7 +771,7 @@ def test_labels_of_kept_tokens(group: dist.ProcessGroup) -> None:
         parallel(tokens, labels=tokens[:, -5:], logits_to_keep=4)
 
 
-@pytest.mark.parametrize("from_rank0", [False, True])
+@pytest.mark.parametrize("from_rank0", [True, pytest.param(False, marks=pytest.mark.full)])
 @on_ranks(4)  # torch broadcasts over all ranks of the default group
 def test_full_state_of_packed_parameters(group: dist.ProcessGroup, from_rank0: bool) -> None:
     whole = make("qwen3_moe")

@@ -179,7 +179,7 @@ def test_adapters_from_after(group: dist.ProcessGroup, layout: str, case: str, t
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_adapters_over_three_ranks(group: dist.ProcessGroup, sequence_parallel: bool, tmp_path: Path) -> None:
     """Shard the 44 features between gate and down unevenly over three ranks."""
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 44}

@@ -60,26 +60,29 @@ def assert_same(parallel: nn.Module, whole: nn.Module) -> None:
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@on_ranks(4)
-def test_gradients_and_norm(group: dist.ProcessGroup) -> None:
-    for family, cp, keywords in (
-        ("llama", 1, {}),
+@pytest.mark.parametrize(
+    ("family", "cp", "keywords"),
+    [
         ("llama", 2, {"sequence_parallel": True, "loss_parallel": True}),
-        ("gpt_oss", 2, {"sequence_parallel": True}),
         ("qwen3_moe", 1, {}),
-        ("mixtral", 2, {"sequence_parallel": True}),
-        ("bamba", 1, {"sequence_parallel": True}),
-    ):
-        whole = make(family)
-        mesh = fused_tp.make_mesh("cpu", **{"dp_shard" if cp == 1 else "cp": 2}, tp=2)
-        parallel = fused_tp.parallelize(copy_of(whole), mesh, parameters="plain", **keywords)
-        tokens = make_tokens(2, 18)
-        for model in (whole, parallel):
-            model(input_ids=tokens, labels=tokens).loss.backward()
-        assert_same(parallel, whole)
-        wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-        torch.testing.assert_close(clip_grad_norm_(parallel, 0.1).float(), wanted)
-        assert_same(parallel, whole)
+        pytest.param("llama", 1, {}, marks=pytest.mark.full),
+        pytest.param("gpt_oss", 2, {"sequence_parallel": True}, marks=pytest.mark.full),
+        pytest.param("mixtral", 2, {"sequence_parallel": True}, marks=pytest.mark.full),
+        pytest.param("bamba", 1, {"sequence_parallel": True}, marks=pytest.mark.full),
+    ],
+)
+@on_ranks(4)
+def test_gradients_and_norm(group: dist.ProcessGroup, family: str, cp: int, keywords: dict[str, Any]) -> None:
+    whole = make(family)
+    mesh = fused_tp.make_mesh("cpu", **{"dp_shard" if cp == 1 else "cp": 2}, tp=2)
+    parallel = fused_tp.parallelize(copy_of(whole), mesh, parameters="plain", **keywords)
+    tokens = make_tokens(2, 18)
+    for model in (whole, parallel):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    assert_same(parallel, whole)
+    wanted = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    torch.testing.assert_close(clip_grad_norm_(parallel, 0.1).float(), wanted)
+    assert_same(parallel, whole)
 
 
 @on_ranks(2, 3)

@@ -72,7 +72,7 @@ def test_forwards_of_different_lengths_before_one_backward(group: dist.ProcessGr
 
 
 @on_layouts("cp2_tp2_sp", full=SMALLER)
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_backward_in_another_thread(group: dist.ProcessGroup, layout: str, use_reentrant: bool) -> None:
     whole, parallel = pair(group, layout)
     recompute_layers(parallel, use_reentrant)
@@ -96,7 +96,7 @@ def _in_new_thread(model: Any) -> Tensor:
 
 
 @on_layouts("cp2_tp2_sp", full=SMALLER)
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_whole_model_checkpointed_by_its_caller(group: dist.ProcessGroup, layout: str, use_reentrant: bool) -> None:
     whole, parallel = pair(group, layout)
     recompute_layers(parallel, False)
@@ -114,7 +114,7 @@ def test_the_whole_model_checkpointed_by_its_caller(group: dist.ProcessGroup, la
 
 @on_layouts("cp2_tp2_sp", full=SMALLER)
 @TRANSFORMERS
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_transformers_checkpointing(group: dist.ProcessGroup, layout: str, use_reentrant: bool) -> None:
     whole, parallel = pair(group, layout, "llama")
     parallel.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -151,7 +151,7 @@ def test_modules_inside_called_by_themselves(group: dist.ProcessGroup, layout: s
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_loss_inside_of_a_checkpoint_is_refused(group: dist.ProcessGroup, use_reentrant: bool) -> None:
     parallel = parallelize(make("plain"), mesh_of(group, 2, 1))
     parallel.loss_function = partial(_checkpointed, parallel.loss_function, use_reentrant)
@@ -162,7 +162,7 @@ def test_a_loss_inside_of_a_checkpoint_is_refused(group: dist.ProcessGroup, use_
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_checkpointed_modules_inside_called_by_themselves(group: dist.ProcessGroup, use_reentrant: bool) -> None:
     whole, parallel = pair(group, "tp2_sp")
     recompute_layers(parallel, use_reentrant)
