@@ -361,16 +361,16 @@ def test_without_the_library_the_others_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert " failed" not in skipped[0] and "build_ext --inplace" in skipped[0]
 
 
-def gpu_test_case(_group: dist.ProcessGroup, function: str, world_size: int, *args: Any) -> None:
+def alone(_group: dist.ProcessGroup, op: str) -> None:
     """Run a GPU test as far as possible here, so that on a GPU it fails for the kernels' reasons."""
-    from tests.gpu import test_fused_kernels
+    from tests.gpu.test_fused_kernels import one_rank_alone
 
-    run_local(world_size, getattr(test_fused_kernels, function), *args)
+    run_local(2, one_rank_alone, op, (40, 48, 24))
 
 
-def test_the_gpu_tests_of_fused_kernels_on_one_rank() -> None:
-    for op in ("two_shot", "direct", "ring"):  # a rank whose flags are set runs alone
-        interpreted_ranks(1, gpu_test_case, "one_rank_alone", 2, op, (40, 48, 24))
+@pytest.mark.parametrize("op", ["two_shot", "direct", "ring"])
+def test_a_rank_whose_flags_are_set_runs_alone(op: str) -> None:
+    interpreted_ranks(1, alone, op)
 
 
 def test_nvidia_smi_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,18 +70,6 @@ def test_workers_are_reused_and_get_module_level_functions() -> None:
 
 def pid(group: dist.ProcessGroup) -> int:
     return os.getpid()
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_whole_on_each_rank(group: dist.ProcessGroup, scale: float, tmp_path: Path) -> None:
-    assert add_up(group, scale)[1][0] == scale * sum(range(group.size() + 1)) and tmp_path.is_dir()
-
-
-@on_ranks(lambda layout: layout["cp"] * layout["tp"])
-@pytest.mark.parametrize("layout", [{"cp": 2, "tp": 2}])
-def test_size_by_a_parameter(group: dist.ProcessGroup, layout: dict[str, int]) -> None:
-    assert group.size() == layout["cp"] * layout["tp"]
 
 
 @pytest.mark.xfail(strict=True, raises=ValueError)
