@@ -153,7 +153,7 @@ def test_context_parallel_stages(group: dist.ProcessGroup, family: str, schedule
             itertools.product(["llama"], ["pp", "pp_tp", "pp_tp_lossparallel", "pp_cp"], ["1F1B", "DualPipeV"]),
             ("llama", "pp_tp", "1F1B"),
         ),
-        ("plain", "pp", "DualPipeV"),
+        pytest.param("plain", "pp", "DualPipeV", marks=pytest.mark.full),
     ],
 )
 def test_tied_weights(group: dist.ProcessGroup, family: str, layout: str, schedule: str) -> None:

@@ -86,6 +86,7 @@ def test_nothing_gets_stuck(kernels: list[Kernel], sms: int, priority: int, clus
     assert state is None, model.told(state)
 
 
+@pytest.mark.full
 def test_relays_of_the_least_priority_get_stuck_behind_a_cluster() -> None:
     """The model finds the deadlock that `own_streams(urgent=True)` prevents."""
     for behind in (LEAST, HIGH):

@@ -409,6 +409,7 @@ def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> No
         use_library(None)
 
 
+@pytest.mark.full
 def test_a_result_of_an_earlier_call_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that does not wait reads the data of an earlier call of the same shape, so repeated calls use other
     inputs, which exposes it."""
