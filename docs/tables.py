@@ -23,7 +23,7 @@ from fused_tp.core.settings import SETTINGS
 from fused_tp.parallelizing import shard_plan as plan
 from fused_tp.planning import published
 from fused_tp.planning.hardware import MACHINES
-from tests.integrations.models import FAMILIES, OWN_SIZES
+from tests.integrations.model_families import FAMILIES, OWN_SIZES
 
 # Public names of ops, and their names in the registry.
 OPS = {

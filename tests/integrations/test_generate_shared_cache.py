@@ -15,7 +15,7 @@ from torch import Tensor
 import fused_tp
 from fused_tp.parallelizing.families import FAMILIES, Family
 from fused_tp.parallelizing.parallelize import parallelize
-from tests.integrations.models import FAMILIES as MADE
+from tests.integrations.model_families import FAMILIES as MADE
 from tests.integrations.models import assert_near, copy_of, make, make_tokens, mesh_of
 from tests.integrations.sweep import make_model
 from tests.reference import refuses

@@ -105,6 +105,29 @@ def test_an_op_imports_what_it_needs() -> None:
     assert done.returncode == 0, done.stderr
 
 
+# Imports the tables of the documentation with the libraries that the extra `docs` installs.
+IMPORT_TABLES = """
+import sys
+import torch._dynamo  # looks for some of them
+
+class Missing:
+    names = {*"pytest hypothesis transformers matplotlib rich psutil deepspeed megatron peft".split()}
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"`make docs` must not need {name}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.path[:0] = ["docs", "."]
+import tables
+assert tables.all_tables()
+"""
+
+
+def test_documentation_needs_no_library_of_the_tests() -> None:
+    done = run(sys.executable, "-c", IMPORT_TABLES)
+    assert done.returncode == 0, done.stderr
+
+
 def variables_in_code() -> set[str]:
     files = [*PACKAGE.rglob("*.py"), REPOSITORY / "setup.py"]
     names = set().union(*(VARIABLE.findall(file.read_text()) for file in files))
