@@ -41,16 +41,18 @@ def gather_state_dict(module: nn.Module, *, rank0_only: bool = False, device: st
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, not {type(module).__name__}.")
     state = module.state_dict(keep_vars=True)
-    return gather_tensors(state, module, rank0_only=rank0_only, device=device)
+    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    return gather_tensors(state, module, keep=keep, device=device)
 
 
 @torch.no_grad()
-def gather_tensors(
-    tensors: Mapping[str, Any], module: nn.Module, *, rank0_only: bool, device: str | None
-) -> dict[str, Any]:
-    """Gather some entries of a state dict of `module`, which must be its parameters and not copies."""
+def gather_tensors(tensors: Mapping[str, Any], module: nn.Module, *, keep: bool, device: str | None) -> dict[str, Any]:
+    """Gather some entries of a state dict of `module`, which must be its parameters and not copies.
+
+    Args:
+        keep: return the tensors on this rank; False: take part in gathering, and return {}.
+    """
     parts, dtensors = parts_dims(module), as_dtensors(module)
-    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, Any] = {}
     gathered: dict[int, Tensor] = {}  # by id of the parameter: tied names share one tensor
     _meet(dtensors.get(id(tensor), tensor) for tensor in tensors.values())

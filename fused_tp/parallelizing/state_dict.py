@@ -152,17 +152,12 @@ def _enclosing(name: str) -> Iterator[str]:
 
 
 def save_whole(model: PreTrainedModel) -> None:
-    """Make `model.save_pretrained(folder)` write the whole model. All ranks of the mesh must call it, as for models
-    that transformers itself has sharded; global rank 0 gathers the shards on the CPU, and writes.
-
-    Its arguments stay the same. With a `state_dict` nothing is gathered, and any rank may call it alone. Before reading
-    the folder on another rank, wait for rank 0 (torch.distributed.barrier()).
-    """
+    """Make `model.save_pretrained(folder)` write the whole model, as `save_pretrained` below does."""
     # A partial, unlike a method set on the instance, can be pickled; a copy of the model gets its own.
-    model.save_pretrained = partial(_save_pretrained, model)
+    model.save_pretrained = partial(save_pretrained, model)
 
 
-def _save_pretrained(
+def save_pretrained(
     model: PreTrainedModel,
     save_directory: Any,
     is_main_process: bool = True,
@@ -170,6 +165,13 @@ def _save_pretrained(
     *args: Any,
     **keywords: Any,
 ) -> None:
+    """Write the whole transformers model, of which ranks hold shards (by `parallelize` or FSDP2), to a folder.
+
+    All ranks of the mesh must call it, as for models that transformers itself has sharded; global rank 0 gathers the
+    shards on the CPU, and writes. Arguments are those of transformers' own `save_pretrained`. With a `state_dict`
+    nothing is gathered, and any rank may call it alone. Before reading the folder on another rank, wait for rank 0
+    (torch.distributed.barrier()).
+    """
     each = bool(keywords.get("distributed_checkpoint"))  # then all ranks write, or all ranks raise
     writes = is_main_process or each
     if state_dict is None and not each:

@@ -22,7 +22,10 @@ from torch.utils._pytree import tree_map
 
 from fused_tp.core.checks import is_due
 from fused_tp.core.errors import FusedTPError
+from fused_tp.core.group import resolve_group
 from fused_tp.core.partition import shard_range
+from fused_tp.core.store import exchange
+from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.grad_norm import clip_by_norm_, grad_norm
 from fused_tp.nn.optimizers import steps_of, watch
 from fused_tp.ops.arguments import check_bool, check_int
@@ -780,6 +783,60 @@ class Pipeline:
                 load_full_state_dict(stage.model, wanted)
             else:
                 stage.model.load_state_dict(wanted)
+
+    def save_pretrained(self, save_directory: Any, **keywords: Any) -> None:
+        """Write the whole transformers model to a folder, for `from_pretrained` of transformers alone.
+
+        All ranks of the mesh must call it; global rank 0 gathers the stages on the CPU one after the other, and writes.
+        Before reading the folder on another rank, wait for rank 0 (torch.distributed.barrier()).
+
+        Args:
+            keywords: those of transformers' own `save_pretrained`, such as `max_shard_size`.
+
+        Raises:
+            TypeError: the model is not one of transformers.
+        """
+        if not self._is_hf:
+            raise TypeError(
+                f"{type(next(iter(self.stages.values())).model).__name__} is no transformers model; save state_dict() "
+                "by torch.distributed.checkpoint."
+            )
+        state = self._gather_state()
+        if dist.get_rank() == 0:
+            model: Any = self.stages[min(self.stages)].model
+            model.save_pretrained(save_directory, state_dict=state, **keywords)
+
+    def _gather_state(self) -> dict[str, Tensor]:
+        """Gather the whole model's state on the CPU of global rank 0; other ranks return {}."""
+        me = dist.get_rank()
+        keep = 0 in dist.get_process_group_ranks(self._group)  # this rank's pipeline ends at global rank 0
+        own: dict[int, dict[str, Tensor]] = {}
+        for number, stage in sorted(self.stages.items()):
+            state = stage.model.state_dict(keep_vars=True)
+            if number and number + 1 == len(self.parts) and self._tied is not None:
+                del state[self._tied[1]]
+            own[number] = gather_tensors(state, stage.model, keep=keep, device="cpu")
+        if not keep:
+            return {}
+        described = [[n, [(name, [*t.shape], str(t.dtype)) for name, t in own[n].items()]] for n in own]
+        everyone = exchange(resolve_group(self._group), "save_pretrained", described)
+        full: dict[str, Tensor] = {}
+        device = self._pp_mesh.device_type
+        for number, tensors in sorted(stage for rank in everyone for stage in rank):
+            owner = self._global_rank_of(number)
+            for name, shape, dtype in tensors:
+                if owner == me:
+                    tensor = own[number].pop(name)
+                    if me:
+                        dist.send(tensor.to(device), 0, group=self._group)
+                elif me == 0:
+                    tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+                    dist.recv(tensor, owner, group=self._group)
+                if me == 0:
+                    full[name] = tensor.cpu()
+        if self._tied is not None and me == 0:
+            full[self._tied[1]] = full[self._tied[0]]
+        return full
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set training mode on all stages, or eval mode."""

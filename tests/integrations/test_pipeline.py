@@ -296,6 +296,41 @@ def test_checkpoint_at_another_number_of_stages(group: dist.ProcessGroup, tmp_pa
 
 
 @on_ranks(4)
+@pytest.mark.parametrize(
+    ("family", "sizes", "keywords"),
+    [
+        ("llama", {"pp": 2, "tp": 2}, {"schedule": "Interleaved1F1B"}),
+        pytest.param("llama", {"pp": 2, "dp_shard": 2}, {"schedule": "ZBV"}, marks=pytest.mark.full),
+        pytest.param("llama", {"tp": 2, "pp": 2}, {}, marks=pytest.mark.full),
+        pytest.param("gemma2", {"pp": 4}, {}, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", {"pp": 2, "tp": 2}, {}, marks=pytest.mark.full),
+    ],
+)
+def test_save_pretrained_writes_the_whole_model(
+    group: dist.ProcessGroup, tmp_path: Path, family: str, sizes: dict[str, int], keywords: dict[str, Any]
+) -> None:
+    whole = make(family, num_hidden_layers=4, tied=family == "llama")
+    pipe = fused_tp.pipeline(copy_of(whole), mesh_of(**sizes), microbatches=4, **keywords)
+    if "dp_shard" in sizes:
+        for stage in pipe.stages.values():
+            fully_shard(stage, mesh=mesh_of(**sizes)["dp_shard"], reshard_after_forward=False)
+    pipe.save_pretrained(tmp_path, max_shard_size="20KB")
+    dist.barrier()
+    loaded = type(whole).from_pretrained(tmp_path)
+    expected = whole.state_dict()
+    assert loaded.state_dict().keys() == expected.keys() and len([*tmp_path.glob("*.safetensors")]) > 1
+    for name, t in loaded.state_dict().items():
+        assert torch.equal(t, expected[name]), name
+    assert type(whole.config).from_pretrained(tmp_path).architectures == [type(whole).__name__]
+
+
+@on_ranks(4)
+def test_save_pretrained_refuses_a_plain_model(group: dist.ProcessGroup, tmp_path: Path) -> None:
+    pipe = fused_tp.pipeline(make("plain", num_hidden_layers=4), mesh_of(pp=4), microbatches=4, loss_fn=mean_loss)
+    assert "is no transformers model" in str(error_of(pipe.save_pretrained, tmp_path))
+
+
+@on_ranks(4)
 def test_layers_are_shared_out_by_their_costs(group: dist.ProcessGroup) -> None:
     whole = make("llama", num_hidden_layers=6, vocab_size=2048)
     pipe = fused_tp.pipeline(copy_of(whole), mesh_of(pp=2, tp=2), microbatches=2)

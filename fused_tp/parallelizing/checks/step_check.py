@@ -328,7 +328,7 @@ class _Steps:
         """Gather whole parameters; return the reason if that fails, or "". A collective call."""
         named = dict(self.model.named_parameters(remove_duplicate=False))
         try:
-            self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, rank0_only=False, device=None))
+            self.whole_parameters = _stand_ins(named, gather_tensors(named, self.model, keep=True, device=None))
         except FusedTPError:
             raise
         except Exception as error:
