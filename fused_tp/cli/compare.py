@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise ValueError("it starts the ranks of each way by itself, on this machine; leave torchrun out.")
         given = changed(read_mapping(arguments.config) if arguments.config else SMALL, arguments.set)
         # A way must not resume from another's checkpoint, and a process supports one profiler only.
-        given |= {"steps": arguments.steps, "checkpoints": None, "profile": None}
+        given |= {"steps": arguments.steps, "checkpoints": None, "profile": None, "export": None}
         device = "cuda" if torch.cuda.is_available() else "cpu"
         jobs = make_jobs(given, ways_of(arguments), device)
         for job in jobs:

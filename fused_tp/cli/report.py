@@ -70,7 +70,7 @@ def _train(arguments: argparse.Namespace) -> bool:
 
     given, steps = changed(read_mapping(arguments.live), arguments.set), arguments.steps or 3
     given |= {"out": str(arguments.out), "steps": 2 + steps, "profile": {"first": 3, "steps": steps}}
-    given |= {"checkpoints": None, "evaluate_every": None, "sample": None}
+    given |= {"checkpoints": None, "evaluate_every": None, "sample": None, "export": None}
     config = arguments.out / "train.json"
     config.write_text(json.dumps(given))
     return start_ranks(TrainSettings.of(given).least_ranks(), config, quiet=True) == 0

@@ -112,6 +112,7 @@ def run_rank(settings: TrainSettings) -> int:
                 last = step.number == settings.steps
                 if last or (settings.evaluate_every and step.number % settings.evaluate_every == 0):
                     log.evaluation(step.number, run.evaluate(), run.sample())
+            run.export()
             log.close()
     finally:
         dist.destroy_process_group()

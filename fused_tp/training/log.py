@@ -104,9 +104,11 @@ class RunLog:
             self._print(f"step {number}: sample {sample!r}")
 
     def close(self) -> None:
-        """Close tensorboard's file, and draw report.png if matplotlib is installed."""
+        """Name the exported model, close tensorboard's file, and draw report.png if matplotlib is installed."""
         if not self._writes:
             return
+        if (folder := self._settings.export) is not None:
+            self._print(f"The model is in {folder}: AutoModelForCausalLM.from_pretrained({str(folder)!r}).")
         if self._events is not None:
             self._events.close()
         try:

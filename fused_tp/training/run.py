@@ -30,6 +30,7 @@ from fused_tp.planning.build import build
 from fused_tp.planning.model_count import count_config, count_model, make_on_meta
 from fused_tp.training.batches import DistributedBatches
 from fused_tp.training.checkpoints import CheckpointManager
+from fused_tp.training.export import check_folder, write_model
 from fused_tp.training.profile import StepProfiler
 from fused_tp.training.settings import OptimizerSettings, TrainSettings
 from fused_tp.training.text import Bytes, PackedText, load_text
@@ -126,6 +127,7 @@ class TrainingRun:
         self.config = config = settings.parallel_config(dist.get_world_size())
         self.device = torch.accelerator.current_accelerator() or torch.device("cpu")
         self._autocast_dtype = _DTYPES[settings.precision]
+        check_folder(settings)
         self.tokenizer = _tokenizer(settings.data.tokenizer)
         model = make_model(settings)
         self.shape = count_config(model.config)
@@ -269,6 +271,11 @@ class TrainingRun:
         if scale != 1:
             scale_gradients_(self.model.parameters(), torch.tensor(1 / scale, dtype=torch.float32, device=self.device))
         return float(norm) / scale
+
+    def export(self) -> None:
+        """Write the model and its tokenizer to `settings.export`, if there is one. All ranks must call it."""
+        if self.settings.export is not None:
+            write_model(self.settings.export, self.model, self.tokenizer, self.settings, self.done)
 
     # -- evaluation, samples ------------------------------------------------------------------------------------------
 
@@ -528,11 +535,12 @@ def _check_vocabulary(key: str, rows: PackedText, vocab: int) -> None:
 
 
 def check_sizes(settings: TrainSettings, ranks: int) -> None:
-    """Check that the parallel sizes fit the model and the batch, before ranks are started.
+    """Check the parallel sizes against the model and the batch, and the folder to export to, before ranks are started.
 
     Raises:
-        ValueError: a size does not fit.
+        ValueError: a size does not fit, or the folder of `export` is in use.
     """
+    check_folder(settings)
     config = make_config(settings)
     with _refused("the model", settings.model.config):
         model = make_on_meta(config)

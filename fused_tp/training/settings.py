@@ -107,6 +107,8 @@ class TrainSettings(_SettingsPart):
         log_every: steps between two lines.
         machine: a name of `fused_tp.planning.hardware.MACHINES`, or a file of `fused-tp plan --measure`, with the peak
             FLOP/s that MFU refers to. None: by the name of the GPU.
+        export: folder in which the model is written after the last step, for `from_pretrained` of transformers alone;
+            see `fused_tp.training.export`. None: it is not.
         profile: steps to record; None: none.
         out: folder of train.jsonl, report.png, the traces of `profile` and, with `tensorboard`, its event files.
     """
@@ -125,6 +127,7 @@ class TrainSettings(_SettingsPart):
     machine: str | None = None
     seed: Annotated[Whole, Field(lt=2**63)] = 0  # below torch's limit of 2**64, as epochs are added to it
     profile: ProfileSettings | None = None
+    export: Path | None = None
     out: Path = Path("out/train")
     tensorboard: bool = False
 

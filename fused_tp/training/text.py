@@ -35,6 +35,20 @@ class Bytes:
     def decode(self, tokens: list[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the same tokenizer as one of transformers, for `AutoTokenizer`."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        # The characters by which byte level tokenizers name bytes: printable ones themselves, others from 256 on.
+        printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = iter(range(256, 512))
+        vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(folder)
+
 
 class PackedText(Dataset[dict[str, Tensor]]):
     """Dataset of rows {input_ids, position_ids, labels} of `seq` tokens each, packed from consecutive documents.

@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from fused_tp.cli.main import main
 from fused_tp.cli.train import start_ranks
+from fused_tp.training.export import check_folder
 from fused_tp.training.exposure import ExposureReport, analyze
 from fused_tp.training.log import RunLog, read_log
 from fused_tp.training.run import LossScale, TrainingRun
@@ -343,6 +345,72 @@ def test_logs(tmp_path: Path) -> None:
     assert all(step["tokens"] == 8 * 64 and step["tflops_per_rank"] > 0 for step in log["step"])
     assert all(step["mfu"] == pytest.approx(step["tflops_per_rank"] / 989) for step in log["step"])
     assert (out / "report.png").stat().st_size > 1000
+
+
+# Loads an exported model as a user without fused_tp does; prints logits of a text, and a continuation of it.
+LOAD = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer, model = (kind.from_pretrained(sys.argv[1]) for kind in (AutoTokenizer, AutoModelForCausalLM))
+given = tokenizer("1 and 1\u00e9", return_tensors="pt")
+assert "fused_tp" not in sys.modules and given.input_ids[0].tolist() == list("1 and 1\u00e9".encode())
+assert tokenizer.decode(given.input_ids[0]) == "1 and 1\u00e9"
+torch.save(model(**given).logits[0], sys.argv[2])
+"""
+EXPORTED: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2, "microbatches": 2}, {"dp_shard": 2}]
+
+
+def exported(group: dist.ProcessGroup, runs: list[dict[str, Any]]) -> list[Any]:
+    """Export after two steps, twice; return the logits of LOAD's text in each parallel model."""
+    found = []
+    for given in runs:
+        with TrainingRun(TrainSettings.of(given)) as run:
+            assert len([*run.steps()]) == 2
+            run.export()
+            run.export()
+            tokens = list("1 and 1é".encode())
+            found.append(torch.stack([run._next_logits(tokens[: end + 1]).detach() for end in range(len(tokens))]))
+    return found
+
+
+@pytest.mark.full
+def test_exported_models_are_those_that_were_trained(tmp_path: Path) -> None:
+    runs = [
+        settings_of(tmp_path, steps=2, parallel=parallel, export=str(tmp_path / f"{number}" / "model"))
+        for number, parallel in enumerate(EXPORTED)
+    ]
+    for number, wanted in enumerate(run_fresh(2, exported, runs)[0]):
+        folder = tmp_path / f"{number}"
+        command = [sys.executable, "-c", LOAD, str(folder / "model"), str(tmp_path / "logits")]
+        subprocess.run(command, check=True, timeout=120, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        torch.testing.assert_close(torch.load(tmp_path / "logits"), wanted.detach(), rtol=1e-4, atol=1e-5)
+        assert [path.name for path in folder.iterdir()] == ["model"]
+        assert json.loads((folder / "model" / "fused_tp.json").read_text())["step"] == 2
+        assert json.loads((folder / "model" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.full
+def test_train_exports_also_when_all_steps_are_done(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config, folder = tmp_path / "train.json", tmp_path / "model"
+    saves = {"checkpoints": {"folder": str(tmp_path / "saved")}, "out": str(tmp_path / "out"), "steps": 1}
+    config.write_text(json.dumps(settings_of(tmp_path, parallel={"tp": 2}, **saves)))
+    assert main(["train", str(config)]) == 0
+    assert main(["train", str(config), "--set", f"export={folder}"]) == 0
+    assert f"The model is in {folder}" in capfd.readouterr().out and (folder / "model.safetensors").exists()
+
+
+def test_export_takes_no_folder_in_use(tmp_path: Path) -> None:
+    def refusal(folder: Path, **changes: Any) -> str:
+        return str(error_of(check_folder, TrainSettings.of(settings_of(tmp_path, export=str(folder), **changes))))
+
+    assert "has files that no export has written" in refusal(tmp_path)
+    assert "is no folder" in refusal(tmp_path / "text" / "0.txt")
+    assert "the run starts from the model in" in refusal(tmp_path / "new", model={"pretrained": str(tmp_path / "new")})
+    check_folder(TrainSettings.of(settings_of(tmp_path, export=str(tmp_path / "new"))))
+    (tmp_path / "fused_tp.json").touch()
+    check_folder(TrainSettings.of(settings_of(tmp_path, export=str(tmp_path))))
 
 
 PROFILED: list[dict[str, Any]] = [
