@@ -50,6 +50,7 @@ def theirs(checkpoint: str) -> dict[str, Any]:
     torch.manual_seed(0)
     return {
         "act": torch.relu,
+        "batches": list(torch.randint(2, VOCABULARY, (6, 2, 12))),
         "dataset": list(torch.randint(2, VOCABULARY, (16, 12))),
         "documents": [{"input_ids": list(range(2, 2 + length))} for length in (5, 9, 1, 13)],
         "hidden": torch.randn(2, 24, HIDDEN),
@@ -59,7 +60,9 @@ def theirs(checkpoint: str) -> dict[str, Any]:
         "path": checkpoint,
         "projections": projections,
         "prompt": torch.randn(1, 2100, 256),
+        "rows": [{"input_ids": row, "labels": row} for row in torch.randint(2, VOCABULARY, (16, 12))],
         "tokens": torch.randint(2, VOCABULARY, (2, 12)),
+        "train": lambda batch: None,
         "w_down": torch.randn(HIDDEN, 2 * HIDDEN),
         "w_up": torch.randn(2 * HIDDEN, HIDDEN),
         "x_shard": torch.randn(6, HIDDEN),
@@ -72,6 +75,7 @@ SMALLER = {
     '"path/to/llama"': "path",
     '"path/to/saved"': "path + '/saved'",
     '"path/to/checkpoints"': "path + '/checkpoints'",
+    'f"traces/': 'path + f"/traces/',
     '"path/to/step.png"': "path + '/step.png'",
     "ParallelAttention(4096, 32, 8,": "ParallelAttention(256, 2, 2,",
 }
