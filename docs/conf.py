@@ -20,6 +20,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"fused_tp {release}"
+html_static_path = ["static"]
+html_css_files = ["wide.css"]
 
 myst_enable_extensions = ["substitution"]
 myst_heading_anchors = 3

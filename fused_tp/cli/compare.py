@@ -40,7 +40,6 @@ SMALL: dict[str, Any] = {
     "data": {"seq": 256},
     "global_batch": 8,
     "optimizer": {"learning_rate": 1e-3, "warmup": 5},
-    "sample": {"prompt": "The ", "tokens": 100},
 }
 
 

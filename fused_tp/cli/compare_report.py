@@ -74,7 +74,8 @@ class Comparison:
             f"{'':28} {'ranks':>5} {'s/step':>8} {'speed':>6} {'tokens/s':>9} {'waiting':>8} {'GiB/rank':>9} "
             f"{'loss':>8} {'off by':>8}"
         ]
-        first = step_seconds(self.results[0])
+        same_cores = self.ways[0][-1]  # one process with a thread per rank of the largest way
+        first = step_seconds(same_cores)
         for result in self.results:
             seconds = step_seconds(result)
             memory = "" if result.memory is None else f"{result.memory / 2**30:.2f}"
@@ -87,6 +88,8 @@ class Comparison:
         for way in self.ways[1:]:
             if len(way) == 2:
                 lines.append(f"{way[0].name} is {speedup(way):.2f}x as fast as with plain collectives.")
+        if same_cores is not self.results[0]:
+            lines.append(f"speed: relative to {same_cores.name}, the cores of the largest way.")
         if self.alike:
             lines.append(f"All train alike: a loss is {self.apart:.1e} off that of one process at most.")
         else:
@@ -132,7 +135,7 @@ class Comparison:
 
     def _draw_losses(self, losses: Axes, differences: Axes) -> None:
         """Plot losses, and below them the largest difference so far: that of a single fp32 loss is often 0."""
-        from matplotlib.ticker import MaxNLocator
+        from matplotlib.ticker import MaxNLocator, NullFormatter
 
         steps = range(1, len(self.results[0].losses) + 1)
         for index, way in enumerate(self.ways):
@@ -146,9 +149,10 @@ class Comparison:
         losses.tick_params(labelbottom=False)
         losses.legend()
         differences.xaxis.set_major_locator(MaxNLocator(integer=True))
-        differences.set(xlabel="step", ylabel="difference to\none process, so far")
+        differences.set(xlabel="step", title="Largest difference to one process so far")
         if len(self.ways) > 1:
             differences.set_yscale("log")
+            differences.yaxis.set_minor_formatter(NullFormatter())
             differences.margins(y=0.2)
 
     def _draw_times(self, axes: Axes) -> None:

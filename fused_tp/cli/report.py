@@ -88,11 +88,21 @@ def table(report: ExposureReport) -> str:
     for one in (*report.ops, *report.groups):
         group = one.group or "not known"
         lines.append(f"{one.op:36} {group:14} {one.calls:7.1f} {one.exposed:8.4f} s {one.hidden:8.4f} s")
-    for rank in report.ranks:
+    return "\n".join([*lines, *(f"\n{line}" for line in (*late_ranks(report), *report.notes, *report.advice))])
+
+
+def late_ranks(report: ExposureReport) -> list[str]:
+    """Sentences on late ranks, the one that others wait for longest first, also if nothing explains it."""
+    from fused_tp.training.exposure import LATE
+
+    found = []
+    for place, rank in enumerate(sorted(report.ranks, key=lambda one: -one.waited_for)):
+        says = f"Rank {rank.rank} is late: others wait {rank.waited_for:.4f} s of a step for it."
         if rank.cause:
-            lines.append(f"\nRank {rank.rank} is late: others wait {rank.waited_for:.4f} s of a step for it. It spends")
-            lines[-1] += f" {rank.more:.4f} s more than they do in {rank.cause}."
-    return "\n".join([*lines, *(f"\n{line}" for line in (*report.notes, *report.advice))])
+            found.append(f"{says} It spends {rank.more:.4f} s more than they do in {rank.cause}.")
+        elif place == 0 and rank.waited_for > LATE * rank.step:
+            found.append(f"{says} No module explains it: look for other work on its core or GPU.")
+    return found
 
 
 def draw(report: ExposureReport, path: Path) -> None:

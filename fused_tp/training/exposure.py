@@ -23,7 +23,7 @@ from fused_tp.training.traces import OUTSIDE, Communication, RankTrace
 
 FLAG = 0.3  # fraction of a step: if more is exposed, the report gives advice
 COLLECTIVES = {"all_gather", "all_reduce", "reduce_scatter"}
-_LATE = 0.05  # fraction of a step: less is noise
+LATE = 0.05  # fraction of a step: less is noise
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _rank_time(trace: RankTrace, waits: dict[int, float], traces: Sequence[RankT
 
 def _cause(trace: RankTrace, peers: Sequence[Mapping[str, float]], waited_for: float) -> tuple[str, float]:
     """Return (module or op, additional time per step) that made this rank late; ("", 0) if no module explains it."""
-    if waited_for <= _LATE * trace.seconds:  # both may be zero
+    if waited_for <= LATE * trace.seconds:  # both may be zero
         return "", 0.0
     labels = set(trace.spent) - {""}
     if any(one.is_message for one in trace.communication):  # stages of a pipeline have other modules

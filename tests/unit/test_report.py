@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fused_tp.cli.main import main
-from fused_tp.training.exposure import ExposureReport, analyze
+from fused_tp.cli.report import late_ranks
+from fused_tp.training.exposure import ExposureReport, RankTime, analyze
 from fused_tp.training.intervals import Intervals
 from fused_tp.training.traces import read_traces
 
@@ -296,6 +297,15 @@ def test_advice_on_collectives_beside_a_pipeline(tmp_path: Path) -> None:
     report = report_of(write(tmp_path, events, events))
     assert microseconds(report.ranks[0], "exposed", "bubble") == [380, 220]
     assert report.ops[0].op == "recv" and report.advice[1].startswith("allreduce over tp")
+
+
+def test_the_rank_that_others_wait_for_longest_is_named_first() -> None:
+    """Only a rank whose module explains its lateness was named, and not the one with the longest wait in the table."""
+    times = [(0, 0.1, ""), (1, 0.3, "layers.0.mlp"), (2, 0.5, "")]
+    ranks = [RankTime(rank, 1.0, 0.5, 0.0, 0.5, 0.0, 0.0, waited, cause, 0.2) for rank, waited, cause in times]
+    first, second = late_ranks(ExposureReport(ranks, [], [], [], []))
+    assert first.startswith("Rank 2 is late: others wait 0.5000 s") and "No module explains it" in first
+    assert second.startswith("Rank 1 is late") and second.endswith("in layers.0.mlp.")
 
 
 def test_advice_names_a_late_rank(tmp_path: Path) -> None:
