@@ -22,8 +22,6 @@ html_theme = "furo"
 html_title = f"fused_tp {release}"
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
-html_static_path = ["static"]
-html_css_files = ["wide.css"]
 
 myst_enable_extensions = ["substitution"]
 myst_heading_anchors = 3
