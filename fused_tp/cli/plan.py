@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -21,6 +22,8 @@ from fused_tp.planning.find_shape import find_shape
 from fused_tp.planning.hardware import GIB, MACHINES, PRECISIONS, Machine, find_machine
 from fused_tp.planning.model_shape import SHAPES
 from fused_tp.planning.recommend import Plan, recommend
+
+OWN_WORDS = "fused-tp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the best plan's configuration, as JSON")
     parser.add_argument(
         "--format",
-        choices=("fused-tp", *DIALECTS),
-        default="fused-tp",
-        help="whose words --write uses; the best plan that has them (default fused-tp)",
+        choices=(OWN_WORDS, *DIALECTS),
+        default=OWN_WORDS,
+        help="whose words --write uses, for the best plan that they express (default fused-tp)",
     )
 
 
@@ -65,6 +68,8 @@ def main(arguments: argparse.Namespace) -> int:
                 return 0
         if arguments.model is None or arguments.gpus is None:
             raise ValueError("a plan needs --model and --gpus; without them, --measure FILE measures this machine.")
+        if arguments.write is None and arguments.format != OWN_WORDS:
+            raise ValueError(f"--format {arguments.format} is the format of --write; give --write FILE, too.")
         if arguments.write is not None:
             make_place("--write", arguments.write)
         shape = find_shape(arguments.model)
@@ -80,6 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
             memory=None if arguments.memory is None else arguments.memory * GIB,
             fused_tp=not arguments.plain,
             top=arguments.top,
+            words=None if arguments.format == OWN_WORDS else arguments.format,
         )
         written = None if arguments.write is None else _write(plans, arguments.write, arguments.format)
     except (ValueError, OSError) as error:
@@ -95,6 +101,8 @@ def main(arguments: argparse.Namespace) -> int:
     _print_table(plans)
     for number, plan in enumerate(plans, 1):
         print(f"{number}. {plan.reason}")
+    if machine == MACHINES.get(machine.name):
+        print(_speed(plans[0], precision))
     for note in shape.notes:
         print(f"Note: {note}")
     if written is not None:
@@ -128,16 +136,24 @@ def _measure(name: str) -> Machine:
 
 def _write(plans: list[Plan], path: Path, form: str) -> int:
     """Write the first plan that the format can express, and return its number."""
-    refused = ""
     for number, plan in enumerate(plans, 1):
-        try:
-            config = plan.config.to_dict() if form == "fused-tp" else DIALECTS[form].write(plan.config)
-        except ValueError as error:
-            refused = refused or str(error)
-            continue
-        path.write_text(json.dumps(config, indent=1) + "\n")
-        return number
-    raise ValueError(f"none of the {len(plans)} plans can be written for {form}; take a larger --top. {refused}")
+        with contextlib.suppress(ValueError):
+            config = plan.config.to_dict() if form == OWN_WORDS else DIALECTS[form].write(plan.config)
+            path.write_text(json.dumps(config, indent=1) + "\n")
+            return number
+    raise AssertionError(f"recommend(words={form!r}) ends with a plan that {form} expresses")
+
+
+def _speed(plan: Plan, precision: str) -> str:
+    """Sentence on the training stacks whose speed the plans have."""
+    fastest = "the fastest published stacks, NeMo and Megatron-Core"
+    if plan.low_tokens_per_second is None:
+        return f"Speed: that of {fastest}. Others are slower."
+    share = plan.low_tokens_per_second / plan.tokens_per_second
+    return (
+        f"Speed: step, MFU and the higher tokens/s are those of {fastest}. The lower tokens/s are {share:.0%} of them, "
+        f"as torchtitan publishes for Llama 3 8B in {precision}."
+    )
 
 
 _HEAD = (
@@ -165,12 +181,19 @@ def _cells(number: int, plan: Plan) -> tuple[str, ...]:
         config.recompute,
         f"{plan.time.total:.{2 if plan.time.total >= 1 else 3}f} s",
         f"{plan.mfu:.1%}",
-        f"{plan.tokens_per_second / config.world_size:,.0f}",
+        _tokens(plan),
         f"{plan.memory.total / GIB:.0f} GiB",
         f"{plan.bubble:.1%}",
         f"{plan.exposed_fused:.1%}",
         f"{plan.exposed_plain:.1%}",
     )
+
+
+def _tokens(plan: Plan) -> str:
+    """Range of tokens per second and GPU."""
+    low, high = plan.low_tokens_per_second, plan.tokens_per_second
+    gpus = plan.config.world_size
+    return f"{high / gpus:,.0f}" if low is None else f"{low / gpus:,.0f} - {high / gpus:,.0f}"
 
 
 def _print_table(plans: list[Plan]) -> None:

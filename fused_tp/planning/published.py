@@ -12,7 +12,7 @@ from typing import Any
 
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Software
-from fused_tp.planning.hardware import GIB, MACHINES
+from fused_tp.planning.hardware import GIB, MACHINES, Machine
 from fused_tp.planning.model_shape import SHAPES, ModelShape, Weights, decoder
 
 
@@ -241,6 +241,45 @@ def fused_tp_rows() -> list[Row]:
     return rows
 
 
+# -- torchtitan, 1D FSDP of Llama 3 8B: its docs/performance.md, and benchmarks/llama3_h100_202412_torchtitan.md -------
+
+# Machine, GPUs, rows of a rank, precision, compiled; tokens/s of a GPU. The H100 have a limit of 500 W.
+_TORCHTITAN: tuple[tuple[str, int, int, str, bool, float], ...] = (
+    ("a100", 64, 1, "bf16", False, 2973),
+    ("h100", 8, 2, "bf16", False, 5762),
+    ("h100", 8, 2, "bf16", True, 6667),
+    ("h100", 128, 2, "bf16", False, 5605),
+    ("h100", 128, 2, "bf16", True, 6514),
+    ("h100", 8, 2, "fp8", True, 8532),
+    ("h100", 128, 2, "fp8", True, 8380),
+)
+
+
+def torchtitan_rows() -> list[Row]:
+    """MFU in percent. torchtitan recomputes selected ops, which the cost model lacks: predicted without."""
+    rows = []
+    for machine, gpus, rows_of_rank, precision, compiled, tokens in _TORCHTITAN:
+        model = CostModel(
+            shape=SHAPES["llama-3-8b"],
+            config=_config(gpus, 1),
+            machine=MACHINES[machine],
+            seq=8192,
+            global_batch=gpus * rows_of_rank,
+            precision=precision,
+        )
+        published = 100 * model.shape.flops(tokens, 8192) / model.machine.peak(precision)
+        name = f"Llama-3-8B, {gpus} {machine.upper()}, {precision}{', torch.compile' if compiled else ''}"
+        rows.append(Row(name=name, model=model, published=published, predicted=100 * model.mfu))
+    return rows
+
+
+def torchtitan_share(machine: Machine, precision: str) -> float | None:
+    """Lowest share of the predicted speed that torchtitan reaches; None if it has published none for the machine."""
+    of_machine = (row for row in torchtitan_rows() if row.model.machine == machine)
+    shares = (row.published / row.predicted for row in of_machine if row.model.precision == precision)
+    return min(shares, default=None)
+
+
 # Title of each set of measurements, its unit, and its rows.
 SETS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "Step times of arXiv:2205.05198, A100 (fitted)": ("MFU, %", fitted_rows),
@@ -249,4 +288,5 @@ SETS: dict[str, tuple[str, Callable[[], list[Row]]]] = {
     "Megatron-Core, strong scaling, H100 (not fitted)": ("MFU, %", strong_scaling_rows),
     "NeMo 24.12, H100, FP8 (not fitted)": ("MFU of the FP8 peak, %", nemo_rows),
     "Gain of overlapped tp, H100 (not fitted)": ("tokens/s more, %", fused_tp_rows),
+    "torchtitan, H100 at 500 W, A100 (not fitted)": ("MFU, %", torchtitan_rows),
 }

@@ -11,9 +11,11 @@ from fused_tp.core.errors import listed
 from fused_tp.ops.arguments import check_int
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.costs import CostModel, Memory, Software, StepTime
+from fused_tp.planning.dialects import DIALECTS
 from fused_tp.planning.find_shape import find_shape
 from fused_tp.planning.hardware import GIB, PRECISIONS, Machine, find_machine
 from fused_tp.planning.model_shape import ModelShape
+from fused_tp.planning.published import torchtitan_share
 
 # Share of a GPU's memory that CUDA, NCCL and fragmentation leave.
 USABLE_MEMORY = 0.92
@@ -37,7 +39,9 @@ class Plan:
         time, memory: step time by component, and memory by use of the rank that needs most.
         microbatch_rows: rows of one microbatch.
         mfu: share of peak FLOP/s.
-        tokens_per_second: tokens per second of all ranks together.
+        tokens_per_second: tokens per second of all ranks together, at the speed of the fastest published stacks.
+        low_tokens_per_second: the same at the lowest share of that speed that torchtitan has published; None: it has
+            published none for the machine.
         exposed_fused, exposed_plain: share of the step that waits for communication, with fused and with plain tp.
         reason: a sentence on why it is slower than the best plan.
         notes: sentences about parts of the model that the prediction leaves out.
@@ -52,6 +56,7 @@ class Plan:
     exposed_fused: float
     exposed_plain: float
     reason: str
+    low_tokens_per_second: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -70,6 +75,7 @@ class Plan:
             "microbatch_rows": self.microbatch_rows,
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
+            "low_tokens_per_second": self.low_tokens_per_second,
             "bubble": self.bubble,
             "exposed_communication": {"fused": self.exposed_fused, "plain": self.exposed_plain},
             "reason": self.reason,
@@ -88,6 +94,7 @@ def recommend(
     memory: float | None = None,
     fused_tp: bool = True,
     top: int = 5,
+    words: str | None = None,
 ) -> list[Plan]:
     """Return the `top` fastest configurations that fit into memory, best first.
 
@@ -105,9 +112,11 @@ def recommend(
         memory: bytes per GPU; None: the machine's.
         fused_tp: collectives of tp overlap with matmuls; False: plain collectives.
         top: maximum number of configurations.
+        words: a library in `fused_tp.planning.dialects.DIALECTS`. If its configuration can express none of the `top`,
+            the fastest one that it can express follows them.
 
     Raises:
-        ValueError: an unknown model or machine, or no legal configuration fits.
+        ValueError: an unknown model, machine or library; no legal configuration fits, or none that `words` can express.
 
     Example:
         >>> best = recommend("llama-3-8b", 8, seq=8192, global_batch=64)[0]
@@ -145,7 +154,30 @@ def recommend(
             f"GiB a rank, and {limit / GIB:.0f} GiB can be used; take more ranks, more memory, or shorter rows."
         )
     fitting.sort(key=lambda one: (round(one.time.total, 6), one.memory.total))
-    return [_plan(one, fitting[0]) for one in fitting[:top]]
+    chosen = fitting[:top]
+    if words is not None:
+        first, refused = _first_in_words(fitting, words)
+        if first is None:
+            raise ValueError(f"none of the {len(fitting)} configurations that fit has words in {words}: {refused}")
+        if first not in chosen:
+            chosen.append(first)
+    share = torchtitan_share(machine, precision)
+    return [_plan(one, fitting[0], share) for one in chosen]
+
+
+def _first_in_words(fitting: list[CostModel], words: str) -> tuple[CostModel | None, str]:
+    """Return the first configuration that a library can express, or None; and why it cannot express the first one."""
+    if words not in DIALECTS:
+        raise ValueError(f"words={words!r}; it must be one of {listed(map(repr, DIALECTS))}.")
+    refused = ""
+    for one in fitting:
+        try:
+            DIALECTS[words].write(one.config)
+        except ValueError as error:
+            refused = refused or str(error)
+        else:
+            return one, refused
+    return None, refused
 
 
 def configurations(
@@ -199,7 +231,7 @@ def _divisors(count: int, at_most: int) -> list[int]:
     return [n for n in range(1, min(count, at_most) + 1) if count % n == 0]
 
 
-def _plan(costs: CostModel, best: CostModel) -> Plan:
+def _plan(costs: CostModel, best: CostModel, torchtitan: float | None) -> Plan:
     plain = replace(costs, software=replace(costs.software, fused_tp=False))
     fused = replace(costs, software=replace(costs.software, fused_tp=True))
     return Plan(
@@ -209,6 +241,7 @@ def _plan(costs: CostModel, best: CostModel) -> Plan:
         microbatch_rows=round(costs.rows),
         mfu=costs.mfu,
         tokens_per_second=costs.tokens_per_second,
+        low_tokens_per_second=None if torchtitan is None else torchtitan * costs.tokens_per_second,
         exposed_fused=fused.time.communication / fused.time.total,
         exposed_plain=plain.time.communication / plain.time.total,
         reason=_reason(costs, best),

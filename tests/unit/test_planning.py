@@ -403,6 +403,37 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 x mine" in capsys.readouterr().out and "tensor_model_parallel_size" in json.loads(path.read_text())
 
 
+def test_command_writes_the_best_plan_that_another_library_expresses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of the fastest plans have a pipeline, which DeepSpeed's configuration has no words for."""
+    path = tmp_path / "plan.json"
+    arguments = ["plan", "--model", "llama-3-70b", "--gpus", "64", "--top", "3", "--format", "deepspeed"]
+    assert main([*arguments, "--write", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "Wrote plan 4 to" in said and "4. " in said and "slower" in said
+    found = ParallelConfig.from_file(path)
+    assert json.loads(path.read_text())["tensor_parallel"]["autotp_size"] == found.tp > 1
+    assert main(arguments) == 2 and "give --write FILE" in capsys.readouterr().err
+    alone = recommend("llama-3-8b", 8, seq=4096, global_batch=32, words="megatron", top=2)
+    assert len(alone) == 2
+    assert "it must be one of" in str(error_of(recommend, "llama-3-8b", 8, seq=64, global_batch=8, words="latin"))
+
+
+def test_speed_is_a_range_where_one_is_published(capsys: pytest.CaptureFixture[str]) -> None:
+    """torchtitan's 5,605 to 6,667 tokens/s a GPU are in the range of Llama 3 8B on H100, as its share of bf16 says."""
+    best = recommend("llama-3-8b", 8, seq=8192, global_batch=64)[0]
+    assert best.low_tokens_per_second is not None
+    assert best.low_tokens_per_second / 8 < 5605 < 6667 < best.tokens_per_second / 8
+    arguments = ["plan", "--model", "llama-3-8b", "--gpus", "8", "--batch", "64"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert f"{best.low_tokens_per_second / 8:,.0f} - {best.tokens_per_second / 8:,.0f}" in said
+    assert "as torchtitan publishes for Llama 3 8B in bf16" in said
+    assert main([*arguments, "--gpu", "b200"]) == 0
+    assert "Others are slower." in capsys.readouterr().out
+
+
 def test_command_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = replace(MACHINES["a100"], name="here", peak_flops={"fp32": 1e11}, matmul_flops={"fp32": 9e10})
     monkeypatch.setattr("fused_tp.cli.plan.measured", lambda: found)
