@@ -60,7 +60,6 @@ def theirs(checkpoint: str) -> dict[str, Any]:
         "path": checkpoint,
         "projections": projections,
         "prompt": torch.randn(1, 2100, 256),
-        "rows": [{"input_ids": row, "labels": row} for row in torch.randint(2, VOCABULARY, (16, 12))],
         "tokens": torch.randint(2, VOCABULARY, (2, 12)),
         "train": lambda batch: None,
         "w_down": torch.randn(HIDDEN, 2 * HIDDEN),
