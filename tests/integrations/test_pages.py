@@ -9,6 +9,7 @@ with `--dry-run`, and Python is compiled.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ PAGES = ["README.md", "docs/quickstart.md", "docs/tutorial.md", "docs/install.md
 PAGES += sorted(str(page.relative_to(REPOSITORY)) for page in (REPOSITORY / "docs" / "guides").glob("*.md"))
 NEEDS = {"GPU", "hosts", "Kubernetes", "SLURM", "Ray", "ms-swift", "torchtitan"}
 BLOCK = re.compile(r"^(?:<!-- needs: ([^\n]+) -->\n)?```(py|sh|console)\n(.*?)^```$", re.M | re.S)
-SECONDS = 500  # less than pytest waits for a test
+SECONDS = 900
 
 TRAIN = """
 import sys
@@ -127,6 +128,7 @@ def run(text: str, folder: Path, given: dict[str, str]) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_blocks_run_as_printed(page: str, readers_files: Path, tmp_path: Path) -> None:
+    faulthandler.cancel_dump_traceback_later()  # pytest's deadline of a test; each command has its own
     shutil.copytree(readers_files, tmp_path, dirs_exist_ok=True)
     given = environment(tmp_path)
     for need, kind, text in blocks(page):
