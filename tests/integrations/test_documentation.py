@@ -74,6 +74,7 @@ SMALLER = {
     '"path/to/llama"': "path",
     '"path/to/saved"': "path + '/saved'",
     '"path/to/checkpoints"': "path + '/checkpoints'",
+    '"traces"': "path + '/traces'",
     'f"traces/': 'path + f"/traces/',
     '"path/to/step.png"': "path + '/step.png'",
     "ParallelAttention(4096, 32, 8,": "ParallelAttention(256, 2, 2,",
