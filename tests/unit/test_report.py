@@ -300,7 +300,7 @@ def test_advice_on_collectives_beside_a_pipeline(tmp_path: Path) -> None:
 
 
 def test_the_rank_that_others_wait_for_longest_is_named_first() -> None:
-    """Only a rank whose module explains its lateness was named, and not the one with the longest wait in the table."""
+    """A rank without a module that explains its lateness was not named, however long others waited for it."""
     times = [(0, 0.1, ""), (1, 0.3, "layers.0.mlp"), (2, 0.5, "")]
     ranks = [RankTime(rank, 1.0, 0.5, 0.0, 0.5, 0.0, 0.0, waited, cause, 0.2) for rank, waited, cause in times]
     first, second = late_ranks(ExposureReport(ranks, [], [], [], []))
