@@ -185,7 +185,7 @@ def test_shards_of_different_sequences_are_told(group: dist.ProcessGroup) -> Non
         cache = ContextKVCache(group, block=block)
         cache.append(k[:, :held], k[:, :held])
         mine = k[:, : 3 if one and "seq_len" in how else 4]
-        with pytest.raises(RankMismatchError, match="append to a cache that they share with different keywords"):
+        with pytest.raises(RankMismatchError, match="append to the same cache with different keywords"):
             cache.append_sharded(mine, mine, **how)
         assert cache.length == held
 
