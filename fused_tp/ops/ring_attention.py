@@ -241,7 +241,7 @@ def _make_call(ring: Ring, group: Group, a: _Args | _Grads, grad_lse: bool) -> t
     q, k, v, given, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
     kernel: AttentionKernel = TRITON
     if ring.name != "fused_kernel":
-        single = mask.is_one_piece and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
+        single = mask.is_single_tile and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
         backward = isinstance(a, _Grads)
         kernel = kernel_for(q, v, given.scores(q.dtype), grad_lse=grad_lse, single=single, backward=backward)
     flags = {name: getattr(given, name) is not None for name in _BY_HEAD}

@@ -282,7 +282,7 @@ def test_any_sign_of_the_scale(kernel: str, monkeypatch: pytest.MonkeyPatch) -> 
     q = seeded(1, 70, 2, 8)
     for scale in (-0.4, 0.0):
         if kernel == "torch-cpu":
-            with pytest.raises(ValueError, match="takes a scale above 0"):
+            with pytest.raises(ValueError, match="scale must be above 0"):
                 ring_attention(q, q, q, group=None, causal=True, scale=scale)
             continue
         wanted, _ = dense_attention(q, q, q, *dense_mask(70, 70, causal=True), scale=scale)
@@ -415,15 +415,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a Tensor"),
     ({"alibi_slopes": torch.zeros(1)}, ValueError, r"alibi_slopes has shape \(1,\)"),
     ({"cu_seqlens": [0, 4]}, TypeError, r"cu_seqlens must be a Tensor, not list; pass torch.tensor\(\[0, ...\]\)"),
-    ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "the 4 tokens of the whole sequence, those of all ranks"),
-    ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "never go back"),
+    ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "must end with 4, the number of tokens on all ranks"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "must not decrease"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "it must be int32 or int64"),
     ({"cu_seqlens_kv": BOUNDS}, ValueError, "given without cu_seqlens"),
     ({"cu_seqlens": torch.tensor([0, 2, 4]), "cu_seqlens_kv": BOUNDS}, ValueError, "2 documents and"),
     (
         {"cu_seqlens": BOUNDS, "k": Q[:, :3], "v": Q[:, :3], "seq_len_kv": 3},
         ValueError,
-        "how the 4 queries belong to documents, but there are 3 keys; pass cu_seqlens_kv",
+        "covers the 4 queries, but there are 3 keys. Pass cu_seqlens_kv",
     ),
     ({"layout": "balanced"}, ValueError, "needs their cu_seqlens"),
     ({"layout": "spiral"}, ValueError, "it must be one of"),

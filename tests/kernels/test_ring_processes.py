@@ -175,7 +175,7 @@ def test_explain_says_what_is_one_launch_and_what_goes_by_messages() -> None:
         assert "each step: triton, because the steps of a forward are one launch" in fits
         assert "forward: pipelined over gloo" in wide and "head dims go from 1 to 256" in wide
         assert "forward: one_sided over shm" in double
-        assert "forward: pipelined over gloo" in forced and "torch-blocks asks for other kernels" in forced
+        assert "forward: pipelined over gloo" in forced and "torch-blocks selects other kernels" in forced
 
 
 def own_group() -> Any:
@@ -269,5 +269,5 @@ def of_two_minds(group: Any) -> tuple[str, str]:
 def test_ranks_take_the_same_ring() -> None:
     for rank, (said, mismatch) in enumerate(interpreted_ranks(4, of_two_minds)):
         assert "forward: pipelined over gloo" in said
-        assert "rank 1: FUSED_TP_ATTENTION=torch-blocks asks for other kernels" in said
+        assert "rank 1: FUSED_TP_ATTENTION=torch-blocks selects other kernels" in said
         assert f"ring {'pipelined' if rank == 1 else 'fused_kernel'}" in mismatch
