@@ -142,7 +142,7 @@ PROVIDERS = [  # op, arch, dtype, queries, v_head_dim, expected text
     ("ring_attention", "sm_90", torch.float16, 64, 320, f"{BLOCKS} supports every device, dtype and score; no tri"),
     ("ring_attention", "sm_90", torch.float64, 64, 64, "attention on GPUs supports float16 and bfloat16, got float64"),
     ("ring_attention", "xpu", torch.float16, 64, 64, f"{BLOCKS} supports every device, dtype and score"),
-    ("ulysses_attention", "sm_90", torch.float16, 64, 128, "; this holds for plain scores in one piece"),
+    ("ulysses_attention", "sm_90", torch.float16, 64, 128, "; this holds for plain scores and a mask of one tile"),
     ("context_parallel_decode", "cpu", torch.float16, 1, 128, "torch, because for up to 16 queries matmuls read the"),
     ("context_parallel_decode", "cpu", torch.float16, 40, 128, "native-cpu, because"),
     ("context_parallel_decode", "sm_90", torch.float16, 1, 128, "triton, because its split-KV kernel"),

@@ -361,7 +361,7 @@ def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
                 RING_ATTENTION_BACKWARD.named(q, None, q, k, k, q, lse, *rest)
             said.append((name, str(error.value)))
     x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens; each rank assumes equal shards
-    with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
+    with pytest.raises(RankMismatchError, match="different numbers of tokens, pass seq_len"):
         op(x, x, x, group=group)
     with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
         unshard_sequence(x, 1, group=group)
@@ -380,7 +380,7 @@ def test_ranks_that_disagree(op: Op, route: str) -> None:
     for rank, said in enumerate(run_ranks(2, mismatched, op, env={**ROUTES[route], **check})):
         for name, sentence in said:
             assert "rank 0 call" in sentence and "rank 1 call" in sentence
-            assert f". The last number of a {op.__name__} is a checksum; on rank {rank} it stands for" in sentence
+            assert f". The last number of a {op.__name__} is a checksum of its arguments; on rank {rank} they are" in sentence
             assert f"{name}={DISAGREEMENTS[name][rank]!r}" in sentence
 
 
@@ -396,7 +396,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": Q.to("meta")}, ValueError, "k is on meta"),
     ({"k": Q[:1], "v": Q[:1]}, ValueError, "k has a batch of 1, but q has 2"),
     ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, r"k has 3 tokens on rank 0, but q has 4 \(dim 1: \[batch, seq"),
-    ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, "unless seq_len_kv says that keys are of another sequence"),
+    ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, "For cross-attention, pass seq_len_kv"),
     ({"k": Q[..., :4]}, ValueError, "k has head_dim 4"),
     ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, ValueError, "k has 3 heads"),
     ({"v": Q[:, :, :2]}, ValueError, "v has shape .* only head_dim may differ"),
@@ -418,7 +418,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "must end with 4, the number of tokens on all ranks"),
     ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "must not decrease"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "it must be int32 or int64"),
-    ({"cu_seqlens_kv": BOUNDS}, ValueError, "given without cu_seqlens"),
+    ({"cu_seqlens_kv": BOUNDS}, ValueError, "passed without cu_seqlens"),
     ({"cu_seqlens": torch.tensor([0, 2, 4]), "cu_seqlens_kv": BOUNDS}, ValueError, "2 documents and"),
     (
         {"cu_seqlens": BOUNDS, "k": Q[:, :3], "v": Q[:, :3], "seq_len_kv": 3},
@@ -427,8 +427,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"layout": "balanced"}, ValueError, "needs their cu_seqlens"),
     ({"layout": "spiral"}, ValueError, "it must be one of"),
-    ({"seq_len": 5}, ValueError, "seq_len=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but q holds 4"),
-    ({"seq_len_kv": 5}, ValueError, "seq_len_kv=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but k holds 4"),
+    ({"seq_len": 5}, ValueError, "seq_len=5 in layout 'zigzag' assigns 5 tokens to rank 0 of 1, but q holds 4"),
+    ({"seq_len_kv": 5}, ValueError, "seq_len_kv=5 in layout 'zigzag' assigns 5 tokens to rank 0 of 1, but k holds 4"),
 ]
 
 

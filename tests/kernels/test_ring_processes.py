@@ -171,8 +171,8 @@ def explained(group: Any) -> list[str]:
 def test_explain_says_what_is_one_launch_and_what_goes_by_messages() -> None:
     for fits, wide, double, forced in interpreted_ranks(2, explained):
         assert "forward: fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel" in fits
-        assert "backward: pipelined over gloo" in fits and "its backward goes step by step" in fits
-        assert "each step: triton, because the steps of a forward are one launch" in fits
+        assert "backward: pipelined over gloo" in fits and "its backward runs step by step" in fits
+        assert "each step: triton, because one launch of its kernel computes all steps" in fits
         assert "forward: pipelined over gloo" in wide and "head dims go from 1 to 256" in wide
         assert "forward: one_sided over shm" in double
         assert "forward: pipelined over gloo" in forced and "torch-blocks selects other kernels" in forced

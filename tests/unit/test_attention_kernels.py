@@ -211,7 +211,7 @@ def test_the_dispatch_table_says_which_is_faster(tmp_path: Path, monkeypatch: py
     shapes, place = [(1, 8, 2, 128)] * 3, {"world_size": 2, "transport": "shm", "arch": "cpu"}
     provider = explain_for("ring_attention", *shapes, dtype=torch.float32, **place).provider
     assert provider is not None and provider.name == "native-cpu"
-    assert "; its backward by torch-cpu: " in provider.reason and "by the dispatch table" in provider.reason
+    assert "; its backward uses torch-cpu: " in provider.reason and "by the dispatch table" in provider.reason
     table.with_name("bad.json").write_text(json.dumps({"arch": {}, "attention": [{"kernel": "torch-cpu"}]}))
     with pytest.raises(
         ValueError, match=r"bad.json is not .* \(rule 0 of attention, {'kernel': 'torch-cpu'}: it needs kernel, "

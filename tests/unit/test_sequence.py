@@ -134,7 +134,7 @@ def packed(op: Any, cu_seqlens: Any) -> Any:
         (
             lambda: unshard_sequence(X, 1, group=None, seq_len=5),
             ValueError,
-            "seq_len=5 .* 5 tokens, but x_shard holds 4",
+            "seq_len=5 .* 5 tokens .*, but x_shard holds 4",
         ),
         (lambda: unshard_sequence(X, 1, group=None, seq_len=-1), ValueError, "seq_len is -1"),
         (lambda: sequence_positions(True, group=None), TypeError, "seq_len must be an int"),
