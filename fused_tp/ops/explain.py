@@ -235,7 +235,8 @@ def _explain(
     keys = dispatch_keys(op, shapes, dtype, dim, environment.size)
     name = explained_ops()[op][0].name
     forward, backward = (
-        None if key is None else environment.ask(of, key) for of, key in zip((name, f"{name}_backward"), keys, strict=True)
+        None if key is None else environment.ask(of, key)
+        for of, key in zip((name, f"{name}_backward"), keys, strict=True)
     )
     device, provider = torch.device(environment.device_type), None
     if op in ("ring_attention", "ulysses_attention"):

@@ -291,7 +291,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": K[:1]}, ValueError, "k_cache_shard has a batch of 1, but q has 2"),
     ({"k": K.bfloat16()}, TypeError, "k_cache_shard has dtype torch.bfloat16, but q has torch.float32"),
     ({"k": K[..., :4]}, ValueError, "k_cache_shard has head_dim 4, but q has 8"),
-    ({"k": torch.ones(2, 5, 3, 8)}, ValueError, "k_cache_shard has 3 heads, of which the 4 heads of q are not"),
+    ({"k": torch.ones(2, 5, 3, 8)}, ValueError, "k_cache_shard has 3 heads; the 4 heads of q must be a"),
     ({"v": K[:, :4]}, ValueError, "v_cache_shard has shape (2, 4, 2, 8), but k_cache_shard (2, 5, 2, 8)"),
     ({"cache_seqlens": [3, 5]}, TypeError, "cache_seqlens must be a Tensor, not list."),
     ({"cache_seqlens": LENGTHS.float()}, TypeError, "cache_seqlens has dtype torch.float32; it must be int32"),
@@ -303,7 +303,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "sequence 1 has 6 tokens, 6 of them on rank 0 of 1",
     ),
     ({"page_table": torch.ones(2, 1)}, TypeError, "page_table has dtype torch.float32; it must be int32 or int64."),
-    ({"page_table": torch.ones(3, 1).int()}, ValueError, "page_table has shape (3, 1); it must be [2, max_pages]; q has"),
+    ({"page_table": torch.ones(3, 1).int()}, ValueError, "page_table has shape (3, 1); it must be [2, max_pages]"),
     (
         {"page_table": torch.full((2, 1), 7)},
         ValueError,

@@ -113,7 +113,7 @@ def test_ranks_that_put_together_otherwise_are_told(group: dist.ProcessGroup, sh
             {"layout": "balanced", "cu_seqlens": bounds + torch.tensor([0, rank, 0])},
         ):
             mine = x[: 3 if rank and "seq_len" in how else 4]
-            with pytest.raises(RankMismatchError, match=rf"different sequences.*layout='{how['layout']}'"):
+            with pytest.raises(RankMismatchError, match=rf"different shapes.*layout='{how['layout']}'"):
                 unshard_sequence(mine, 0, group=group, **how)
         assert torch.equal(unshard_sequence(x, 0, group=group), x.repeat(2, *[1] * (x.ndim - 1)))
 
