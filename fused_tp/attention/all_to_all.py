@@ -1,8 +1,8 @@
-"""All-to-all between sharding by sequence and sharding by heads, for attention by heads.
+"""All-to-all between sharding by sequence and sharding by heads, for Ulysses attention.
 
-Ranks that each hold some tokens of all heads, [B, S_r, H, D], receive all tokens of some heads, [B, S, H_r, D], in the
-order of the sequence; the reverse direction undoes it. A head may be sent to several ranks, as key heads are if there
-are fewer of them than ranks; the reverse direction sums these copies, in fp32 and in the order of the ranks.
+Each rank starts with some tokens of all heads, [B, S_r, H, D], and receives all tokens of some heads, [B, S, H_r, D],
+in the order of the sequence; the reverse direction undoes it. If there are fewer key heads than ranks, a key head is
+sent to several ranks; the reverse direction then sums these copies in fp32, in the order of the ranks.
 (Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509.)
 """
 
@@ -29,10 +29,11 @@ from fused_tp.core.pending import accumulate_dtype
 Places = tuple[range, ...]
 Shape = tuple[int, ...]
 
-_MOST_PIECES = 16  # rows in more pieces are copied by index: on a device every copy is a launch
-_MESSAGE_ALIGNMENT = 16  # of each tensor in a message, in bytes
-_MEMORY_ALIGNMENT = 64  # of each tensor in shared memory: a cache line
-_READABLE = 1  # a stage of a rank's shared memory
+# Rows in more ranges than this are copied by one indexed copy: on a GPU every slice copy is a kernel launch.
+_MOST_RANGES = 16
+_MESSAGE_ALIGNMENT = 16  # alignment of each tensor in a message, in bytes
+_MEMORY_ALIGNMENT = 64  # alignment of each tensor in shared memory, in bytes: a cache line
+_READABLE = 1  # stage that a rank signals once its input tensors are in shared memory
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class TensorShare:
     """Distribution of one tensor: the rows and the heads of each rank.
 
     Attributes:
-        places: for each rank, the positions of its rows among those of all ranks, ascending.
+        places: for each rank, the ranges of global positions of its rows, ascending.
         heads: for each rank, the heads that it receives.
-        all_heads: number of heads.
+        all_heads: total number of heads.
     """
 
     places: tuple[Places, ...]
@@ -66,7 +67,7 @@ class TensorShare:
         return self.length, len(self.heads[rank])
 
     def part(self, holder: int, reader: int) -> tuple[int, int]:
-        """(rows, heads) of the part with the rows of `holder` and the heads of `reader`."""
+        """(rows, heads) of the block with the rows of rank `holder` and the heads of rank `reader`."""
         return self.rows[holder], len(self.heads[reader])
 
     @cached_property
@@ -80,7 +81,7 @@ class TensorShare:
         return len(set(self.rows)) == 1 and not self.repeated
 
     def only(self, rank: int) -> range:
-        """The heads that no other rank receives; contiguous, because the heads of each rank are."""
+        """The heads that only `rank` receives. They are contiguous, because each rank's heads are a range."""
         others = {head for other, heads in enumerate(self.heads) if other != rank for head in heads}
         own = [head for head in self.heads[rank] if head not in others]
         return range(own[0], own[-1] + 1) if own else range(0)
@@ -88,7 +89,7 @@ class TensorShare:
 
 @lru_cache(maxsize=64)
 def places_of(tokens: tuple[Tokens, ...]) -> tuple[Places, ...]:
-    """`TensorShare.places` of ranks that hold these tokens."""
+    """`TensorShare.places` for `tokens`, the global tokens of each rank."""
     pieces = sorted((r.start, rank, len(r)) for rank, one in enumerate(tokens) for r in one.ranges)
     found: list[list[range]] = [[] for _ in tokens]
     at = 0
@@ -102,7 +103,10 @@ def places_of(tokens: tuple[Tokens, ...]) -> tuple[Places, ...]:
 
 @dataclass(frozen=True)
 class Swap:
-    """One all-to-all of several tensors on this rank, a part of `op`; all ranks must agree on `dims`."""
+    """Description of one all-to-all of several tensors, on this rank.
+
+    `op` is the op that it is part of, for error messages. `dims` must be equal on all ranks.
+    """
 
     op: str
     dims: tuple[int, ...]
@@ -116,11 +120,11 @@ class Swap:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks, in a different order on each, so that not all read the same memory at once."""
+        """All ranks but this one. The order differs per rank, so that they do not all read the same memory at once."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def of(self, which: Sequence[int]) -> Swap:
-        """The exchange of some of the tensors."""
+        """The exchange of only the tensors whose indices are in `which`."""
         shares, dtypes = tuple(self.shares[i] for i in which), tuple(self.dtypes[i] for i in which)
         return replace(self, shares=shares, dtypes=dtypes)
 
@@ -129,12 +133,12 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 class Move:
-    """One direction of an exchange: the tensors that leave this rank, and the results, filled part by part.
+    """One direction of an exchange: the input tensors of this rank, and the results, filled block by block.
 
     Args:
-        to_heads: x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]; False: the reverse
-            direction, which sums the copies of heads that several ranks hold.
-        empty: allocates the results; None: on the devices of `xs`.
+        to_heads: True: x [B, rows of this rank, all heads, D] -> [B, all rows, heads of this rank, D]. False: the
+            reverse direction, which sums the copies of a head that several ranks hold.
+        empty: allocator of the results. None: allocate on the devices of `xs`.
     """
 
     def __init__(self, to_heads: bool, exchange: Swap, xs: Sequence[Tensor], empty: Empty | None = None) -> None:
@@ -157,7 +161,7 @@ class Move:
 
     @property
     def order(self) -> list[int]:
-        """The order in which parts of the ranks are taken in: this rank first, unless sums require rank order."""
+        """The order in which the ranks' blocks are read: this rank first, unless a sum must be in rank order."""
         exchange = self.exchange
         return list(range(exchange.ranks)) if any(self._summed) else [exchange.rank, *exchange.peers]
 
@@ -167,12 +171,12 @@ class Move:
         return self._shape(index, share.by_sequence(rank) if self.to_heads else share.by_heads(rank))
 
     def part_shape(self, index: int, source: int, target: int) -> Shape:
-        """Shape of the part of tensor number `index` that `source` sends to `target`."""
+        """Shape of the block of tensor number `index` that rank `source` sends to rank `target`."""
         share = self.shares[index]
         return self._shape(index, share.part(source, target) if self.to_heads else share.part(target, source))
 
     def pack(self, index: int, target: int, out: Tensor) -> None:
-        """Copy the part for `target` to `out`."""
+        """Copy the block of tensor number `index` that rank `target` receives to `out`."""
         x, share = self.xs[index], self.shares[index]
         if self.to_heads:
             out.copy_(_of_heads(x, share.heads[target]))
@@ -180,34 +184,34 @@ class Move:
             _take(x, share.places[target], out)
 
     def write(self, index: int, out: Tensor) -> None:
-        """Copy the parts that other ranks read to their places in `out`, which is shaped like the input."""
+        """Copy the blocks that other ranks read to `out`, which has the shape of the input, at the same indices."""
         x, share, exchange = self.xs[index], self.shares[index], self.exchange
         if self.to_heads:
             own = share.only(exchange.rank)
             out[:, :, : own.start].copy_(x[:, :, : own.start])
             out[:, :, own.stop :].copy_(x[:, :, own.stop :])
             return
-        # Own rows need not be written, but many small copies cost more than one large one.
+        # No peer reads this rank's own rows, but copying them too is faster than many small copies around them.
         others = [there for peer in exchange.peers for _, there in _pieces(share.places[peer])]
-        for there in [slice(None)] if len(others) > _MOST_PIECES else others:
+        for there in [slice(None)] if len(others) > _MOST_RANGES else others:
             out[:, there].copy_(x[:, there])
 
     def put(self, index: int, source: int, part: Tensor) -> None:
-        """Write the part that `source` sends to this rank into the result, or add it."""
+        """Write `part`, the block that rank `source` sends to this rank, into the result, or add it to a sum."""
         out, share = self._outs[index], self.shares[index]
         if not self.to_heads:
             out = _of_heads(out, share.heads[source])
             out.add_(part) if self._summed[index] else out.copy_(part)
             return
         places = share.places[source]
-        if len(places) > _MOST_PIECES:
+        if len(places) > _MOST_RANGES:
             out.index_copy_(1, _indices(places, out.device), part.to(out.dtype))
             return
         for here, there in _pieces(places):
             out[:, there].copy_(part[:, here])
 
     def put_from(self, index: int, source: int, whole: Tensor) -> None:
-        """`put` this rank's part of `whole`, the input tensor of `source`."""
+        """`put` this rank's block of `whole`, the full input tensor of rank `source`."""
         share, rank = self.shares[index], self.exchange.rank
         if self.to_heads:
             self.put(index, source, _of_heads(whole, share.heads[rank]))
@@ -220,8 +224,8 @@ class Move:
 
 
 def _take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> None:
-    """Copy the rows of `whole` at these places to `out`, or add them."""
-    if len(places) > _MOST_PIECES:
+    """Copy the rows of `whole` at positions `places` to `out`; with `add`, add them to `out`."""
+    if len(places) > _MOST_RANGES:
         rows = whole.index_select(1, _indices(places, whole.device))
         out.add_(rows) if add else out.copy_(rows)
         return
@@ -230,7 +234,7 @@ def _take(whole: Tensor, places: Places, out: Tensor, *, add: bool = False) -> N
 
 
 def _pieces(places: Places) -> Iterator[tuple[slice, slice]]:
-    """Yield (local rows of a rank, their positions among those of all ranks) for each piece."""
+    """Yield (local rows, their global positions) for each range of a rank's `places`."""
     at = 0
     for place in places:
         yield slice(at, at + len(place)), slice(place.start, place.stop)
@@ -246,7 +250,7 @@ def _of_heads(x: Tensor, heads: range) -> Tensor:
 
 
 class AllToAll(ABC):
-    """Transfers parts to their ranks. Results do not share memory with the inputs."""
+    """Transport of an exchange: transfers each rank's blocks. Results do not share memory with the inputs."""
 
     name: str
 
@@ -256,7 +260,7 @@ class AllToAll(ABC):
 
 
 def all_to_all_by(schedule: Schedule) -> AllToAll:
-    """The all-to-all that uses the transport of `schedule`."""
+    """Return the all-to-all that uses the transport of `schedule`."""
     if isinstance(schedule, SharedMemory):
         return SharedMemoryAllToAll(schedule.transport)
     messages = MessageAllToAll(schedule.name, schedule.messages)
@@ -264,7 +268,7 @@ def all_to_all_by(schedule: Schedule) -> AllToAll:
 
 
 class MessageAllToAll(AllToAll):
-    """All-to-all by messages, on every torch.distributed group; a message holds a rank's parts of all tensors."""
+    """All-to-all by messages, on any torch.distributed group. One message holds a rank's blocks of all tensors."""
 
     def __init__(self, name: str, transport: TorchDist) -> None:
         self.name = name
@@ -298,13 +302,13 @@ class MessageAllToAll(AllToAll):
 
 
 class _Packets:
-    """A packet of bytes for each peer, with a part of every tensor in it.
+    """Byte layout of one packet per peer, which holds a block of every tensor.
 
     Args:
-        part_shape: maps (index, peer) to the shape of tensor number `index` in the packet of `peer`.
+        part_shape: maps (index, peer) to the shape of tensor number `index` in the packet of rank `peer`.
 
     Attributes:
-        sizes: bytes of each rank's packet; this rank's own is empty.
+        sizes: bytes of each rank's packet; 0 for this rank.
     """
 
     def __init__(self, move: Move, part_shape: Callable[[int, int], Shape]) -> None:
@@ -319,7 +323,7 @@ class _Packets:
         self._starts = [0, *itertools.accumulate(self.sizes)]
 
     def parts(self, flat: Tensor, peer: int) -> Iterator[Tensor]:
-        """Yield views of the tensors in the packet of `peer`, which is a part of `flat`."""
+        """Yield views of the tensors in the packet of `peer`; `flat` holds the packets of all ranks."""
         at = self._starts[peer]
         for shape, dtype in zip(self._shapes[peer], self._dtypes, strict=True):
             yield flat[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -335,8 +339,11 @@ def _aligned_bytes(shape: Shape, dtype: torch.dtype, alignment: int) -> int:
 
 
 class SharedMemoryAllToAll(AllToAll):
-    """All-to-all of CPU tensors of ranks on one host: every rank writes the parts for others once, and they copy these
-    straight into their results. Results are in pool memory, whose pages are mapped already."""
+    """All-to-all of CPU tensors between ranks on one host.
+
+    Each rank writes the blocks that its peers read to shared memory once, and the peers copy them into their results.
+    The results are allocated from the transport's pool, whose pages are already mapped.
+    """
 
     name = "one_sided"
 
@@ -347,7 +354,7 @@ class SharedMemoryAllToAll(AllToAll):
         move, rank = Move(to_heads, exchange, xs, self._transport.empty), exchange.rank
 
         def regions(of: int) -> Iterator[tuple[Shape, torch.dtype, int]]:
-            """Shape, dtype and offset of each tensor in the memory of a rank."""
+            """Yield (shape, dtype, offset) of each tensor in the shared memory of rank `of`."""
             offset = 0
             for index, x in enumerate(xs):
                 shape = move.shape(index, of)
@@ -368,10 +375,10 @@ class SharedMemoryAllToAll(AllToAll):
 
 
 class DeviceAllToAll(AllToAll):
-    """All-to-all of GPUs that can access each other's memory: one device kernel pulls the parts from the peers.
+    """All-to-all of GPUs that can access each other's memory: one device kernel reads the blocks from the peers.
 
-    The kernel moves equal parts and concatenates the ranks' rows. If the layout has another order, one pass reorders
-    them; uneven tensors are sent by messages.
+    The kernel supports only blocks of equal size, and concatenates the ranks' rows. If the layout is not in rank order,
+    one more pass reorders the rows. Tensors with blocks of unequal sizes are sent by messages.
     """
 
     def __init__(self, schedule: DeviceSchedule, messages: MessageAllToAll) -> None:

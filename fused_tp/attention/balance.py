@@ -1,24 +1,28 @@
 """Distribution of packed documents over ranks: equal token counts and nearly equal attention work.
 
-With a causal mask the token at offset o of its document costs o + 1, without one the document's length. The ranks are
-halved recursively, and the documents with them; each half gets its exact number of tokens and nearly its share of the
-work:
+With a causal mask the token at offset o of its document costs o + 1; without a mask it costs the document's length. The
+ranks, and the documents with them, are halved recursively. Each half gets its exact number of tokens and approximately
+its share of the work:
 
-1. Whole documents, most expensive first, each go to the side that brings the sums of tokens and of work closer to the
-   shares (largest first: Graham, "Bounds on multiprocessing timing anomalies", 1969; here in two dimensions).
-2. The rest is settled by moving one whole document, swapping two, or cutting one. A cut gives one side the outside of
-   the document, h tokens of the head and g of the tail, and the other side the inside: h + g tokens, and the work is
-   linear in h, so both can be met.
+1. Unsplit documents are assigned, most expensive first. Each is assigned to the side where it brings the sums of tokens
+   and of work closer to the shares (largest first: Graham, "Bounds on multiprocessing timing anomalies", 1969; here in
+   two dimensions).
+2. The remaining difference is removed by moving one document, swapping two, or cutting one. A cut assigns the outside
+   of the document (h tokens of its head and g of its tail) to one side and the inside to the other. The sum h + g sets
+   the number of tokens. For a fixed sum the work is linear in h, so a cut can meet both targets.
 
-A document that is too expensive for a side is cut from the start. So one sequence becomes the 2W pieces of zigzag, and
-a long document becomes nested shells on as many neighbouring ranks as it needs. All other documents stay whole, which
-needs no communication. Small neighbouring documents are distributed together. (MagiAttention, 2025, distributes chunks
-of one size by their work: there documents longer than a chunk do not stay whole.)
+A document that is too expensive for a side is cut first. A single sequence thus becomes the 2W chunks of zigzag, and a
+long document becomes nested shells on as many neighboring ranks as it needs. All other documents stay on one rank, and
+need no communication. Small neighboring documents are distributed together. (MagiAttention, 2025, distributes chunks
+of one size by their work: there documents longer than a chunk are always split.)
 
-Guaranteed: the sizes of torch.tensor_split, where the first total % W ranks have one more token; the same result for
-the same arguments; and no more work on any rank than zigzag over the whole packed stream has on its busiest one. Tests
-measure how close the work comes to the mean, which is not proven: within 1% for Zipf and uniform lengths. If there are
-so few tokens that a single one costs a share, it cannot be close.
+Guaranteed:
+- the token counts of torch.tensor_split, where the first total % W ranks have one more token;
+- the same result for the same arguments;
+- the busiest rank has no more work than the busiest rank of zigzag over the packed stream.
+
+Not guaranteed is how close each rank's work is to the mean: tests measure deviations within 1% for Zipf and uniform
+lengths. If a single token costs as much as a rank's share, the deviation is necessarily large.
 """
 
 from __future__ import annotations
@@ -29,16 +33,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Allowed deviation of a rank's work from its share, with causal mask and without, as a fraction of the share over all
-# halvings. Cutting more documents could reduce it, but whole documents need no communication.
+# Allowed deviation of a rank's work from its share, as a fraction of the share, summed over all halvings: with a causal
+# mask and without a mask. Cutting more documents could reduce the deviation, but uncut documents need no communication.
 _CAUSAL, _FULL = 0.01, 0.1
-_CANDIDATES = 8  # documents tried for a cut
-# Small neighbouring documents stay together up to this fraction of a rank's tokens and of its work.
+_CANDIDATES = 8  # number of documents tried for a cut
+# Neighboring documents are bundled into one piece up to this fraction of a rank's tokens and of its work.
 _BUNDLE = 1 / 32
 
 
 class Piece(NamedTuple):
-    """Tokens [start, hole_start) and [hole_stop, stop) of one document, or [start, stop) of neighbouring ones.
+    """Tokens [start, hole_start) and [hole_stop, stop) of one document, or [start, stop) of neighboring documents.
 
     Without a hole, hole_start = hole_stop = stop.
     """
@@ -50,7 +54,7 @@ class Piece(NamedTuple):
     hole_start: int
     hole_stop: int
     stop: int
-    document: int  # -1: several
+    document: int  # index of the document; -1: several documents
 
     @property
     def ranges(self) -> tuple[range, range]:
@@ -58,9 +62,11 @@ class Piece(NamedTuple):
 
 
 class PieceCut(NamedTuple):
-    """Split of a piece: one side gets its outside, with `head` of these tokens before the hole, the other its inside.
+    """Split of a piece between two sides, the taker and the giver.
 
-    For a piece that has a hole, the split may be of one of its runs; the other run then `goes` along or `stays`.
+    One side gets `outside` tokens from the two ends of the piece, `head` of them from its start. The other side gets
+    the inside. `gets_outside` is True if the taker gets the outside. If the piece has a hole, the split may be of one
+    of its two runs. The other run is then moved to the taker (`goes`) or left with the giver (`stays`).
     """
 
     error: float
@@ -73,7 +79,7 @@ class PieceCut(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """True if the outside is only head or only tail, so that neither side gets an extra run."""
+        """True if the outside is at one end of the piece only, so that neither side gets an extra run of tokens."""
         return self.head in (0, self.outside)
 
 
@@ -89,17 +95,17 @@ class Documents:
         self.full = [0, *np.cumsum(lengths * lengths).tolist()]
 
     def before(self, token: int) -> tuple[int, int]:
-        """Work of all tokens before this one: (with a causal mask, without one)."""
+        """Work of all tokens before index `token`: (with a causal mask, without a mask)."""
         document = min(bisect_right(self.bounds, token), len(self.lengths)) - 1
         offset = token - self.bounds[document]
         return self.causal[document] + triangle(offset), self.full[document] + offset * self.lengths[document]
 
     def work(self, ranges: tuple[range, ...]) -> int:
-        """Work of these tokens with a causal mask."""
+        """Work of the tokens in `ranges` with a causal mask."""
         return sum(self.before(r.stop)[0] - self.before(r.start)[0] for r in ranges)
 
     def pieces(self, world_size: int) -> list[Piece]:
-        """Pieces of all non-empty documents; small neighbouring documents form one piece."""
+        """Return the pieces of all non-empty documents. Small neighboring documents form one piece."""
         most_tokens = self.bounds[-1] / world_size * _BUNDLE
         most_work = self.causal[-1] / world_size * _BUNDLE
         pieces = []
@@ -117,7 +123,7 @@ class Documents:
         return pieces
 
     def piece(self, start: int, hole_start: int, hole_stop: int, stop: int, document: int) -> Piece:
-        """Build the piece of these tokens; a piece with a single run has its (empty) hole at the end."""
+        """Build the piece of tokens [start, hole_start) and [hole_stop, stop); an empty hole is moved to the end."""
         if hole_start == hole_stop:
             hole_start = hole_stop = stop
         elif hole_start == start:
@@ -133,8 +139,10 @@ class Documents:
         return Piece(work, tokens, full, start, hole_start, hole_stop, stop, document)
 
     def cut(self, piece: Piece, tokens: int, work: float, allowed: float) -> PieceCut:
-        """Find the cut that gives one side this many tokens of a piece and nearly this work; among cuts off by at most
-        `allowed`, prefer those with few runs."""
+        """Find the cut that moves exactly `tokens` tokens and approximately `work` from `piece` to the taker.
+
+        Among cuts whose work deviates by at most `allowed`, prefer those that create few runs of tokens.
+        """
         best = self._outside_or_inside(piece, tokens, work, allowed)
         if best.error > allowed and piece.hole_stop < piece.stop:
             runs = [self.piece(r.start, r.stop, r.stop, r.stop, piece.document) for r in piece.ranges]
@@ -162,7 +170,7 @@ class Documents:
         left = piece.tokens if whole else piece.hole_start - piece.start
         right = piece.tokens if whole else piece.stop - piece.hole_stop
         least, most = max(0, outside - right), min(outside, left)
-        # Each token moved from the tail to the head lowers the work by the same amount, the length of the inside.
+        # Replacing a token of the tail by one of the head lowers the work of the outside by the length of the inside.
         all_tail = outside * (piece.stop - self.bounds[piece.document]) - triangle(outside - 1)
         inside = piece.stop - piece.start - outside
         best = min(max(round((all_tail - work) / inside), least), most) if inside else most
@@ -172,7 +180,7 @@ class Documents:
         ]
 
     def apart(self, cut: PieceCut) -> tuple[list[Piece], list[Piece]]:
-        """Apply a cut: return the pieces that one side gets and those that are left."""
+        """Apply `cut`: return the pieces of the taker and the pieces of the giver."""
         piece = cut.piece
         start, stop = piece.start + cut.head, piece.stop - (cut.outside - cut.head)
         outside = self.piece(piece.start, start, stop, piece.stop, piece.document)
@@ -196,8 +204,8 @@ def merged(ranges: Iterable[range]) -> tuple[range, ...]:
 
 
 def chunk_range(seq_len: int, chunks: int, index: int) -> range:
-    """Tokens of chunk `index`, sized as by torch.tensor_split: the first seq_len % chunks chunks are one longer."""
-    size, longer = seq_len // chunks, seq_len % chunks  # not divmod, which compilers do not trace
+    """Tokens of chunk `index`, sized like torch.tensor_split: the first seq_len % chunks chunks have one more token."""
+    size, longer = seq_len // chunks, seq_len % chunks  # not divmod: torch.compile does not trace it
     start = index * size + min(index, longer)
     return range(start, start + size + (1 if index < longer else 0))
 
@@ -213,7 +221,7 @@ def triangle(n: int) -> int:
 
 
 def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[range, ...]]:
-    """The tokens of every rank, as ascending ranges of the packed sequence.
+    """Return the tokens of every rank, as ascending ranges of the packed sequence.
 
     >>> balanced_ranges((0, 4, 8, 12), 2)
     [(range(0, 4), range(9, 11)), (range(4, 9), range(11, 12))]
@@ -238,11 +246,12 @@ def balanced_ranges(cu_seqlens: tuple[int, ...], world_size: int) -> list[tuple[
 
 
 class _Side:
-    """Pieces of one half, and the tokens and work that it still needs."""
+    """Pieces of one half of the ranks, and the tokens and work that this half still needs."""
 
     def __init__(self, tokens: int, work: float, full: float) -> None:
         self.pieces: list[Piece] = []
-        self.tokens, self.work, self.full = tokens, work, full  # still needed
+        # Still needed: `add` subtracts from these, and a negative value is an excess.
+        self.tokens, self.work, self.full = tokens, work, full
 
     def add(self, *pieces: Piece) -> None:
         for piece in pieces:
@@ -260,7 +269,7 @@ class _Side:
 
 
 class _Halving:
-    """One trial distribution of pieces to two sides."""
+    """One trial distribution of `pieces` to two sides: `few` ranks with `tokens` tokens, and `many` ranks."""
 
     def __init__(
         self, documents: Documents, pieces: list[Piece], few: int, many: int, tokens: int, levels: int
@@ -276,27 +285,27 @@ class _Halving:
         self.full_allowed = part * all_full * _FULL / levels or 1.0
 
     def error(self, work: float, full: float) -> float:
-        """Deviation from the shares of work; 1.0 is the allowed maximum."""
+        """Return the larger relative deviation of `work` and `full` from the shares; 1.0 is the allowed maximum."""
         return max(abs(work) / self.work_allowed, abs(full) / self.full_allowed)
 
     def run(self, cut: int) -> float:
-        """Distribute the pieces with the `cut` most expensive ones cut; return the deviation of the work."""
+        """Distribute the pieces, cutting the `cut` most expensive ones. Return the deviation of the work."""
         for piece in self.pieces[1:cut]:
             tokens = round(self.part * piece.tokens)
             mine, others = self.documents.apart(self.documents.cut(piece, tokens, self.part * piece.work, 0.0))
             self.here.add(*mine)
             self.there.add(*others)
-        self.deal(self.pieces[cut:], self.pieces[0] if cut else None)
+        self.assign(self.pieces[cut:], self.pieces[0] if cut else None)
         if cut:
             self.there.add(self.pieces[0])
         self.settle(self.pieces[0] if cut else None)
         return self.error(self.here.work, self.here.full)
 
-    def deal(self, pieces: list[Piece], later: Piece | None) -> None:
-        """Assign whole pieces, each to the side where it brings the sums closer to the shares.
+    def assign(self, pieces: list[Piece], later: Piece | None) -> None:
+        """Assign each of `pieces`, uncut, to the side where it brings the sums closer to the shares.
 
-        If one piece is reserved to be cut `later`, tokens count only in excess of that piece's tokens for the same
-        work, so that it can be cut evenly.
+        If the piece `later` is to be cut afterwards, a piece counts only the tokens that exceed those of `later` per
+        unit of work, so that `later` can be cut evenly.
         """
         part = self.part
         per_work, per_token = 1 / self.all_work, 1 / self.all_tokens
@@ -315,7 +324,7 @@ class _Halving:
                 tokens -= part * t
 
     def settle(self, first: Piece | None) -> None:
-        """Give both sides their tokens exactly, and their work as nearly as possible."""
+        """Move, swap or cut pieces until both sides have their exact token counts and nearly their work."""
         while self.here.tokens:
             giver, taker = (self.there, self.here) if self.here.tokens > 0 else (self.here, self.there)
             if first is None and self.swap(giver, taker):
@@ -347,7 +356,10 @@ class _Halving:
             giver.add(*others)
 
     def swap(self, giver: _Side, taker: _Side) -> bool:
-        """Move one whole piece, or swap it for another; True if that settles both sides within the allowed error."""
+        """Move one uncut piece to `taker`, or swap two.
+
+        Return True if one move or swap meets both token counts within the allowed error; else change nothing.
+        """
         wanted = taker.tokens
         by_tokens = {piece.tokens: piece for piece in taker.pieces}
         best: tuple[Piece, Piece | None] | None = None
@@ -376,16 +388,17 @@ class _Halving:
 def _halve(
     documents: Documents, pieces: list[Piece], few: int, many: int, tokens: int, levels: int
 ) -> tuple[list[Piece], list[Piece]]:
-    """Split pieces into those of `few` ranks, which get this many tokens, and those of `many` others."""
+    """Split `pieces` between two sets of ranks: the first, of `few` ranks, gets `tokens` tokens; the second has `many`
+    ranks."""
     pieces = sorted(pieces, reverse=True)
     if not pieces:
         return [], []
-    # A piece too expensive for the smaller side is cut in any case. Single tokens cannot be cut.
+    # A piece that exceeds the smaller side's share of the work must be cut. A piece of one token cannot be cut.
     cut = int(pieces[0].work * (few + many) > few * sum(piece.work for piece in pieces))
     most = sum(piece.tokens > 1 for piece in pieces)
     best = _Halving(documents, pieces, few, many, tokens, levels)
     least = best.run(cut)
-    # If only the work without a mask is off, at most two are cut.
+    # If only the work without a mask deviates, cut at most two pieces.
     while least > 1 and cut < most and (cut < 2 or abs(best.here.work) > best.work_allowed):
         cut = min(max(1, 2 * cut), most)
         halving = _Halving(documents, pieces, few, many, tokens, levels)

@@ -19,11 +19,13 @@ from fused_tp.core.pending import check_equal, checksum
 
 
 class CacheRows(Protocol):
-    """Cached keys or values of a batch."""
+    """Rows of the cached keys or values of a batch that this rank holds."""
 
     def parts(self, seqs: slice, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, [seqs, rows, heads, dim]) for the rows [start, stop) of these sequences, in parts of `most`
-        rows; pages are not split."""
+        """Yield (first row, tensor [seqs, rows, heads, dim]) for the rows [start, stop) of the sequences `seqs`.
+
+        Each tensor has at most `most` rows, or one page if pages are larger: a page is not split.
+        """
         ...
 
 
@@ -42,7 +44,7 @@ class PagedRows:
     """Rows stored as [pages, page_size, heads, dim]: row i of a sequence is row i % page_size of page
     `pages_of[seq][i // page_size]`.
 
-    `parts` reads one sequence at a time, and yields a view if its pages are contiguous, else a copy.
+    `parts` reads one sequence at a time. It yields a view if the pages are contiguous, else a copy.
     """
 
     def __init__(self, cache: Tensor, pages_of: Sequence[Sequence[int]]) -> None:
@@ -64,16 +66,17 @@ class PagedRows:
 
 
 def scatter_new_tokens(
-    group: Group, block: int, tokens: tuple[Tokens, ...], first: int, rows: Tensor, words: str
+    group: Group, block: int, tokens: tuple[Tokens, ...], first: int, rows: Tensor, keywords: str
 ) -> tuple[Ints, Tensor]:
-    """Send rows [n, ...] of this rank's new tokens, cache tokens from `first` on, to their owners in one all-to-all.
+    """Send `rows` [n, ...] of this rank's new tokens to the ranks that own them, in one all-to-all.
 
-    `tokens` are the new tokens of each rank, and `words` the keywords that determine them, the same on all ranks.
+    `tokens` are the new tokens of each rank, counted from `first`, the number of tokens already in the cache.
+    `keywords` is a text of the arguments that determine `tokens`, for the check that they are equal on all ranks.
     Returns the cache indices of the tokens that arrived, in any order, and their rows.
 
     Raises:
-        RankMismatchError: ranks differ in `words`, `first` or `block` (compared always on CPU, elsewhere with
-            FUSED_TP_CHECK=1).
+        RankMismatchError: ranks differ in `keywords`, `first` or `block`. Always checked on CPU; checked on other
+            devices only with FUSED_TP_CHECK=1.
     """
     layout = BlockCyclicLayout(group.size, group.rank, block)
     held = [first + one.indices for one in tokens]
@@ -83,23 +86,27 @@ def scatter_new_tokens(
     receive = [int((theirs == group.rank).sum()) for theirs in owners]
     arriving = np.concatenate([indices[theirs == group.rank] for indices, theirs in zip(held, owners, strict=True)])
     leaving = rows[torch.from_numpy(order).to(rows.device)]
-    # Everything that may raise on one rank alone precedes the first exchange: else its peers would wait in the second.
-    _check_alike(group, f"{words}, {first} tokens held before and block={block}", rows)
+    # Code that may raise on one rank only must run before this first exchange: after it, the peers of a rank that has
+    # raised would wait for that rank in the second exchange.
+    _check_same_keywords(group, f"{keywords}, {first} cached tokens and block={block}", rows)
     return arriving, _exchange(group, leaving, send, receive, sum(map(len, held)))
 
 
-def _check_alike(group: Group, words: str, rows: Tensor) -> None:
-    """Raise unless `words` are the same on all ranks; else a rank would take the rows of one token for another's."""
+def _check_same_keywords(group: Group, keywords: str, rows: Tensor) -> None:
+    """Raise unless `keywords` is the same on all ranks. If it is not, ranks would assign rows to the wrong tokens."""
     if group.size == 1 or not (rows.device.type == "cpu" or settings.check_ranks()):
         return
-    mine = torch.full((1, 1), checksum(words), dtype=torch.float32, device=rows.device)
+    mine = torch.full((1, 1), checksum(keywords), dtype=torch.float32, device=rows.device)
     schedule = select_schedule(DispatchKey("all_gather", mine.dtype, mine.device, group.size, None, 1), group)
     checksums = schedule.all_gather(mine, gather_dim=0, gather_size=None).wait().flatten().tolist()
-    did = "append to a cache that they share with different keywords"
-    check_equal(checksums, did, f"; rank {group.rank} with {words}. They must be the same on all.")
+    did = "append to the same cache with different keywords"
+    check_equal(checksums, did, f"; rank {group.rank} passed {keywords}. Pass the same on all ranks.")
 
 
 def _exchange(group: Group, x: Tensor, send: list[int], receive: list[int], total: int) -> Tensor:
-    """All-to-all from rows sorted by destination to rows sorted by source; `total` rows over all ranks."""
+    """All-to-all of `x`, rows sorted by destination rank. Return the rows received, sorted by source rank.
+
+    `send` and `receive` are row counts per rank, and `total` is the number of rows over all ranks.
+    """
     key = DispatchKey(ALL_TO_ALL, x.dtype, x.device, total, None, prod(x.shape[1:]))
     return select_schedule(key, group).all_to_all(x, send, receive)

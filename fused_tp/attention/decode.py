@@ -1,12 +1,12 @@
-"""Attention of new tokens to this rank's part of a cache, and the merge of all ranks' results.
+"""Attention of new tokens to this rank's shard of a cache, and the merge of all ranks' results.
 
-With out_r and lse_r over the keys of rank r,
+With out_r and lse_r, the output and log-sum-exp over the keys of rank r,
 
     lse = log(sum over r of exp(lse_r)),    out = sum over r of exp(lse_r - lse) * out_r
 
-("Flash-Decoding for long-context inference", Dao et al., 2023, where r are parts of one device's cache.) A few queries
-read the cache once, for all query heads of a key head, in fp32 (on GPUs in one kernel for all sequences); many queries
-are computed in steps, as in ring attention.
+("Flash-Decoding for long-context inference", Dao et al., 2023, where r indexes splits of one device's cache.) For up to
+MAX_DECODE_QUERIES queries per sequence the cache is read once for all query heads of a key head, and computed in fp32;
+on GPUs one kernel computes all sequences. More queries are computed in steps, with the kernels of ring attention.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from fused_tp.core.pending import accumulate_dtype
 
 _T = TypeVar("_T")
 
-MAX_DECODE_QUERIES = 16  # per sequence; more are a prefill
-_CONVERTED_BYTES = 2 << 20  # of reduced-precision keys converted to fp32 at a time, so that they stay in a CPU cache
-CHECKSUMS = 2  # sent with a rank's result: of the keywords, of the new tokens
-_MOST_ROWS = 8192  # gathered from pages at a time for many queries
+MAX_DECODE_QUERIES = 16  # per sequence; a call with more queries is a prefill
+# Size of the fp32 copies to which reduced-precision keys are converted, chunk by chunk: they stay in a CPU cache.
+_CONVERTED_BYTES = 2 << 20
+CHECKSUMS = 2  # number of checksums sent with a rank's result: one of the keywords, one of the new tokens
+_MOST_ROWS = 8192  # maximum rows of keys per prefill step, which limits the copies of paged rows
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class CacheCall:
     """Parameters that all sequences of a call share.
 
     Attributes:
-        limits: (left, right), the numbers of keys that a query sees before and after its place; -1: no limit.
-        paged: rows can be read for only one sequence at a time.
+        limits: (left, right), the numbers of keys that a query sees before and after its position; -1: no limit.
+        paged: True if rows can be read for only one sequence at a time.
     """
 
     layout: BlockCyclicLayout
@@ -59,15 +60,15 @@ class CacheCall:
 
 
 def exchanged_numbers(q_shape: Sequence[int], dim: int) -> int:
-    """Count of numbers that a rank sends for queries of this shape: the result of `attend` and checksums."""
+    """Count of numbers that a rank sends for queries of shape `q_shape`: the result of `attend`, and checksums."""
     return CHECKSUMS + prod(q_shape[:3]) * (dim + 1)
 
 
 def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, values: CacheRows, dim: int) -> Tensor:
-    """Attend to this rank's keys: [batch, new, heads, dim + 1] in fp32 (fp64 for fp64), out followed by its lse.
+    """Attend to this rank's keys; return [batch, new, heads, dim + 1] in fp32 (fp64 for fp64): out, then its lse.
 
-    q [batch, new, heads, head_dim] are the last tokens of sequences of these lengths; `dim` is the head dim of values.
-    Queries before the beginning of a sequence see nothing.
+    `q` [batch, new, heads, head_dim] are the last tokens of sequences of lengths `lengths`. `dim` is the head dim of
+    the values. If a sequence has fewer tokens than `new`, its first queries are padding and see no keys.
     """
     found = q.new_empty((*q.shape[:3], dim + 1), dtype=accumulate_dtype(q.dtype))
     new, decoding = q.shape[1], q.shape[1] <= MAX_DECODE_QUERIES
@@ -86,7 +87,7 @@ def attend(call: CacheCall, q: Tensor, lengths: Sequence[int], keys: CacheRows, 
 def merge(parts: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merge the ranks' results of `attend` [W, ...] into (out [batch, new, heads, dim], lse [batch, heads, new]).
 
-    Sums are in the order of the ranks, so all ranks get the same bits. `sinks` [heads] count once.
+    Sums are in the order of the ranks, so all ranks compute the same bits. `sinks` [heads] count once, not per rank.
     """
     out, lse = parts[..., :-1], parts[..., -1]
     highest = lse.amax(0)
@@ -102,7 +103,10 @@ def merge(parts: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def equal_length_runs(lengths: Sequence[_T], one_by_one: bool = False) -> Iterator[tuple[slice, _T]]:
-    """Yield (sequences, value) for maximal runs of equal values (such as lengths); `one_by_one`: for each sequence."""
+    """Yield (slice of sequences, value) for each maximal run of equal values in `lengths`.
+
+    With `one_by_one`, yield one slice per sequence.
+    """
     at = 0
     for length, run in itertools.groupby(lengths):
         count = len(list(run))
@@ -121,7 +125,7 @@ def _decode(
 ) -> None:
     """Attend with few queries of one sequence: q [new, heads, head_dim] -> found [new, heads, dim + 1].
 
-    All queries of a key head are the rows of one matmul, so a key is read once for them.
+    One matmul computes all queries of a key head, so each key is read once.
     """
     intervals = [rows_seen(call.layout, call.limits, length - len(q) + i, length) for i in range(len(q))]
     start, stop = min(first for first, _ in intervals), max(last for _, last in intervals)
@@ -161,7 +165,7 @@ def _decode(
 
 
 def rows_seen(layout: BlockCyclicLayout, limits: tuple[int, int], place: int, length: int) -> tuple[int, int]:
-    """Rows [start, stop) of this rank that a query at `place` of a sequence of `length` tokens sees."""
+    """Rows [start, stop) of this rank that a query at position `place` of a sequence of `length` tokens sees."""
     left, right = limits
     count = layout.count
     stop = count(max(0, length if right < 0 else min(length, place + right + 1)))
@@ -171,7 +175,7 @@ def rows_seen(layout: BlockCyclicLayout, limits: tuple[int, int], place: int, le
 def _shape_scores(
     call: CacheCall, scores: Tensor, length: int, start: int, stop: int, intervals: Sequence[tuple[int, int]]
 ) -> None:
-    """Apply softcap, ALiBi and the mask (-inf), in place, to scores [kv_heads, G, new, rows start to stop]."""
+    """Apply softcap, ALiBi and the mask (-inf) in place to `scores` [kv_heads, G, new, stop - start]."""
     how, new = call.scores, scores.shape[2]
     if how.softcap:
         scores.div_(how.softcap).tanh_().mul_(how.softcap)
@@ -204,13 +208,16 @@ def _prefill(
     found[..., -1] = lse.transpose(1, 2)
 
 
-@lru_cache(maxsize=8)  # the layers of a model share an entry; for a long cache it holds an interval for each query
+# The layers of a model share an entry. Few are kept: an entry holds an interval of keys for each query.
+@lru_cache(maxsize=8)
 def _steps(
     layout: BlockCyclicLayout, limits: tuple[int, int], new: int, length: int
 ) -> tuple[tuple[int, int, Step], ...]:
-    """(first, last, step) of `new` tokens at the end of a sequence against this rank's rows [first, last).
+    """Return (first, last, step) for each step of `new` tokens at the end of a sequence; a step reads this rank's rows
+    [first, last).
 
-    Rows before the new tokens are in parts of their own: without a window all queries see all of them.
+    No step has both rows before the new tokens and rows of the new tokens: without a window, all queries see all rows
+    before the new tokens, so those steps need no mask.
     """
     mask = AttentionMask(new, length, window=limits)
     left, right = limits
@@ -226,11 +233,12 @@ def _steps(
     return tuple(steps)
 
 
-# -- by a Triton kernel -----------------------------------------------------------------------------------------------
+# -- with a Triton kernel ---------------------------------------------------------------------------------------------
 
 
 def kernel_serves(query: KernelQuery, new: int) -> bool:
-    """True if `attend_by_kernel` serves `new` queries: by default on GPUs, anywhere if FUSED_TP_ATTENTION is triton."""
+    """True if `attend_by_kernel` is to compute `new` queries: by default on GPUs, and on any device if
+    FUSED_TP_ATTENTION=triton."""
     forced = forced_kernel()
     wanted = forced == "triton" or (forced is None and query.device.type == "cuda")
     return 0 < new <= MAX_DECODE_QUERIES and wanted and bool(launchable(query))
@@ -239,7 +247,7 @@ def kernel_serves(query: KernelQuery, new: int) -> bool:
 def attend_by_kernel(
     call: CacheCall, q: Tensor, lengths: Sequence[int], k: Tensor, v: Tensor, page_table: Tensor | None
 ) -> Tensor:
-    """Compute `attend` in one launch for all sequences, for caches as `context_parallel_decode` takes them."""
+    """Compute `attend` in one launch for all sequences. `k`, `v`, `page_table`: as in `context_parallel_decode`."""
     layout, k_indices = call.layout, None
     starts, stops, places, most = _seen_rows(layout, call.limits, q.shape[1], tuple(lengths), q.device)
     if call.scores.alibi_slopes is not None:
@@ -248,10 +256,10 @@ def attend_by_kernel(
         page_table = page_table.to(torch.int32).contiguous().to(q.device)
     from fused_tp.triton_kernels.attention.decode import flash_decode
 
-    for table in (starts, k_indices):  # stops and places share the memory of starts
+    for table in (starts, k_indices):  # stops and places are views of the memory of starts
         if table is None or not table.is_cuda:
             continue
-        # Tables that an lru_cache drops must not be freed for reuse before the kernels of this stream have read them.
+        # The lru_cache may evict a table while kernels of this stream still read it: its memory must not be reused yet.
         if is_capturing(table.device):
             _captured_tables.add(table)
         else:
@@ -263,16 +271,16 @@ def attend_by_kernel(
     return found
 
 
-# A CUDA graph reads its tables at every replay, and its deletion is not observable: captured tables are kept forever,
-# once each (tensors hash by identity).
+# A CUDA graph reads its tables at every replay, and there is no notification when a graph is deleted. So captured
+# tables are kept forever. Tensors hash by identity, so each is kept once.
 _captured_tables: set[Tensor] = set()
 
 
 def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
     if is_capturing(device):
         raise RuntimeError(
-            "context_parallel_decode needs tables for these cache_seqlens that are not on the device yet, and they "
-            "cannot be copied there while a CUDA graph is being captured. Run the same call once before the capture."
+            "context_parallel_decode needs index tables for these cache_seqlens, which cannot be copied to the GPU "
+            "during CUDA graph capture. Run the same call once before the capture."
         )
     return torch.from_numpy(table).to(device)
 
@@ -281,8 +289,11 @@ def _on(device: torch.device, table: np.ndarray[Any, Any]) -> Tensor:
 def _seen_rows(
     layout: BlockCyclicLayout, limits: tuple[int, int], new: int, lengths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(starts, stops, places) int32 [batch, new] of this rank's rows that each query sees, and the maximum number of
-    rows of one sequence from the first to the last seen."""
+    """Return (starts, stops, places, most).
+
+    Each query sees this rank's rows [starts, stops) and is at position places of its sequence; all are int32
+    [batch, new]. `most` is the maximum over the sequences of the number of rows from the first to the last row seen.
+    """
     places = [[length - new + i for i in range(new)] for length in lengths]
     intervals = np.array(
         [
@@ -300,6 +311,6 @@ def _seen_rows(
 
 @lru_cache(maxsize=2)
 def _row_indices(layout: BlockCyclicLayout, rows: int, device: torch.device) -> Tensor:
-    """Token index of each row: int32 [rows, rounded up to a multiple of 1024]."""
+    """Token index of each row, int32; `rows` is rounded up to a multiple of 1024."""
     rows = -(-rows // 1024) * 1024
     return _on(device, layout.indices(0, rows).astype(np.int32))

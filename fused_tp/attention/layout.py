@@ -1,13 +1,16 @@
 """Token layouts: the tokens of a sequence that each rank holds.
 
-"contiguous" splits the sequence into W chunks (sizes as torch.tensor_split) and rank r holds chunk r. "zigzag" splits
-it into 2W and rank r holds chunks r and 2W-1-r: with a causal mask every rank then has the same amount to compute, so
-it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context parallelism,
-arXiv:2407.21783). "balanced" is for packed documents: see `balance`. "zigzag_documents" and "contiguous_documents"
-split each document by itself. They cost every rank a step of every document's ring, and match the packed sequences of
-ring-flash-attention, Transformer Engine and Megatron-Core ("thd"). All layouts keep a rank's tokens in ascending order.
+- "contiguous" splits the sequence into W chunks (with the sizes of torch.tensor_split); rank r holds chunk r.
+- "zigzag" splits the sequence into 2W chunks; rank r holds chunks r and 2W-1-r. With a causal mask all ranks then have
+  equal work, so it is the default (Zhu, "ring-flash-attention", 2024; the load-balanced order of Llama 3's context
+  parallelism, arXiv:2407.21783).
+- "balanced" is for packed documents: see `balance`.
+- "zigzag_documents" and "contiguous_documents" shard each document separately, in that layout, as ring-flash-attention,
+  Transformer Engine and Megatron-Core ("thd") do for packed sequences. Every document then needs a ring over all ranks.
 
-A growing cache of keys and values has a block-cyclic layout: no token ever moves.
+All layouts keep a rank's tokens in ascending order.
+
+A growing cache of keys and values has a block-cyclic layout: when the cache grows, no cached token changes its rank.
 """
 
 from __future__ import annotations
@@ -23,10 +26,11 @@ from fused_tp.attention.balance import balanced_ranges, chunk_range, merged, zig
 
 Ints = NDArray[np.int64]
 
-_EACH_DOCUMENT = {"zigzag_documents": "zigzag", "contiguous_documents": "contiguous"}  # layout of each
+# Layouts that shard each document separately, with the layout of each document.
+_EACH_DOCUMENT = {"zigzag_documents": "zigzag", "contiguous_documents": "contiguous"}
 OF_DOCUMENTS = ("balanced", *_EACH_DOCUMENT)
 LAYOUTS = ("zigzag", "contiguous", *OF_DOCUMENTS)
-DEFAULT_BLOCK = 64  # consecutive tokens of a cache on one rank
+DEFAULT_BLOCK = 64  # default number of consecutive tokens of a cache on one rank
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,11 @@ class Tokens:
         return np.cumsum(lengths) - lengths
 
     def rows_before(self, indices: Ints) -> Ints:
-        """Number of these tokens before each of `indices` (any global indices): the local row of those that are held.
-        Equals a search in `self.indices`, but does not build them and is faster."""
+        """Number of these tokens before each of `indices`, which are any global indices.
+
+        For a token that this rank holds, the result is its local row. Equals np.searchsorted(self.indices, indices),
+        but is faster and does not build `self.indices`.
+        """
         if len(self.ranges) <= 4:
             rows = np.zeros(len(indices), dtype=np.int64)
             for r in self.ranges:
@@ -72,18 +79,18 @@ class Tokens:
 
 
 def check_layout(layout: object, *, documents: bool = False) -> None:
-    """Raise ValueError unless `layout` is one of LAYOUTS and, for one of OF_DOCUMENTS, there are `documents`."""
+    """Raise ValueError unless `layout` is one of LAYOUTS; a layout of OF_DOCUMENTS also requires `documents`."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; it must be one of {', '.join(map(repr, LAYOUTS))}.")
     if layout in OF_DOCUMENTS and not documents:
         raise ValueError(
-            f"layout {layout!r} shares out packed documents and needs their cu_seqlens; for one sequence 'zigzag' is "
-            "balanced."
+            f"layout {layout!r} is for packed documents and needs their cu_seqlens, which were not passed. Pass "
+            "cu_seqlens, or use 'zigzag' for a single sequence."
         )
 
 
 def local_length(seq_len: int, world_size: int, rank: int, layout: str) -> int:
-    """Number of tokens that `rank` holds; it follows from `seq_len` alone, even if documents decide which ones."""
+    """Number of tokens that `rank` holds. It does not depend on the documents, even if they decide which tokens."""
     if layout != "zigzag":
         return _chunk_length(seq_len, world_size, rank)
     chunks = 2 * world_size
@@ -96,7 +103,7 @@ def _chunk_length(seq_len: int, chunks: int, index: int) -> int:
 
 @lru_cache(maxsize=16)
 def all_tokens(seq_len: int, world_size: int, layout: str, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
-    """The tokens that each rank holds.
+    """Return the tokens that each rank holds.
 
     >>> [tokens.ranges for tokens in all_tokens(10, 2, "contiguous")]
     [(range(0, 5),), (range(5, 10),)]
@@ -118,13 +125,17 @@ def _ranges(seq_len: int, world_size: int, layout: str) -> list[tuple[range, ...
 
 
 def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) -> list[tuple[range, ...]]:
-    """Ranges of each rank with every document in `layout`, in equal shares, so that seq_len determines their total."""
+    """Return the token ranges of each rank if every document is sharded by `layout`.
+
+    Shards of a document must be equal, so that the number of tokens of a rank follows from the total length alone.
+    """
     held: list[list[range]] = [[] for _ in range(world_size)]
     for number, (start, stop) in enumerate(pairwise(cu_seqlens)):
         if (stop - start) % world_size:
             raise ValueError(
-                f"document {number} has {stop - start} tokens, which {world_size} ranks cannot share evenly as layout "
-                f"'{layout}_documents' does; pad documents to a multiple of {world_size}, or have layout 'balanced'."
+                f"document {number} has {stop - start} tokens; for layout '{layout}_documents' the length must be a "
+                f"multiple of the {world_size} ranks. Pad documents to a multiple of {world_size}, or use layout "
+                "'balanced'."
             )
         for tokens, ranges in zip(held, _ranges(stop - start, world_size, layout), strict=True):
             tokens += [range(start + r.start, start + r.stop) for r in ranges]
@@ -133,10 +144,10 @@ def _document_ranges(cu_seqlens: tuple[int, ...], world_size: int, layout: str) 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """One of LAYOUTS over `joined` times as many virtual ranks; each rank holds the tokens of `joined` of these.
+    """Layout `name`, one of LAYOUTS, over joined * W virtual ranks; each of W ranks holds the tokens of `joined`.
 
-    Rank r of W holds the tokens of virtual ranks joined * r, joined * r + 1, ... of joined * W; with `strided`, those
-    of r, r + W, r + 2W, ...
+    Rank r holds the tokens of virtual ranks joined * r, joined * r + 1, ...; with `strided`, of virtual ranks r, r + W,
+    r + 2W, ...
 
     >>> [one.ranges for one in TokenLayout("contiguous", 2, strided=True).tokens(8, 2)]
     [(range(0, 2), range(4, 6)), (range(2, 4), range(6, 8))]
@@ -147,7 +158,7 @@ class TokenLayout:
     strided: bool = False
 
     def tokens(self, seq_len: int, world_size: int, cu_seqlens: tuple[int, ...] = ()) -> tuple[Tokens, ...]:
-        """The tokens that each of `world_size` ranks holds."""
+        """Return the tokens that each of `world_size` ranks holds."""
         tokens = all_tokens(seq_len, world_size * self.joined, self.name, cu_seqlens)
         return tokens if self.joined == 1 else _join(tokens, self.joined, self.strided)
 
@@ -166,10 +177,10 @@ def _join(tokens: tuple[Tokens, ...], joined: int, strided: bool) -> tuple[Token
 
 @dataclass(frozen=True)
 class BlockCyclicLayout:
-    """Tokens of a growing cache that `rank` of `world_size` holds, in rows that keep the order of the tokens.
+    """Block-cyclic layout of a growing cache: the tokens that `rank` of `world_size` holds, in ascending order.
 
-    Token i is on rank (i // block) % W, in row (i // (block * W)) * block + i % block there. Ranks differ by one block
-    at most. The layout follows from lengths alone, so ranks exchange nothing to determine it.
+    Token i is stored on rank (i // block) % W, in row (i // (block * W)) * block + i % block. The token counts of two
+    ranks differ by at most one block. The lengths of the sequences determine the layout, so it needs no communication.
 
     >>> BlockCyclicLayout(world_size=2, rank=1, block=2).count(7)  # tokens 2, 3 and 6
     3
@@ -180,7 +191,7 @@ class BlockCyclicLayout:
     block: int
 
     def count(self, length: int) -> int:
-        """Number of the first `length` tokens that this rank holds; also the row of token `length`, if it is held."""
+        """Number of tokens below index `length` that this rank holds. If it holds token `length`, also its row."""
         rounds, rest = divmod(length, self.block * self.world_size)
         return rounds * self.block + min(max(rest - self.rank * self.block, 0), self.block)
 
@@ -190,7 +201,7 @@ class BlockCyclicLayout:
         return (rows // self.block * self.world_size + self.rank) * self.block + rows % self.block
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens of the rows [start, stop)."""
+        """Return the tokens in the rows [start, stop)."""
         ranges = []
         while start < stop:
             end = min(stop, (start // self.block + 1) * self.block)
@@ -200,9 +211,9 @@ class BlockCyclicLayout:
         return Tokens(tuple(ranges))
 
     def rows(self, tokens: Ints) -> Ints:
-        """Row of each of these tokens on the rank that holds it."""
+        """Row of each of `tokens` on the rank that holds it."""
         return tokens // (self.block * self.world_size) * self.block + tokens % self.block
 
     def owners(self, tokens: Ints) -> Ints:
-        """The rank that holds each of these tokens."""
+        """The rank that holds each of `tokens`."""
         return tokens // self.block % self.world_size

@@ -1,8 +1,8 @@
 """Ring attention on one rank: the forward and backward of each step, independent of the transport.
 
-The K/V of step t + 1 are transferred while those of step t are used. The backward splits a step into chunks, so that a
-rank holds a few chunks of other ranks' keys and their gradients, not a few shards. The terms of dK/dV are returned to
-the owner of the keys, which adds them in the order of the chunks, so every run gets the same bits.
+The K/V of step t + 1 are transferred while step t is computed. The backward splits a step into chunks. This saves
+memory: a rank then holds a few chunks, not full shards, of other ranks' keys and gradients. Partial sums of dK/dV are
+returned to the owner of the keys, which adds them in the order of the chunks, so results are bitwise reproducible.
 (Liu et al., Ring Attention, arXiv:2310.01889.)
 """
 
@@ -32,7 +32,7 @@ class RingCall(NamedTuple):
 
     Attributes:
         mine: the steps and transfers of this rank.
-        dims: at most eight numbers that all ranks must agree on.
+        dims: at most eight numbers that must be equal on all ranks.
     """
 
     mine: RankPlan
@@ -49,12 +49,12 @@ class RingCall(NamedTuple):
         return self.mine.rank
 
     def of_heads(self, heads: slice) -> RingCall:
-        """The call for some of the query heads."""
+        """The call restricted to the query heads `heads`."""
         return self._replace(scores=self.scores.of_heads(heads))
 
 
 class RingSaved(NamedTuple):
-    """Tensors saved by a forward for its backward, and the incoming gradients, as in `fused_tp.ring_attention`."""
+    """Tensors saved by the forward, and the gradients of its results; shapes as in `fused_tp.ring_attention`."""
 
     q: Tensor
     k: Tensor
@@ -63,10 +63,10 @@ class RingSaved(NamedTuple):
     lse: Tensor
     grad_out: Tensor
     grad_lse: Tensor | None
-    kv_grad_dtype: torch.dtype | None = None  # None: the dtype of k and v
+    kv_grad_dtype: torch.dtype | None = None  # dtype of the returned dk and dv; None: the dtype of k and v
 
     def of_heads(self, heads: slice, kv_heads: slice) -> RingSaved:
-        """The tensors of some of the query heads and their key heads."""
+        """The tensors restricted to the query heads `heads` and their key heads `kv_heads`."""
         q, out, grad_out = (x[:, :, heads] for x in (self.q, self.out, self.grad_out))
         k, v = (x[:, :, kv_heads] for x in (self.k, self.v))
         grad_lse = None if self.grad_lse is None else self.grad_lse[:, heads]
@@ -74,8 +74,11 @@ class RingSaved(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """dq, dk, dv in the shapes and dtypes of q, k, v; d_slopes [H] in the dtype of sums and d_sinks [H] in that of the
-    sinks, from this rank's queries alone."""
+    """Gradients of one call.
+
+    dq, dk and dv have the shapes of q, k and v. d_slopes [H], in the accumulation dtype, and d_sinks [H], in the dtype
+    of the sinks, are sums over this rank's queries only.
+    """
 
     dq: Tensor
     dk: Tensor
@@ -85,20 +88,20 @@ class Gradients(NamedTuple):
 
 
 class Forward:
-    """Running softmax over the keys seen so far; only `result` rounds it."""
+    """Forward of one call: a running softmax over the keys of the steps so far. Only `result` rounds."""
 
     def __init__(self, call: RingCall, q: Tensor, v: Tensor) -> None:
         self._call, self._q = call, q
         self._state, self._fresh = SoftmaxState.uninitialised(q, v.shape[3]), True
 
     def attend(self, t: int, k: Tensor, v: Tensor, first: int = 0) -> None:
-        """Compute step t with the source's keys [B, rows, Hkv, D] from row `first` on."""
+        """Compute step t. `k` and `v` [B, rows, Hkv, D] are the source's rows from row `first` on."""
         call, q, state, fresh = self._call, self._q, self._state, self._fresh
         step = call.mine.steps[t]
         if step.empty:
             return
         if step.rows != q.shape[1]:
-            if fresh:  # otherwise the kernel writes the whole state
+            if fresh:  # this step writes only some rows of the uninitialized state
                 state.clear()
             q, state, fresh = q[:, step.q_start : step.q_stop], state.rows(step.q_start, step.q_stop), False
         self._fresh = False
@@ -115,11 +118,11 @@ class Forward:
 
 
 class Backward:
-    """Running sums of dq and of the slopes' gradient over the steps so far; only `result` rounds dq."""
+    """Backward of one call: running sums of dq and of the gradient of the slopes. Only `result` rounds dq."""
 
     def __init__(self, call: RingCall, saved: RingSaved) -> None:
         self._call, self._saved = call, saved
-        # A row that sees nothing has no probabilities and so no gradient, for any gradient of its lse.
+        # A query that sees no key has lse = -inf, and its gradient is 0 even if its lse has a gradient.
         sums = row_sums(saved.grad_out, saved.out, saved.grad_lse)
         self._row_sums = sums.masked_fill_(saved.lse == -torch.inf, 0.0)
         self._dq = fp32_accumulator(saved.q)
@@ -127,10 +130,12 @@ class Backward:
         self._d_slopes = None if slopes is None else slopes.new_zeros(slopes.shape, dtype=self._dq.dtype)
 
     def attend(self, t: int, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, first: int = 0) -> None:
-        """Compute step t, or the part of it whose keys are given, and add to dk and dv. Like k and v, these hold rows
-        of the source from `first` on."""
+        """Compute step t for the keys `k` and values `v`, and add their gradients to `dk` and `dv`.
+
+        All four hold the same rows of the source, from row `first` on; these may be a chunk of the step's keys.
+        """
         call, saved = self._call, self._saved
-        # Keep the step's tensors on a device: copying them takes time, and captured graphs read them.
+        # Cache the step's tensors on the GPU: re-copying them is slow, and captured CUDA graphs read them in place.
         step = keys_of_step(call.mine.steps[t], first, first + k.shape[1], keep=k.is_cuda)
         if step.empty:
             return
@@ -141,38 +146,44 @@ class Backward:
             call.kernel.backward(step, call.scores, given.part(rows, keys), sums.part(rows, keys))
 
     def result(self, own: list[Tensor]) -> Gradients:
-        """Return the gradients; `own` is [dk, dv] of this rank's keys with the terms of all steps. Frees the sums and
-        empties `own`: each is freed once it is rounded, so that not all exist at once with their rounded copies."""
+        """Return the gradients; `own` is [dk, dv] of this rank's keys, summed over all steps.
+
+        Empties `own` and frees the sum of dq: each sum is freed as soon as it is rounded, to lower peak memory.
+        """
         saved, sinks = self._saved, self._call.scores.sinks
         d_sinks = None if sinks is None else sink_gradient(sinks, saved.lse, self._row_sums)
         dq = self._dq.to(saved.q.dtype)
         del self._dq
         kv_dtype = saved.kv_grad_dtype or saved.k.dtype
-        # Contiguous, as the op's fake implementation declares.
+        # The op's fake implementation returns contiguous tensors, so these must be contiguous.
         dk, dv = (own.pop(0).to(kv_dtype).contiguous() for _ in range(2))
         return Gradients(dq, dk, dv, self._d_slopes, d_sinks)
 
 
 class KVExchange(ABC):
-    """Transfers of one call: other ranks' keys to this rank, and the terms of their gradients back."""
+    """Transfers of one call: other ranks' keys to this rank, and partial gradients of these keys back."""
 
     @abstractmethod
     def keys(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of a chunk's `recv_rows`. Called once per chunk, in order; the previous chunk's K and V are no
-        longer used then."""
+        """Return K and V of the `recv_rows` of chunk `index`. Called once per chunk, in order.
+
+        The K and V of the previous chunk become invalid.
+        """
 
     @abstractmethod
     def terms(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return zeros for a chunk's terms of dK and dV."""
+        """Return zeroed buffers for the partial dK and dV of chunk `index`."""
 
     @abstractmethod
     def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
-        """Start returning a chunk's terms to their owner; add the terms returned for the previous chunk to `own`, dK
-        and dV of this rank's keys."""
+        """Start sending the partial dK and dV of chunk `index` to the owner of its keys.
+
+        Also add the partial gradients that arrived for the previous chunk to `own`, dK and dV of this rank's keys.
+        """
 
     @abstractmethod
     def finish(self, own: Sequence[Tensor]) -> None:
-        """Add the terms returned for the last chunk to `own`."""
+        """Add the partial gradients that arrive for the last chunk to `own`."""
 
 
 class Ring(ABC):
@@ -187,14 +198,14 @@ class Ring(ABC):
 
     @abstractmethod
     def backward(self, call: RingCall, saved: RingSaved) -> Gradients:
-        """Return the gradients; dk and dv hold the terms of all ranks, rounded once."""
+        """Return the gradients; dk and dv are summed over all ranks and rounded once."""
 
 
 class SteppedRing(Ring):
     """Ring attention step by step; each transport implements `_exchange`."""
 
     def forward(self, call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        state, chunks = Forward(call, q, v), call.mine.whole_steps
+        state, chunks = Forward(call, q, v), call.mine.unsplit_steps
         with self._exchange(OP, call, chunks, k, v, partial(state.attend, 0, k, v)) as exchange:
             for index, chunk in enumerate(chunks):
                 state.attend(chunk.t, *exchange.keys(index), chunk.recv_rows.start)
@@ -219,12 +230,14 @@ class SteppedRing(Ring):
     def _exchange(
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> AbstractContextManager[KVExchange]:
-        """Scope of one call, in which other ranks' keys can be read. Entering it calls `attend_own` (step 0) once, when
-        that delays no rank."""
+        """Context manager of one call, which yields its `KVExchange`.
+
+        Entering it also calls `attend_own` (step 0) once, at a time when this does not delay other ranks.
+        """
 
 
 class LocalRing(SteppedRing):
-    """Serves W = 1, without communication."""
+    """Ring attention for W = 1, without communication."""
 
     name = "local"
 
@@ -245,12 +258,12 @@ class LocalRing(SteppedRing):
 
 
 def fp32_accumulator(x: Tensor) -> Tensor:
-    """Contiguous zeros in fp32 (fp64 for fp64), shaped like x, to accumulate in."""
+    """Zeros in fp32 (fp64 for fp64), shaped like `x` and contiguous, to accumulate in."""
     return x.new_zeros(x.shape, dtype=accumulate_dtype(x.dtype))
 
 
 def add_to(total: Tensor, rows: Rows, term: Tensor) -> None:
-    """Add term [B, rows, H, D] to these rows of total [B, S, H, D]."""
+    """Add `term` [B, rows, H, D] to the rows `rows` of `total` [B, S, H, D]."""
     start = 0
     for r in rows.ranges:
         total[:, r.start : r.stop] += term[:, start : start + len(r)]

@@ -1,8 +1,9 @@
-"""Ring attention in one Triton launch over memory that all ranks reach: see `triton_kernels.attention.ring_forward`.
+"""Ring attention in one Triton launch over memory that all ranks can access; see `attention/ring_forward.py`.
 
-Each rank stores its K/V where others can read them. The copy engine pulls the keys that a rank reads, chunk by chunk,
-while the launch computes with those that have arrived. This serves GPUs that can write into each other's memory, ranks
-that are threads on one GPU, and, interpreted, processes of one host. The backward runs step by step, by messages.
+Each rank stores its K/V in memory that its peers can read. The copy engine copies the keys that a rank reads, chunk by
+chunk, while the kernel computes with the chunks that have arrived. Supported are GPUs that can write into each other's
+memory, ranks that are threads on one GPU, and processes of one host under Triton's interpreter. The backward runs step
+by step, over messages.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from fused_tp.core.group import Group, GroupSlot
 from fused_tp.core.store import agree
 from fused_tp.core.tracing import span
 
-_FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])  # values of FUSED_TP_ATTENTION, in order of use
-_RELAYS = 1  # multiprocessors left to the kernels between the copies
-_ROWS_OF_A_CHUNK = 16384  # at most, unless that makes more than _MOST_CHUNKS
-_MOST_CHUNKS = 63
+# Values of FUSED_TP_ATTENTION that a group has used, in order of first use.
+_FORCED: GroupSlot[list[str | None]] = GroupSlot(lambda group: [])
+_RESERVED_SMS = 1  # multiprocessors left to the small kernels that run between the copies
+_ROWS_OF_A_CHUNK = 16384  # maximum rows per chunk, unless this results in more than _MOST_CHUNKS chunks
+_MOST_CHUNKS = 63  # maximum chunks per call
 
 
 class FusedRing(Ring):
     """Ring attention by the Triton kernel, over the memory of a `FusedKernel` schedule."""
 
     name = "fused_kernel"
-    view = KVView.NEEDED  # of the backward, by messages
+    view = KVView.NEEDED  # used by backward only, which exchanges K/V with send/recv
 
     def __init__(self, kernels: FusedKernel) -> None:
         self._kernels = kernels
@@ -51,7 +53,7 @@ class FusedRing(Ring):
         layout = keys_layout(call.plan, call.rank, k, v)
         with (
             span("ring_attention launch"),
-            kernels.abort_scope(OP),  # peers depend on this call from its first launch on
+            kernels.abort_scope(OP),  # from the first launch on, peers wait for this rank: an error must abort them
             kernels.workspaces.use("ring", layout.nbytes(kernels.world_size), OP) as workspace,
         ):
             result: tuple[Tensor, Tensor] = ring_forward(
@@ -72,29 +74,30 @@ class FusedRing(Ring):
 
     def _programs(self) -> int:
         memory = self._kernels.memory
-        if not memory.arch:  # interpreted
+        if not memory.arch:  # Triton's interpreter
             return memory.sms
-        return max(1, memory.sms - max(settings.sm_margin(), _RELAYS))
+        return max(1, memory.sms - max(settings.sm_margin(), _RESERVED_SMS))
 
 
 def fused_ring_available(query: KernelQuery) -> Availability:
-    """Available if this rank's forwards, under schedule `fused_kernel`, run as one launch; else they use messages."""
+    """Available if this rank can run a forward of schedule `fused_kernel` as one launch; otherwise it uses messages."""
     forced = forced_kernel()
     if forced not in (None, TRITON.name):
-        return unavailable(f"FUSED_TP_ATTENTION={forced} asks for other kernels")
+        return unavailable(f"FUSED_TP_ATTENTION={forced} selects other kernels")
     return launchable(query)
 
 
 def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
-    """`fused_ring_available` on all ranks of `group`, which must agree though devices and environments may differ.
+    """Available if `fused_ring_available` holds on all ranks of `group`: devices and environments may differ.
 
-    The first call is collective: all ranks must make it together.
+    The first call for a query is collective: all ranks must make it together.
 
     Raises:
         CollectiveTimeoutError: some rank did not call, for example because FUSED_TP_ATTENTION was changed on
             some ranks only.
     """
-    # By index: ranks can only agree under a name that is the same on all of them.
+    # The agreement's name must be equal on all ranks, but values of FUSED_TP_ATTENTION may differ: so it contains the
+    # index of the value in the order of use.
     values = _FORCED[group]
     forced = forced_kernel()
     if forced not in values:
@@ -108,7 +111,7 @@ def fused_ring_available_in(group: Group, query: KernelQuery) -> Availability:
 
 
 def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
-    """Memory layout of a call's keys on all ranks: a `triton_kernels.attention.ring_keys.KeysLayout`."""
+    """Return the memory layout of a call's keys on all ranks, a `triton_kernels.attention.ring_keys.KeysLayout`."""
     from fused_tp.triton_kernels.attention import ring_keys as module
 
     rows = tuple(tokens.length for tokens in plan.keys)
@@ -130,7 +133,7 @@ def keys_layout(plan: RingPlan, rank: int, k: Tensor, v: Tensor) -> Any:
 
 
 class KVChunk(NamedTuple):
-    """Some rows of the keys that `source`, the source of step t, holds."""
+    """Rows `rows` of the keys of rank `source`, which are read in step `t`."""
 
     t: int
     source: int
@@ -138,9 +141,9 @@ class KVChunk(NamedTuple):
 
 
 class KVChunks:
-    """The keys that one rank reads, in order: its own, then those of each source in the order of the steps.
+    """Chunks of the keys that one rank reads: first its own keys, then the keys of each source in step order.
 
-    This is the form in which `triton_kernels.attention.ring_forward` takes a mask.
+    Describes the mask of a call for `triton_kernels.attention.ring_forward`.
 
     Attributes:
         others: the chunks of other ranks' keys.
@@ -154,7 +157,7 @@ class KVChunks:
         self._tables: dict[Any, dict[str, Tensor]] = {}
 
     def on(self, device: torch.device, rows: int, block: int) -> dict[str, Tensor]:
-        """The tables for `device` and tiles of `rows` queries and `block` keys, cached."""
+        """Return the kernel's tables on `device` for tiles of `rows` queries and `block` keys; cached."""
         from fused_tp.triton_kernels.attention.tiles import tiles_of_chunks
 
         if (device, rows, block) not in self._tables:
@@ -176,7 +179,7 @@ class KVChunks:
 
     @cached_property
     def most_rows(self) -> int:
-        """Maximum over ranks of the rows of others' keys that a rank reads."""
+        """The largest number of rows of other ranks' keys that any rank reads."""
         ranks = range(self._plan.world_size)
         return max(sum(len(chunk.rows) for chunk in _chunks_of_others(self._plan, rank)) for rank in ranks)
 
@@ -194,7 +197,7 @@ class KVChunks:
                 stops[number, seeing] = step.stops + np.int32(step.k_start - rows.start)
         lengths = [len(rows) for _, _, rows in chunks]
         begins = np.cumsum(lengths) - lengths
-        # This rank's keys and those of others are stored separately, each from row 0 on.
+        # This rank's keys are stored in one buffer, the keys of all other ranks in another; both begin at row 0.
         places = np.where(np.arange(len(chunks)) > 0, begins - lengths[0], 0)
         return {
             "starts": starts,
@@ -207,7 +210,7 @@ class KVChunks:
 
 
 def _chunks_of_others(plan: RingPlan, rank: int) -> list[KVChunk]:
-    """The rows of others' keys that `rank` reads, step by step; long ranges in several parts."""
+    """Return the chunks of other ranks' keys that `rank` reads, in step order. Long ranges are split."""
     sources = [(t, plan.source(rank, t)) for t in range(1, plan.world_size)]
     seen = [KVChunk(t, s, rows) for t, s in sources for rows in plan.needed(rank, s).ranges]
     parts = [
@@ -224,7 +227,7 @@ def _chunks_of_others(plan: RingPlan, rank: int) -> list[KVChunk]:
 
 
 def kv_chunks(plan: RingPlan, rank: int) -> KVChunks:
-    """The chunks of a rank, cached in the plan."""
+    """Return the chunks that `rank` reads; cached in `plan`."""
     known: KVChunks | None = plan.kv_chunks.get(rank)
     if known is None:
         known = plan.kv_chunks[rank] = KVChunks(plan, rank)

@@ -1,14 +1,14 @@
-"""Ring attention over torch.distributed, on any group: by messages, or by collectives (`AllGatherRing`).
+"""Ring attention over torch.distributed, on any group: by messages (`MessageRing`) or collectives (`AllGatherRing`).
 
-At step t every rank r receives from rank r - t the keys that it reads, and nothing else.
+At step t, rank r receives from rank r - t only the keys that it reads.
 
-The keys of step t + 1 are transferred while those of step t are used, so a rank holds at most three sets of K/V: its
-own, those in use, those arriving. The terms of dK/dV are returned while the next chunk is computed. Buffers are
-allocated once per call and used in turn: allocating them per chunk would fragment the heap, which costs memory too.
+The keys of step t + 1 are transferred while step t is computed, so a rank holds at most three sets of K/V: its own, the
+set in use, and the set arriving. Partial sums of dK/dV are returned while the next chunk is computed. Buffers are
+allocated once per call and reused in turn: allocating them per chunk would fragment the heap and use more memory.
 
-Rejected: passing keys from neighbour to neighbour, as the name ring suggests. With a window or documents most ranks
-need a part of most others' keys, or none, and would have to forward keys that they do not need. If every rank needs all
-keys, the bytes are the same.
+Rejected: passing keys from neighbor to neighbor around the ring. With a window or documents, a rank reads only some or
+none of the keys of most other ranks, and would have to forward keys that it does not read. If every rank reads all
+keys, both variants send the same number of bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fused_tp.core import settings
 from fused_tp.core.pending import After, Done, Pending, accumulate_dtype
 
 Pair = tuple[Tensor, Tensor]
-_BYTES_AT_A_TIME = 64 << 20  # of gathered keys
+_MAX_GATHERED_BYTES = 64 << 20  # maximum size of the K/V gathered at a time, at least one key head
 
 
 class MessageRing(SteppedRing):
@@ -65,15 +65,15 @@ class MessageRing(SteppedRing):
 
 
 class _Buffers:
-    """Pairs of buffers [rows, B, H, D] for parts of K and V or of their gradients, used in turn."""
+    """`count` pairs of buffers [rows, B, H, D], for chunks of K and V or of their gradients, used in turn."""
 
     def __init__(self, k: Tensor, v: Tensor, rows: Iterable[int], dtype: torch.dtype, count: int) -> None:
         most = max(rows, default=0)
 
-        def room(like: Tensor) -> Tensor:
+        def buffer(like: Tensor) -> Tensor:
             return like.new_empty((most, like.shape[0], *like.shape[2:]), dtype=dtype)
 
-        self._pairs = [(room(k), room(v)) for _ in range(count)]
+        self._pairs = [(buffer(k), buffer(v)) for _ in range(count)]
 
     def at(self, number: int, rows: int) -> Pair:
         first, second = self._pairs[number % len(self._pairs)]
@@ -95,7 +95,10 @@ class _RingMessages(KVExchange):
         return arrived
 
     def _start(self, index: int) -> Pending[Pair]:
-        """Start receiving a chunk's keys and sending ours to the rank that reads them; no-op after the last chunk."""
+        """Start receiving the keys of chunk `index`, and sending this rank's keys to the rank that reads them.
+
+        After the last chunk, does nothing and returns this rank's keys as a placeholder.
+        """
         if index == len(self._chunks):
             return Done(self._own)
         chunk = self._chunks[index]
@@ -106,7 +109,7 @@ class _RingMessages(KVExchange):
 
     @cached_property
     def _found(self) -> _Buffers:
-        """Buffers of terms: a chunk's terms are computed while those of the previous chunk are sent."""
+        """Buffers of partial gradients to send: one chunk is computed while the previous chunk is sent."""
         wide = accumulate_dtype(self._own[0].dtype)
         return _Buffers(*self._own, self._recv, wide, min(2, len(self._chunks)))
 
@@ -129,7 +132,7 @@ class _RingMessages(KVExchange):
         self._returning = chunk.send_rows, moving
 
     def finish(self, own: Sequence[Tensor]) -> None:
-        """Add the terms returned for our keys in the chunk that was sent last, if any."""
+        """Add the partial gradients that arrive for the last chunk whose gradients were sent, if any, to `own`."""
         if self._returning is None:
             return
         rows, moving = self._returning
@@ -139,7 +142,7 @@ class _RingMessages(KVExchange):
 
 
 def _to_wire(x: Tensor, rows: Rows) -> Tensor:
-    """These rows of x [B, S, H, D] as contiguous [rows, B, H, D]; for one range and B = 1 a view, not a copy."""
+    """Return the rows `rows` of `x` [B, S, H, D] as contiguous [rows, B, H, D]; a view if B = 1 and one range."""
     parts = [x[:, r.start : r.stop].transpose(0, 1) for r in rows.ranges or (range(0),)]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
@@ -154,11 +157,11 @@ def _both(moving: Iterable[Pending[Tensor]]) -> Pending[Pair]:
 
 
 class AllGatherRing(Ring):
-    """Ring attention by collectives: gathers all K/V, computes, and reduce-scatters dK/dV.
+    """Ring attention by collectives: all-gathers K/V, computes, and reduce-scatters dK/dV.
 
-    Serves sequences so short that latency, not bytes, dominates the cost of W - 1 messages. Longer sequences are
-    processed by groups of key heads, so that not all heads of all ranks' keys are held at a time; the keys of the next
-    group are gathered while one is computed (Llama 3's context parallelism, arXiv:2407.21783, section 3.3.2).
+    Intended for short sequences, where latency dominates the cost of W - 1 messages. To limit memory, longer sequences
+    are processed in groups of key heads. The keys of the next group are gathered while the current group is computed
+    (Llama 3's context parallelism, arXiv:2407.21783, section 3.3.2).
     """
 
     name = "plain"
@@ -193,7 +196,7 @@ class AllGatherRing(Ring):
     def _gathered(
         self, call: RingCall, groups: list[tuple[slice, slice]], k: Tensor, v: Tensor
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield (query heads, key heads, their K/V of all ranks) per group, while the next group's K/V are gathered."""
+        """Yield (query heads, key heads, K/V of all ranks) of each group while the next group's K/V are gathered."""
         arriving = self._gather(call, k, v, groups[0][1])
         for index, (heads, kv_heads) in enumerate(groups):
             everyone = arriving.wait()
@@ -202,12 +205,12 @@ class AllGatherRing(Ring):
             yield heads, kv_heads, everyone
 
     def _gradients(self, call: RingCall, saved: RingSaved, everyone: Tensor) -> Gradients:
-        """Gradients of one group of heads."""
+        """Compute the gradients of one group of heads."""
         state, k = Backward(call, saved), saved.k
         sums = fp32_accumulator(everyone)
         for t in range(call.plan.world_size):
             state.attend(t, *_keys_of(call, everyone, t, k), *_keys_of(call, sums, t, k))
-        # This rank's own terms go through the reduce-scatter too: it adds all terms in the order of the ranks.
+        # The partial gradients of this rank's own keys are reduce-scattered too, so that sums are in rank order.
         rows = everyone.shape[1]
         own = self._transport.reduce_scatter(
             "ring_attention dK/dV", sums.flatten(0, 1), [rows] * call.plan.world_size
@@ -215,7 +218,7 @@ class AllGatherRing(Ring):
         return state.result([x[:, : k.shape[1]] for x in _split(own, k)])
 
     def _gather(self, call: RingCall, k: Tensor, v: Tensor, kv_heads: slice) -> Pending[Tensor]:
-        """Gather K and V of every rank, concatenated: [W, rows of the longest shard, B, heads, D + Dv]."""
+        """Start gathering the concatenated K and V of all ranks: [W, rows of the longest shard, B, heads, D + Dv]."""
         rows = max(tokens.length for tokens in call.plan.keys)
         mine = torch.cat([k[:, :, kv_heads], v[:, :, kv_heads]], dim=-1).transpose(0, 1)
         mine = pad(mine, (0, 0, 0, 0, 0, 0, 0, rows - mine.shape[0])).contiguous()
@@ -228,10 +231,10 @@ class AllGatherRing(Ring):
 
 
 def _head_groups(call: RingCall, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, slice]]:
-    """(query heads, key heads) of each group; the same on all ranks."""
+    """Return (query heads, key heads) of each group that is gathered at a time; equal on all ranks."""
     kv_heads, per_kv_head = k.shape[2], q.shape[2] // k.shape[2]
     row = k.shape[0] * (k.shape[3] + v.shape[3]) * accumulate_dtype(k.dtype).itemsize
-    most = max(1, _BYTES_AT_A_TIME // max(1, call.plan.mask.seq_len_kv * row))
+    most = max(1, _MAX_GATHERED_BYTES // max(1, call.plan.mask.seq_len_kv * row))
     count = -(-kv_heads // most)
     bounds = [kv_heads * index // count for index in range(count + 1)]
     spans = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
@@ -243,7 +246,7 @@ def _keys_of(call: RingCall, everyone: Tensor, t: int, k: Tensor) -> tuple[Tenso
 
 
 def _split(both: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Split [rows, B, heads, D + Dv] into K and V [B, rows, heads, D or Dv]."""
+    """Split `both` [rows, B, heads, D + Dv] into K [B, rows, heads, D] and V [B, rows, heads, Dv]."""
     both = both.transpose(0, 1)
     return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
 

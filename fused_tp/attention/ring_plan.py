@@ -1,12 +1,12 @@
-"""Steps of ring attention: the keys of each rank that a rank's queries see, and the rows sent for them.
+"""Steps of ring attention: the keys of each rank that a rank's queries see, and the key rows that are sent.
 
-At step t rank r reads the keys of rank (r - t) mod W; step 0 reads its own. A step is the rows of queries that see any
-of these keys, the rows of keys that are seen, and an interval [start, stop) of these keys for each query, in local
-indices. Both ends are ascending, so the queries that see a key are an interval too.
+At step t rank r reads the keys of rank (r - t) mod W; step 0 reads its own keys. A step consists of the rows of queries
+that see any of these keys, the rows of keys that are seen, and an interval [start, stop) of these keys for each query,
+in local indices. Both ends of the intervals are ascending, so the queries that see a key form an interval, too.
 
-The rows of keys that are sent are ranges with holes between them if a rank has several ranges of tokens: with a window
-to both sides, a zigzag rank reads the beginning and the end of a neighbour's shard. Holes are not sent, and the step
-that reads the rows has compact row indices, as if there were no holes (`compact`).
+If ranks hold several ranges of tokens, the key rows that a rank reads may be several ranges with holes between them.
+For example, with a two-sided window a zigzag rank reads the beginning and the end of a neighbor's shard. Holes are not
+sent. The step that reads the received rows has compact row indices, which do not count the holes (`compact`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from fused_tp.attention.layout import Ints, TokenLayout, Tokens
 from fused_tp.attention.spec import AttentionMask
 
 Int32s = np.ndarray[Any, np.dtype[np.int32]]
-Rows: TypeAlias = Tokens  # rows of a rank's keys: local indices, not global ones
-_MOST_RANGES = 8  # ranges of another rank's keys that a rank reads: each costs one copy
-# In bf16 three buffers of a chunk's gradients (fp32) and two of its keys take as much memory as one shard's K/V.
+Rows: TypeAlias = Tokens  # ranges of rows of a rank's keys, in local indices
+_MOST_RANGES = 8  # maximum ranges that a rank reads of another rank's keys: each range costs one copy
+# Maximum chunks per step. With 8 chunks and bf16 inputs, the buffers of a chunk (three of fp32 gradients, two of keys)
+# take as much memory as the K/V of one shard.
 _MOST_CHUNKS = 8
 _FEWEST_ROWS_OF_A_CHUNK = 2048
 
-_Seen = tuple[Ints, Ints, Ints]  # place, start and stop of each query, in global indices
+_Seen = tuple[Ints, Ints, Ints]  # position, start and stop of each query, as in `AttentionMask.seen`
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +41,11 @@ class Step:
     """Local queries [q_start, q_stop) against the source's keys [k_start, k_stop).
 
     Attributes:
-        starts, stops: int32 [q_stop - q_start]: query q_start + i sees the keys k_start + [starts[i], stops[i]).
-        places: int64 [q_stop - q_start], places of the queries on the axis of the keys.
+        starts, stops: int32 [q_stop - q_start]; query q_start + i sees the keys k_start + [starts[i], stops[i]).
+        places: int64 [q_stop - q_start], positions of the queries on the axis of the keys; see `AttentionMask`.
         q_indices, k_indices: int64, global indices of these queries and keys.
-        q_breaks, k_breaks: rows, counted from q_start and k_start, at which a new range of indices begins; ascending,
-        without 0.
+        q_breaks, k_breaks: rows, relative to q_start and k_start, at which a new range of global indices begins;
+            ascending, without 0.
     """
 
     q_start: int
@@ -78,11 +79,11 @@ class Step:
 
     @cached_property
     def seen_by(self) -> tuple[Int32s, Int32s]:
-        """(first, last), int32 [keys] each: the queries q_start + [first[j], last[j]) see key k_start + j."""
+        """(first, last), both int32 [keys]: the queries q_start + [first[j], last[j]) see key k_start + j."""
         return _seen_by(self.starts, self.stops, self.keys)
 
     def part(self, q_start: int, q_stop: int, k_start: int, k_stop: int) -> Step:
-        """The step of queries [q_start, q_stop) and keys [k_start, k_stop), both relative to this step's; cached."""
+        """Return the step of queries [q_start, q_stop) and keys [k_start, k_stop), relative to this step's; cached."""
         key = q_start, q_stop, k_start, k_stop
         if key not in self._parts:
             self._parts[key] = _part_of_step(self, *key)
@@ -94,7 +95,7 @@ class Step:
 
     @cached_property
     def addresses(self) -> dict[bool, Any]:
-        """Addresses that the native kernels read, with the tensors that hold the memory; see `kernels.native`."""
+        """Addresses that the native kernels read, and the tensors that own this memory; see `kernels.native`."""
         return {}
 
     @cached_property
@@ -102,14 +103,14 @@ class Step:
         return {}
 
     def on(self, device: torch.device) -> dict[str, Tensor]:
-        """starts, stops, places, q_indices, k_indices, first, last as int32 on `device`, each created at first use."""
+        """Map the names of this step's vectors (and "first" and "last" of `seen_by`) to int32 tensors on `device`."""
         if device not in self._on_devices:
             self._on_devices[device] = _OnDevice(self, device)
         return self._on_devices[device]
 
 
 class _OnDevice(dict[str, Tensor]):
-    """Vectors of a step on one device, created at first use: they are large, and few calls need places and indices."""
+    """Vectors of a step on one device. A vector is copied at its first use: they are large, and few calls use all."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._device, self._keys = device, step.keys
@@ -125,11 +126,11 @@ class _OnDevice(dict[str, Tensor]):
 
 
 class KVView(Enum):
-    """The part of another rank's keys that a rank can read."""
+    """Rows of another rank's keys that a rank can access."""
 
-    FULL = "all of them"
-    UNION = "those that any rank reads"
-    NEEDED = "those that it reads itself"
+    FULL = "all rows"
+    UNION = "rows that any other rank reads"
+    NEEDED = "rows that this rank reads"
 
 
 class RingPlan:
@@ -150,11 +151,14 @@ class RingPlan:
         self.kv_chunks: dict[int, Any] = {}  # by rank; see `ring_fused`
 
     def source(self, rank: int, t: int) -> int:
-        """The rank whose keys `rank` reads in step t."""
+        """The rank whose keys `rank` reads at step t."""
         return (rank - t) % self.world_size
 
     def step(self, rank: int, t: int, view: Rows | None = None) -> Step:
-        """The step that `rank` computes at t; `compact` if only the rows `view` of the source's keys are present."""
+        """Return the step that `rank` computes at t.
+
+        If only the rows `view` of the source's keys are present, and they have holes, the step is made `compact`.
+        """
         if view is not None and len(view.ranges) > 1:
             key = rank, t, view
             if key not in self._compact:
@@ -167,21 +171,21 @@ class RingPlan:
         return self._steps[rank, source]
 
     def of_rank(self, rank: int, view: KVView = KVView.FULL) -> RankPlan:
-        """The part of the plan that `rank` runs with this view of other ranks' keys."""
+        """Return the steps and transfers of `rank` if it can access the rows `view` of other ranks' keys."""
         if (rank, view) not in self._ranks:
             self._ranks[rank, view] = RankPlan(self, rank, view)
         return self._ranks[rank, view]
 
     def seen(self, rank: int) -> tuple[Ints, Ints, Ints]:
-        """Place, start and stop of each of the rank's queries, in global indices."""
-        # A process asks for the steps of one rank, which all share the intervals of that rank's queries.
-        known = self._seen  # read once: ranks may be threads
+        """Position, start and stop of each query of `rank`, as in `AttentionMask.seen`."""
+        # Only the last rank is cached: a process usually computes the steps of one rank.
+        known = self._seen  # read once: another thread may replace it
         if known is None or known[0] != rank:
             known = self._seen = rank, self.mask.seen(self.queries[rank].indices)
         return known[1]
 
     def needed(self, rank: int, source: int) -> Rows:
-        """Rows of the keys of `source` that `rank` reads; found without building the step."""
+        """Rows of the keys of `source` that `rank` reads; computed without building the step."""
         return self._extent(rank, source)[1]
 
     def given(self, source: int) -> Rows:
@@ -198,8 +202,14 @@ class RingPlan:
 
 
 class Chunk(NamedTuple):
-    """A part of step t: the keys of `source` that this rank reads, as indices in its view of them, and the rows of this
-    rank's keys that `consumer` reads."""
+    """Part of step t, with its transfers.
+
+    Attributes:
+        source: rank whose keys this rank reads.
+        consumer: rank that reads this rank's keys.
+        recv_rows: rows of the keys of `source` that this rank reads, as indices in its view of these keys.
+        send_rows: rows of this rank's keys that `consumer` reads.
+    """
 
     t: int
     source: int
@@ -209,17 +219,17 @@ class Chunk(NamedTuple):
 
 
 class RankPlan:
-    """The steps and transfers of one rank, which depend on nothing but the plan; computed once."""
+    """The steps and transfers of one rank in `plan`; computed at first use and kept."""
 
     def __init__(self, plan: RingPlan, rank: int, view: KVView) -> None:
         self.plan = plan
         self.rank = rank
         self.view = view
-        self.layouts: dict[Any, Any] = {}  # of memory, by shapes; see `ring_shared_memory`
+        self.layouts: dict[Any, Any] = {}  # memory layouts by shapes of k and v; see `ring_shared_memory`
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The step at each t, in indices of this rank's view of the keys."""
+        """The step at each t; key indices are relative to this rank's view of the keys."""
         sources = [self.plan.source(self.rank, t) for t in range(self.plan.world_size)]
         return tuple(
             self.plan.step(self.rank, t, self._rows(self.rank, source) if t else None)
@@ -227,7 +237,7 @@ class RankPlan:
         )
 
     @cached_property
-    def whole_steps(self) -> tuple[Chunk, ...]:
+    def unsplit_steps(self) -> tuple[Chunk, ...]:
         """The steps after step 0, each as one chunk."""
         return self._split(1, max(tokens.length for tokens in self.plan.keys))
 
@@ -239,7 +249,7 @@ class RankPlan:
         return self._split(max(1, -(-longest // size)), size)
 
     def _split(self, parts: int, size: int) -> tuple[Chunk, ...]:
-        """The steps after step 0 in `parts` parts of up to `size` rows."""
+        """Split the steps after step 0 into `parts` chunks each, of up to `size` rows."""
         found, world_size = [], self.plan.world_size
         for t in range(1, world_size):
             source, consumer = self.plan.source(self.rank, t), (self.rank + t) % world_size
@@ -252,14 +262,14 @@ class RankPlan:
         return tuple(found)
 
     def _indices(self, reader: int, source: int) -> range:
-        """The range from the first to the last of the keys of `source` that `reader` reads, as indices in its view."""
+        """Range from the first to the last key of `source` that rank `reader` reads, as indices in its view."""
         needed, view = self.plan.needed(reader, source).ranges, self._rows(reader, source)
         if not needed or view is None:
             return range(needed[0].start, needed[-1].stop) if needed else range(0)
         return range(compact_index(view, needed[0].start), compact_index(view, needed[-1].stop))
 
     def _rows(self, reader: int, source: int) -> Rows | None:
-        """Rows of the keys of `source` in the view of `reader`; None: all rows."""
+        """Rows of the keys of `source` that rank `reader` can access; None: all rows."""
         if self.view is KVView.FULL:
             return None
         return self.plan.given(source) if self.view is KVView.UNION else self.plan.needed(reader, source)
@@ -271,13 +281,13 @@ def _part(rows: range, part: int, size: int) -> range:
 
 
 def make_step(mask: AttentionMask, queries: Tokens, keys: Tokens) -> Step:
-    """Build the step of these queries and keys."""
+    """Build the step of the queries `queries` and the keys `keys` under `mask`."""
     rows, _ = _extent(mask, queries, keys)
     return _make_step(mask.seen(queries.indices), rows, queries, keys)
 
 
 def _make_step(seen: _Seen, rows: range, queries: Tokens, keys: Tokens) -> Step:
-    """Build a step; `seen` covers all queries, of which only those in `rows` see any of these keys."""
+    """Build a step. `seen` has an entry for each of `queries`; only queries in `rows` see any of `keys`."""
     places, starts, stops = (ends[rows.start : rows.stop] for ends in seen)
     starts, stops = keys.rows_before(starts), keys.rows_before(stops)
     seeing = stops > starts
@@ -304,12 +314,12 @@ def _make_step(seen: _Seen, rows: range, queries: Tokens, keys: Tokens) -> Step:
 
 
 def _seen_by(starts: Int32s, stops: Int32s, keys: int) -> tuple[Int32s, Int32s]:
-    first, last = _counted(stops, keys), _counted(starts, keys)
+    first, last = _count_ends(stops, keys), _count_ends(starts, keys)
     return first, np.maximum(first, last)
 
 
-def _counted(ends: Int32s, keys: int) -> Int32s:
-    """int32 [keys]: number of ends <= key j, as a search in ascending `ends` would find, in two passes."""
+def _count_ends(ends: Int32s, keys: int) -> Int32s:
+    """Number of `ends` <= j for each key j, int32 [keys]; like np.searchsorted in ascending `ends`, but faster."""
     return np.cumsum(np.bincount(ends, minlength=keys + 1)[:keys], dtype=np.int32)
 
 
@@ -318,9 +328,11 @@ def _inside(breaks: Ints, start: int, stop: int) -> tuple[int, ...]:
 
 
 def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, Rows]:
-    """Range of query rows outside which no query sees these keys, and the rows of keys that are seen. For each range of
-    queries these extend from the first to the last key seen; interval ends ascend within a range, so its first and last
-    query determine them."""
+    """Return (query rows that contain all queries that see any of `keys`, rows of `keys` that are seen).
+
+    Each range of key rows extends from the first to the last key that one range of queries sees. The ends of the
+    intervals ascend within a range of queries, so only its first and last query are evaluated.
+    """
     ends = np.asarray([end for r in queries.ranges for end in (r.start, r.stop - 1)], dtype=np.int64)
     _, starts, stops = mask.seen(ends)
     first, last = keys.rows_before(starts[0::2]), keys.rows_before(stops[1::2])
@@ -330,7 +342,7 @@ def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, 
     begin, end = int(some[0]), int(some[-1])
     rows = range(int(queries.breaks[begin]), int(queries.breaks[end]) + len(queries.ranges[end]))
     first, last = first[some], np.maximum.accumulate(last[some])
-    # Keep only the widest holes, so that there are few ranges even for many short documents.
+    # Keep only the widest holes, which limits the number of ranges if there are many short documents.
     holes = first[1:] - last[:-1]
     widest = np.argsort(-holes, kind="stable")[: _MOST_RANGES - 1]
     cuts = np.sort(widest[holes[widest] > 0])
@@ -339,12 +351,12 @@ def _extent(mask: AttentionMask, queries: Tokens, keys: Tokens) -> tuple[range, 
 
 
 def compact_index(view: Rows, row: int) -> int:
-    """Index of a row, or of an end of rows, among the rows of `view`, whose first row keeps its index."""
+    """Index of `row` (or of the stop of a range of rows) among the rows of `view`; the first row keeps its index."""
     return view.ranges[0].start + int(view.rows_before(np.asarray([row]))[0]) if view.ranges else 0
 
 
 def expand_index(view: Rows, indices: range) -> Rows:
-    """The rows at these compact indices of `view`."""
+    """Return the rows of `view` at the compact indices `indices`: the inverse of `compact_index`."""
     found, index = [], view.ranges[0].start if view.ranges else 0
     for r in view.ranges:
         start, stop = max(indices.start, index), min(indices.stop, index + len(r))
@@ -355,7 +367,10 @@ def expand_index(view: Rows, indices: range) -> Rows:
 
 
 def compact(step: Step, view: Rows) -> Step:
-    """Convert a step to keys of which only the rows of `view` are present, which include all that it sees."""
+    """Convert `step` to the row indices of keys of which only the rows `view` are present.
+
+    `view` must contain all rows that the step's queries see.
+    """
     if step.empty:
         return step
     inside = (range(max(r.start, step.k_start), min(r.stop, step.k_stop)) for r in view.ranges)
@@ -379,8 +394,10 @@ def compact(step: Step, view: Rows) -> Step:
 
 @lru_cache(maxsize=8)
 def ring_plan(mask: AttentionMask, world_size: int, layout: TokenLayout) -> RingPlan:
-    """The plan, cached per mask, layout and group size. Few are kept: a plan takes some bytes per token and step, and
-    every batch of documents has another plan."""
+    """Return the plan for a mask, group size and layout; cached.
+
+    Few plans are kept: a plan takes some bytes per token and step, and every batch of documents needs another plan.
+    """
     return RingPlan(mask, world_size, layout)
 
 
@@ -402,9 +419,9 @@ def _part_of_step(step: Step, q_start: int, q_stop: int, k_start: int, k_stop: i
 
 
 def keys_of_step(step: Step, k_start: int, k_stop: int, *, keep: bool) -> Step:
-    """Restrict a step to keys [k_start, k_stop) of its source (indexed like `Step.k_start`) and the rows that see any.
+    """Restrict `step` to the keys [k_start, k_stop), indexed like `Step.k_start`, and the queries that see any of them.
 
-    `keep`: cache the result. All parts of a long sequence together take more bytes than its keys.
+    `keep` caches the result. For a long sequence the cached parts together take more memory than its keys.
     """
     first, last = max(k_start, step.k_start) - step.k_start, min(k_stop, step.k_stop) - step.k_start
     if last - first == step.keys:

@@ -1,18 +1,21 @@
 """Ring attention over shared memory: peers read a rank's K/V in place.
 
-Each rank writes the K/V rows that others read into its workspace once, signals it, and reads its peers' rows in place,
-one peer per step in the order of the ring, so that not all ranks read the same memory at once.
+Each rank writes the K/V rows that its peers read to its workspace once, and signals that they are readable. It then
+reads the peers' rows in place, one peer per step in ring order, so that not all ranks read the same memory at once.
 
-The backward runs in chunks n = 1, 2, ... (`RankPlan.chunks`). A rank signals these stages:
+The backward runs in chunks n = 1, 2, ... (`RankPlan.chunks`). In chunk n a rank computes a term, partial sums of the
+dK/dV of the source's keys, in its own workspace. The owner of the keys adds the term to its gradients. A rank signals
+these stages:
 
-    1       its K/V are readable
-    2n      its term of chunk n is readable
-    2n + 3  it has added the term that its consumer computed for it in chunk n
+    stage   meaning
+    1       the K/V of this rank are readable
+    2n      the term of chunk n is readable
+    2n + 3  this rank has added the term that its consumer computed in chunk n
 
-Terms of dK/dV are stored in two slots, used in turn. Before chunk n overwrites the terms that chunk m < n left in its
-slot, the owner of the keys of m must have reached stage 2m + 3. m is n - 2, or an earlier chunk if this rank had no
-terms in between; then its owner is another rank. An owner reaches that stage after its own chunk m + 1, so ranks may
-drift apart by a chunk before any of them waits, and memory does not grow with W.
+Terms are stored in two slots, used in turn. Chunk n overwrites the term of an earlier chunk m in the same slot: m is
+n - 2, or less if this rank had no terms since then. Before that, the owner of the keys of chunk m must have reached
+stage 2m + 3. It reaches this stage after its own chunk m + 1, so ranks may drift apart by one chunk without waiting,
+and memory does not grow with W.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ from fused_tp.attention.ring_plan import Chunk, KVView, RankPlan, Rows
 from fused_tp.backends.shared_memory.shm import ShmCall, ShmTransport
 from fused_tp.core.pending import accumulate_dtype
 
-_ALIGNMENT = 64  # a cache line, and the widest vector
-_KEYS_READABLE = 1
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+_KEYS_READABLE = 1  # stage
 _SLOTS = 2
-_MOST_LAYOUTS = 32
+_MOST_LAYOUTS = 32  # maximum number of cached layouts per plan and rank
 
 
 class _Region(NamedTuple):
-    """Part of a workspace that holds [rows, B, heads, dim], at byte `offset`."""
+    """A tensor [rows, B, heads, dim] in a workspace, at byte `offset`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,12 +48,13 @@ class _Region(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """Memory layout of one rank's workspace, which every rank can compute.
+    """Memory layout of one rank's workspace. Every rank can compute the layouts of all ranks.
 
     Attributes:
-        rows: rows of the rank's keys that are written; those without a reader are not.
+        rows: rows of the rank's keys that any other rank reads; only these are written.
         keys: regions of K and of V.
-        terms: regions of the terms of dK and of dV, for each slot.
+        terms: for each slot, the regions of the terms of dK and of dV.
+        nbytes: size of the workspace.
     """
 
     rows: Rows
@@ -60,7 +64,7 @@ class _Layout(NamedTuple):
 
 
 class SharedMemoryRing(SteppedRing):
-    """Serves the CPU tensors of ranks on one host."""
+    """Ring attention of CPU tensors between ranks on one host."""
 
     name = "one_sided"
     view = KVView.UNION
@@ -72,11 +76,13 @@ class SharedMemoryRing(SteppedRing):
     def _exchange(
         self, op: str, call: RingCall, chunks: Sequence[Chunk], k: Tensor, v: Tensor, attend_own: Callable[[], None]
     ) -> Iterator[KVExchange]:
-        """Run step 0 first if peers are still in the previous call: they do not need these keys yet, and may still read
-        the keys of that call, beside which these would have to be stored.
+        """Open the workspace of one call and write this rank's K/V.
 
-        A peer whose mask hides all of this rank's keys ends the call as soon as this rank has begun it, so an error
-        before the first signal is already one in the middle of the op.
+        If peers are still in the previous call, step 0 runs first. They do not need the new keys yet, and may still
+        read the keys of the previous call; writing now would need additional memory for the new keys.
+
+        A peer that reads no keys of this rank may finish the call as soon as this rank has begun it. So an error in
+        step 0 must also be signaled to the peers: the workspace is opened before the error is raised.
         """
         layouts = _layouts(call.mine, k, v, _SLOTS if op.endswith("backward") else 0)
         early = self._transport.settled
@@ -97,7 +103,10 @@ class SharedMemoryRing(SteppedRing):
 
 
 def _layouts(mine: RankPlan, k: Tensor, v: Tensor, slots: int) -> tuple[_Layout, ...]:
-    """The layouts of all ranks, cached with the plan. Ranks hold unequally many rows, so these are not in the key."""
+    """Return the layouts of all ranks, cached in `mine`.
+
+    The cache key omits the numbers of rows of k and v: they differ between ranks, and the plan determines them.
+    """
     known, key = mine.layouts, (k.dtype, k.shape[0], k.shape[2:], v.shape[2:], slots)
     if key not in known:
         if len(known) >= _MOST_LAYOUTS:
@@ -109,7 +118,7 @@ def _layouts(mine: RankPlan, k: Tensor, v: Tensor, slots: int) -> tuple[_Layout,
 
 
 def _layout(of: RankPlan, k: Tensor, v: Tensor, slots: int) -> _Layout:
-    """The layout of one rank; k and v may be those of any rank."""
+    """Compute the layout of one rank. `k` and `v` may be any rank's tensors: their numbers of rows are not read."""
     end = 0
 
     def region(like: Tensor, rows: int, dtype: torch.dtype) -> _Region:
@@ -127,7 +136,7 @@ def _layout(of: RankPlan, k: Tensor, v: Tensor, slots: int) -> _Layout:
 
 
 class _InPlace(KVExchange):
-    """Views of the workspaces of all ranks in one call, as keys and as terms of their gradients."""
+    """`KVExchange` of one call: keys and terms are views of the workspaces of all ranks."""
 
     def __init__(
         self,
@@ -140,13 +149,13 @@ class _InPlace(KVExchange):
     ) -> None:
         self._workspace, self._rank, self._layouts, self._chunks = workspace, rank, layouts, chunks
         self._k, self._v = k, v
-        self._written: dict[int, int] = {}  # the chunk whose terms each slot holds
+        self._written: dict[int, int] = {}  # maps each slot to the chunk whose terms it holds
         mine, start = layouts[rank], 0
         shared_k, shared_v = self._views(rank, mine.keys)
         for r in mine.rows.ranges:
-            rows, room = slice(r.start, r.stop), slice(start, start + len(r))
-            shared_k[:, room].copy_(k[:, rows])
-            shared_v[:, room].copy_(v[:, rows])
+            rows, shared = slice(r.start, r.stop), slice(start, start + len(r))
+            shared_k[:, shared].copy_(k[:, rows])
+            shared_v[:, shared].copy_(v[:, rows])
             start += len(r)
         workspace.signal(_KEYS_READABLE)
 
@@ -173,7 +182,7 @@ class _InPlace(KVExchange):
 
     def return_terms(self, index: int, own: Sequence[Tensor]) -> None:
         n = index + 1
-        self._workspace.signal(_stage_found(n))
+        self._workspace.signal(_stage_readable(n))
         if n > 1:
             self._add(n - 1, own)
             self._workspace.signal(_stage_added(n - 1))
@@ -182,10 +191,10 @@ class _InPlace(KVExchange):
         self._add(len(self._chunks), own)
 
     def _add(self, n: int, own: Sequence[Tensor]) -> None:
-        """Add the terms that the consumer of our keys computed in chunk n."""
+        """Add the terms that the consumer of this rank's keys computed in chunk n to `own`."""
         chunk = self._chunks[n - 1]
         if chunk.send_rows.length:
-            self._workspace.wait(chunk.consumer, _stage_found(n))
+            self._workspace.wait(chunk.consumer, _stage_readable(n))
             for total, term in zip(own, self._terms_of(chunk.consumer, n, chunk.send_rows.length), strict=True):
                 add_to(total, chunk.send_rows, term)
 
@@ -195,12 +204,12 @@ class _InPlace(KVExchange):
         return dk[:, :rows], dv[:, :rows]
 
     def _views(self, rank: int, regions: tuple[_Region, _Region]) -> tuple[Tensor, Tensor]:
-        """Views [B, rows, heads, dim] of a pair of regions of `rank`."""
+        """Return views [B, rows, heads, dim] of two regions in the workspace of `rank`."""
         k, v = regions
         return self._workspace.buffer(rank, *k).transpose(0, 1), self._workspace.buffer(rank, *v).transpose(0, 1)
 
 
-def _stage_found(n: int) -> int:
+def _stage_readable(n: int) -> int:
     return 2 * n
 
 

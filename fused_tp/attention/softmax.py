@@ -1,4 +1,4 @@
-"""State that a rank carries from step to step: running softmax and sums of gradients, in fp32 (fp64 for fp64)."""
+"""Running softmax that a rank carries from step to step, and gradient terms per row, in fp32 (fp64 for fp64)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from torch import Tensor
 
 from fused_tp.core.pending import accumulate_dtype
 
-_ROWS = 1024
+_ROWS = 1024  # rows per block in `row_sums`
 
 
 @dataclass(frozen=True)
 class SoftmaxState:
     """Unnormalized attention over the keys seen so far: out = weighted / total, lse = highest + log(total).
 
-    `weighted` [B, S, H, Dv] is the sum of exp(score - highest) * v, `total` [B, H, S] that of exp(score - highest), and
-    `highest` [B, H, S] the highest score or a value near it, -inf where nothing was seen. Only `result` rounds. With
-    dropout `weighted` sums the kept elements, `total` all. (Milakov and Gimelshein, "Online normalizer calculation for
-    softmax", arXiv:1805.02867.)
+    Only `result` rounds. (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.)
+
+    Attributes:
+        weighted: [B, S, H, Dv], sum of exp(score - highest) * v; with dropout, over the kept elements only.
+        highest: [B, H, S], the highest score or a value near it; -inf for a query that has seen no keys.
+        total: [B, H, S], sum of exp(score - highest), over all elements even with dropout.
     """
 
     weighted: Tensor
@@ -28,33 +30,36 @@ class SoftmaxState:
 
     @classmethod
     def empty(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
-        """State before any key, for q [B, S, H, D]."""
+        """Return the state of queries `q` [B, S, H, D] that have seen no keys."""
         state = cls.uninitialised(q, v_head_dim)
         state.clear()
         return state
 
     @classmethod
     def uninitialised(cls, q: Tensor, v_head_dim: int) -> SoftmaxState:
-        """State with uninitialised tensors, for q [B, S, H, D]."""
+        """Return a state with uninitialized tensors, for queries `q` [B, S, H, D]."""
         dtype, (batch, rows, heads, _) = accumulate_dtype(q.dtype), q.shape
         weighted = q.new_empty((batch, rows, heads, v_head_dim), dtype=dtype)
         highest = q.new_empty((batch, heads, rows), dtype=dtype)
         return cls(weighted, highest, torch.empty_like(highest))
 
     def clear(self) -> None:
-        """Reset to the state before any key."""
+        """Reset to the state of queries that have seen no keys."""
         self.weighted.zero_()
         self.highest.fill_(-torch.inf)
         self.total.zero_()
 
     def rows(self, start: int, stop: int) -> SoftmaxState:
-        """State of queries [start, stop), as views: adding to it adds to this state."""
+        """Return the state of queries [start, stop) as views: writes to it change this state."""
         return SoftmaxState(self.weighted[:, start:stop], self.highest[..., start:stop], self.total[..., start:stop])
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Fold in normalized attention over other keys: out [B, S, H, Dv] of any dtype, lse [B, H, S]."""
+        """Add the attention over further keys, given by its normalized `out` [B, S, H, Dv] and its `lse` [B, H, S].
+
+        `out` may have any dtype.
+        """
         highest = torch.maximum(self.highest, lse)
-        # exp(-inf - -inf) is NaN; a row that has seen nothing keeps its zeros.
+        # exp(-inf - -inf) would be NaN. With base 0, the sums of a row that has seen no keys stay 0.
         base = highest.masked_fill(highest == -torch.inf, 0.0)
         before, now = torch.exp(self.highest - base), torch.exp(lse - base)
         self.weighted.mul_(_per_row(before)).addcmul_(out.to(self.weighted.dtype), _per_row(now))
@@ -62,10 +67,10 @@ class SoftmaxState:
         self.highest.copy_(highest)
 
     def result(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf where nothing was seen. Ends the state.
+        """Return (out [B, S, H, Dv] in `dtype`, lse [B, H, S]); 0 and -inf for a query that has seen no keys.
 
-        `sinks` [H] are the scores of one extra key per head, with value 0 (Xiao et al., arXiv:2309.17453; gpt-oss,
-        2025). They count in lse.
+        Overwrites `weighted`, so the state must not be used afterwards. `sinks` [H] are the scores of one extra key per
+        head, with value 0 (Xiao et al., arXiv:2309.17453; gpt-oss, 2025); lse includes them.
         """
         lse = self.highest + self.total.log()
         if sinks is not None:
@@ -75,10 +80,13 @@ class SoftmaxState:
 
 
 def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """sum(grad_out * out) - grad_lse [B, H, S], which the backward subtracts from the gradient of each probability."""
+    """Return rowsum(grad_out * out) - grad_lse, [B, H, S].
+
+    The backward of softmax subtracts it from the gradient of each probability.
+    """
     batch, length, heads, _ = out.shape
     sums = out.new_empty((batch, heads, length), dtype=accumulate_dtype(out.dtype))
-    for start in range(0, length, _ROWS):  # in blocks, so that the wide copies are small
+    for start in range(0, length, _ROWS):  # in blocks, to limit the size of the fp32 temporaries
         rows = slice(start, start + _ROWS)
         product = grad_out[:, rows].to(sums.dtype) * out[:, rows]
         torch.sum(product, -1, out=sums[..., rows].transpose(1, 2))
@@ -86,7 +94,10 @@ def row_sums(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, sums: Tensor) -> Tensor:
-    """Gradient [H] of `sinks` from this rank's rows: a sink takes probability from the keys and adds no value."""
+    """Return the gradient of `sinks`, [H], over this rank's queries.
+
+    `sums` is the result of `row_sums`. A sink has value 0: it changes the output only by its share of the probability.
+    """
     probability = torch.exp(sinks.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, 0.0)
     return -(probability * sums).sum((0, 2)).to(sinks.dtype)
 

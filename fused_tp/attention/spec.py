@@ -1,14 +1,14 @@
 """Mask, scores and token layout of one attention call, independent of the kernel that computes it.
 
-A mask defines the keys that a query sees, in indices of the whole sequence: causal, sliding window, packed documents,
-and keys of another length than the queries.
+A mask defines the keys that a query sees, in global indices. Supported are causal masks, sliding windows, packed
+documents, and numbers of keys that differ from the numbers of queries.
 
-Every mask lets a query see one interval of keys, [start, stop), and both ends ascend from query to query. So a mask is
-two ascending vectors, for any subset of queries and keys: no S x S mask is built, and comparing the ends finds empty
-and full tiles.
+In every mask a query sees one interval of keys, [start, stop), and both ends ascend from query to query. So two
+ascending vectors represent the mask of any subset of queries and keys. No S x S mask is built, and empty and full tiles
+are found by comparing the ends.
 
-A query has a *place* on the axis of the keys: as in flash attention, the last query of a document is placed at the
-document's last key. If queries and keys have the same lengths, a query's place is its own index.
+The *place* of a query is its position on the axis of the keys. As in flash attention, the last query of a document is
+aligned to the document's last key. If queries and keys have equal lengths, a query's place is its own index.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from fused_tp.core.partition import SymInt
 from fused_tp.core.pending import accumulate_dtype
 
 Ints = NDArray[np.int64]
-UNLIMITED = -1
+UNLIMITED = -1  # a side of a window without a limit
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The mask of one call, the same on all ranks.
+    """Mask of one call, equal on all ranks.
 
     Attributes:
-        seq_len, seq_len_kv: number of queries and of keys in the whole sequence.
-        causal: a query sees the keys up to its place.
+        seq_len, seq_len_kv: number of queries and of keys over all ranks.
+        causal: True if a query sees only the keys up to its place.
         window: (left, right), the numbers of keys that a query sees before and after its place; -1: no limit.
-        cu_seqlens, cu_seqlens_kv: start of each document and end of the last one: (0, ..., seq_len); a query sees keys
-            of its own document only. Empty cu_seqlens: one document; empty cu_seqlens_kv: the documents of the queries.
+        cu_seqlens, cu_seqlens_kv: start of each document and end of the last one: (0, ..., seq_len). A query sees only
+            keys of its own document. Empty cu_seqlens: one document. Empty cu_seqlens_kv: the same as cu_seqlens.
 
     >>> mask = AttentionMask(4, 4, causal=True, window=(1, 0))
     >>> [list(map(int, ends)) for ends in mask.seen(np.arange(4))[1:]]
@@ -58,7 +58,7 @@ class AttentionMask:
             object.__setattr__(self, "cu_seqlens_kv", self.cu_seqlens)
 
     def seen(self, queries: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return (place, start, stop) of each of `queries` (ascending indices), which sees the keys [start, stop)."""
+        """Return (place, start, stop) of each of `queries` (ascending indices); a query sees keys [start, stop)."""
         begins, ends, shift = self._documents
         if self._has_documents:
             document = np.searchsorted(self._query_begins, queries, side="right") - 1
@@ -75,12 +75,12 @@ class AttentionMask:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """`window`, with a right side of 0 if `causal`."""
+        """`window`; its right side is 0 if the mask is `causal`."""
         left, right = self.window
         return left, (0 if self.causal else right)
 
     @property
-    def is_one_piece(self) -> bool:
+    def is_single_tile(self) -> bool:
         """True if the mask is a rectangle or a lower triangle, which any flash attention supports."""
         unlimited = self.window == (UNLIMITED, UNLIMITED)
         return unlimited and not self._has_documents and (not self.causal or self.seq_len == self.seq_len_kv)
@@ -95,7 +95,7 @@ class AttentionMask:
 
     @cached_property
     def _documents(self) -> tuple[Ints, Ints, Ints]:
-        """First key, end of keys, and offset from a query to its place, for each document."""
+        """(first key, end of keys, offset from a query's index to its place) of each document."""
         queries = np.asarray(self.cu_seqlens or (0, self.seq_len), dtype=np.int64)
         keys = np.asarray(self.cu_seqlens_kv or (0, self.seq_len_kv), dtype=np.int64)
         return keys[:-1], keys[1:], keys[1:] - queries[1:]
@@ -103,13 +103,14 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention probabilities: zeroes each with probability p and divides the others by 1 - p.
+    """Dropout of attention probabilities: sets each to 0 with probability p, and divides the kept ones by 1 - p.
 
-    `seed` and the global indices of an element decide whether it is dropped: batch row, head (`first_head` + the local
-    one), query and key. So the result does not depend on the number of ranks. All kernels, in C++ and Triton, draw the
-    same bits: Philox4x32-10 with key (seed low, seed high) and counter (key index // 4, query index, head, batch row)
-    returns four words, and the element is dropped if word number key index % 4 is below `threshold`. (Salmon et al.,
-    "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.)
+    Only `seed` and the global indices of an element (batch row, head, query, key) decide if it is dropped, so the
+    result does not depend on the number of ranks. The global head is `first_head` + the local head.
+
+    All kernels draw the same bits. Philox4x32-10 with key (low word of seed, high word of seed) and counter
+    (key index // 4, query index, head, batch row) returns four 32-bit words. An element is dropped if word
+    (key index % 4) is below `threshold`. (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.)
     """
 
     p: float
@@ -118,11 +119,14 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """p * 2^32, at most 2^32 - 1."""
+        """p * 2^32, clamped to 32 bits."""
         return min(int(self.p * 2**32), _WORD)
 
     def kept(self, batch: int, heads: int, q_indices: Tensor, k_indices: Tensor) -> Tensor:
-        """Return bool [batch, heads, queries, keys], False where dropped, for tokens of these global indices."""
+        """Return a mask, bool [batch, heads, queries, keys], that is False for dropped elements.
+
+        `q_indices` and `k_indices` are global token indices.
+        """
         device = q_indices.device
         shape = (batch, heads, len(q_indices), len(k_indices))
 
@@ -140,7 +144,7 @@ _WORD = 0xFFFFFFFF
 
 
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: int, key1: int) -> tuple[Tensor, ...]:
-    """Return the four output words [...] of Philox for the counter c0 to c3, all int64 below 2^32."""
+    """Return the four output words of Philox4x32-10 for the counter (c0, c1, c2, c3), as int64 tensors below 2^32."""
     for _ in range(10):
         high0, low0 = _product(c0, 0xD2511F53)
         high2, low2 = _product(c2, 0xCD9E8D57)
@@ -150,7 +154,8 @@ def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key0: int, key1: int
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """High and low word of the 64-bit product; int64 would overflow, so the halves of `b` are multiplied separately."""
+    """Return the high and the low word of the product of 32-bit words; multiplies halves of `b`, which cannot overflow
+    int64."""
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = high + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -158,11 +163,15 @@ def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Scores:
-    """score = cap(scale * q.k) - slope[head] * |place of q - index of k|, with cap(x) = softcap * tanh(x / softcap).
+    """Definition of the scores: score = cap(scale * q.k) - slope[head] * |place of q - index of k|.
 
-    softcap 0.0: no cap. alibi_slopes [heads], fp32 (fp64 for fp64); None: no such term. sinks [heads]: the score of one
-    extra key per head, with value 0, which counts once in the softmax over the whole sequence. (Press et al., ALiBi,
-    arXiv:2108.12409; Gemma 2, arXiv:2408.00118; Xiao et al., arXiv:2309.17453; gpt-oss, 2025.)
+    (Press et al., ALiBi, arXiv:2108.12409; Gemma 2, arXiv:2408.00118; Xiao et al., arXiv:2309.17453; gpt-oss, 2025.)
+
+    Attributes:
+        softcap: cap(x) = softcap * tanh(x / softcap); 0.0: cap(x) = x.
+        alibi_slopes: [heads], fp32 (fp64 for fp64); None: no ALiBi term.
+        sinks: [heads], score of one extra key per head, with value 0. It is counted once in the softmax over the full
+            sequence, not once per rank.
     """
 
     scale: float
@@ -177,7 +186,7 @@ class Scores:
         return self.softcap == 0.0 and self.alibi_slopes is None and self.dropout is None
 
     def of_heads(self, heads: slice) -> Scores:
-        """The scores of some of the query heads."""
+        """The scores restricted to the query heads `heads`."""
         slopes, sinks, dropout = self.alibi_slopes, self.sinks, self.dropout
         return replace(
             self,
@@ -188,18 +197,18 @@ class Scores:
 
 
 CHECKED: Any = None
-"""Default of keywords that are None until the argument check replaces them."""
+"""Default (None) of fields that the argument check fills in."""
 
 
 class AttentionArguments(NamedTuple):
-    """The arguments of one call after q, k and v, with the defaults of the keywords.
+    """Arguments of one call after q, k and v, with their default values.
 
-    `ops.attention_arguments.checked_arguments` replaces those that are `CHECKED` and moves the tensors of documents to
-    the CPU; the result is passed through torch.library. The op reads the documents' values, which a compiler does not
-    trace.
+    `ops.attention_arguments.checked_arguments` fills in the fields that are `CHECKED`, and moves cu_seqlens to the CPU.
+    The result is passed through torch.library. Only the op itself reads the values of cu_seqlens, so that torch.compile
+    does not trace these reads.
 
     Attributes:
-        window: [left, right] after the check.
+        window: after the check, [left, right].
         first_head: global index of q's first head.
         joined: as in `TokenLayout`; 0 before the check.
     """
@@ -233,37 +242,37 @@ class AttentionArguments(NamedTuple):
         return TokenLayout(self.layout, self.joined, self.strided)
 
     def mask(self) -> AttentionMask:
-        """The mask, with the documents' bounds read from cu_seqlens and checked.
+        """Return the mask; reads and checks the values of cu_seqlens.
 
         Raises:
-            ValueError: cu_seqlens are not the bounds of the sequence.
+            ValueError: cu_seqlens does not start at 0, does not end at the sequence length, or decreases.
         """
         bounds = read_bounds("cu_seqlens", self.cu_seqlens, self.seq_len)
         bounds_kv = read_bounds("cu_seqlens_kv", self.cu_seqlens_kv, self.seq_len_kv)
         if bounds and not bounds_kv:
             if self.seq_len_kv != self.seq_len:
                 raise ValueError(
-                    f"cu_seqlens says how the {self.seq_len} queries belong to documents, but there are "
-                    f"{self.seq_len_kv} keys; pass cu_seqlens_kv, which says that of the keys."
+                    f"cu_seqlens covers the {self.seq_len} queries, but there are {self.seq_len_kv} keys. Pass "
+                    "cu_seqlens_kv, the document bounds of the keys."
                 )
             bounds_kv = bounds
         if len(bounds) != len(bounds_kv):
             raise ValueError(
-                f"cu_seqlens has {max(0, len(bounds) - 1)} documents and cu_seqlens_kv {len(bounds_kv) - 1}; queries "
-                "and keys belong to the same documents."
+                f"cu_seqlens has {max(0, len(bounds) - 1)} documents, but cu_seqlens_kv has {len(bounds_kv) - 1}. The "
+                "numbers of documents must be equal: a query sees the keys of its own document."
             )
         left, right = self.window
         return AttentionMask(self.seq_len, self.seq_len_kv, self.causal, (left, right), bounds, bounds_kv)
 
     def scores(self, dtype: torch.dtype) -> Scores:
-        """The scores of the call for q, k and v of this dtype."""
+        """Return the scores of the call, for q, k and v of dtype `dtype`."""
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(accumulate_dtype(dtype))
         dropout = None if self.seed is None else Dropout(self.dropout_p, int(self.seed.item()), self.first_head)
         return Scores(self.scale, self.softcap, slopes, dropout, self.sinks)
 
 
 def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int, ...]:
-    """The values of `cu_seqlens`, which is on the CPU; () for None.
+    """Return the values of `cu_seqlens`, a CPU tensor; () for None.
 
     >>> read_bounds("cu_seqlens", torch.tensor([0, 3, 3, 8]), 8)
     (0, 3, 3, 8)
@@ -277,7 +286,7 @@ def read_bounds(name: str, cu_seqlens: Tensor | None, seq_len: int) -> tuple[int
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or sorted(bounds) != list(bounds):
         shown = ", ".join(map(str, bounds[:8])) + (", ..." if len(bounds) > 8 else "")
         raise ValueError(
-            f"{name} is ({shown}); it must begin with 0, never go back, and end with the {seq_len} tokens of the whole "
-            "sequence, those of all ranks. Padding behind the last document is one more document."
+            f"{name} is ({shown}); it must begin with 0, must not decrease, and must end with {seq_len}, the number of "
+            "tokens on all ranks. If there is padding after the last document, add it as one more document."
         )
     return bounds

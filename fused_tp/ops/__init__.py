@@ -1,1 +1,1 @@
-"""Public ops, one file each: argument checks, custom op, fake, autograd formula."""
+"""Public ops, one file each, with argument checks, custom op, fake implementation and autograd formula."""

@@ -38,10 +38,9 @@ def all_gather_grouped_matmul(
 
     Args:
         x_shard: [..., m, ..., K], this rank's tokens along `gather_dim`; float16, bfloat16, float32 or float64.
-        weight: [experts, N, K], this rank's rows of every expert's weight, in any order in memory, or this rank's
-            experts.
-        tokens: int64 [S], the tokens, all dims of the gathered x but the last counted as one; sorted by expert. Ranks
-            may differ.
+        weight: [experts, N, K], this rank's rows of every expert's weight, or this rank's experts; any strides.
+        tokens: int64 [S], token of each row of y, sorted by expert: an index into all dims of the gathered x but the
+            last, flattened. May differ between ranks.
         offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         gather_dim: any dim but the last; may be negative.
@@ -51,8 +50,8 @@ def all_gather_grouped_matmul(
         y [S, N].
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
-            `offsets` are compared on CPU only.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent. The values of `tokens` and
+            `offsets` are checked on CPU only.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
@@ -120,11 +119,11 @@ def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
     return {"x_shard": d_x if needs.x_shard else None, "weight": d_weight if needs.weight else None}
 
 
-# -- backward: dx_shard is a grouped_matmul_reduce_scatter, dW uses x gathered again while that runs -------------------
+# -- backward: dx_shard is a grouped_matmul_reduce_scatter; x is gathered again for dW while it runs -------------------
 
 
 def _compute_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
-    """dx_shard and dW; empty where not needed."""
+    """Return (dx_shard, dW); a gradient that is not needed is an empty tensor."""
     d_x, d_weight = g.x_shard.new_empty(0), g.x_shard.new_empty(0)
     with schedule.abort_scope("all_gather_grouped_matmul_backward"):
         gathering = None

@@ -100,15 +100,15 @@ def all_gather_matmul(
 
     Args:
         x_shard: [..., m, ..., K], this rank's tokens along `gather_dim`; float16, bfloat16, float32 or float64.
-        weight: [N, K] as in nn.Linear (this rank's rows of the whole weight), or a list of such.
-        bias: [N] or None; for a list of weights a list of these, or None.
+        weight: [N, K] as in nn.Linear (this rank's rows of the full weight), or a list of such weights.
+        bias: [N] or None; for a list of weights, a list with a bias or None for each weight, or None.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         gather_dim: any dim but the last; may be negative.
         gather_size: length of `gather_dim` over all ranks, if the shards (as by torch.chunk) are not all equal.
         return_gathered: also return the gathered x, which is differentiable too.
 
     Returns:
-        y [..., M, ..., N], or a list of them for a list of weights; with `return_gathered`, (that, gathered x).
+        y [..., M, ..., N]; for a list of weights, a list with a y for each. With `return_gathered`, (y, gathered x).
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -160,8 +160,8 @@ def _prepare(a: _Args) -> _Args:
 
 def _forward(schedule: Schedule, a: _Args) -> list[Tensor]:
     biases = spread(a.biases, a.has_bias)
-    asked = GatherMatmul(a.x_shard, a.weights, biases, a.gather_dim, a.gather_size, a.return_gathered)
-    outputs, gathered = schedule.all_gather_matmul(asked)
+    call = GatherMatmul(a.x_shard, a.weights, biases, a.gather_dim, a.gather_size, a.return_gathered)
+    outputs, gathered = schedule.all_gather_matmul(call)
     return outputs if gathered is None else [*outputs, gathered]
 
 
@@ -196,13 +196,13 @@ def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     return found
 
 
-# -- backward: dx_shard is a matmul_reduce_scatter, dW uses x gathered again while that runs ---------------------------
+# -- backward: dx_shard is a matmul_reduce_scatter; x is gathered again for dW while it runs ---------------------------
 
 
 def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
-    """[dx_shard (empty where not needed), *dW of the weights that need one].
+    """Return [dx_shard, *dW]: dx_shard is empty if it is not needed, and dW has only the weights that need a gradient.
 
-    dx_shard = reduce_scatter(dY @ W), plus reduce_scatter of the gradient of the returned gathered x; dW = dY^T @ x.
+    dx_shard = reduce_scatter(dY @ W) + reduce_scatter(gradient of the returned gathered x); dW = dY^T @ x.
     """
     d_weights: list[Tensor] = []
     with schedule.abort_scope("all_gather_matmul_backward"):
@@ -225,7 +225,7 @@ def _compute_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
         if g.d_gathered is not None:
             direct = schedule.reduce_scatter(g.d_gathered, scatter_dim=g.gather_dim)
             d_x = direct if d_x is None else d_x.add_(direct)
-    assert d_x is not None, "some result has a gradient"
+    assert d_x is not None, "backward runs only if some result has a gradient"
     return [d_x, *d_weights]
 
 
@@ -266,5 +266,5 @@ ALL_GATHER_MATMUL: Op[_Args] = Op(
     prepare=_prepare,
     saves=("x_shard", "weights"),
     backward=_backward,
-    materialize_grads=False,  # an unused output costs nothing
+    materialize_grads=False,  # no matmul with zeros for an unused output
 )

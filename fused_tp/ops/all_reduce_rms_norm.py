@@ -20,7 +20,7 @@ def all_reduce_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """new_residual = residual + all_reduce(partial); normed = new_residual / rms(new_residual) * norm_weight.
 
-    Everything but `partial` is the same on all ranks, so backward is local and all its gradients are complete.
+    All arguments but `partial` are equal on all ranks, so backward is local and its gradients are complete.
 
     =======  ==========================================================================
     forward  (normed, new_residual), both [..., N], as above
@@ -31,8 +31,8 @@ def all_reduce_rms_norm(
 
     Args:
         partial: [..., N], this rank's term of the sum.
-        residual: [..., N], the residual stream. Under autocast `partial` may have another dtype; it is then cast to
-            residual's.
+        residual: [..., N], the residual stream. Under autocast `partial` may have another dtype; it is then cast to the
+            dtype of `residual`.
         norm_weight: [N].
         eps: added to the mean square, > 0.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
@@ -63,7 +63,7 @@ class _Args(NamedTuple):
 
 def _prepare(a: _Args) -> _Args:
     partial, residual, norm_weight, eps, group = a
-    # Under autocast, matmuls return float16 or bfloat16; the residual stream, and with it the sum, stays float32.
+    # Under autocast, matmuls return float16 or bfloat16, but the residual stream is float32: sum in float32.
     if isinstance(partial, Tensor) and isinstance(residual, Tensor) and torch.is_autocast_enabled(partial.device.type):
         partial = partial.to(residual.dtype)
     check_tensor("partial", partial)
@@ -72,7 +72,7 @@ def _prepare(a: _Args) -> _Args:
 
 
 def check_norm(like_name: str, like: Tensor, shape: Any, residual: Any, norm_weight: Any, eps: Any) -> None:
-    """Check that `residual`, `norm_weight` and `eps` fit a sum of `shape`."""
+    """Check `residual`, `norm_weight` and `eps` for a sum of shape `shape` with the dtype and device of `like`."""
     check_like("residual", residual, like_name, like)
     check_shape("residual", residual, shape, "the shape of the sum it is added to")
     check_like("norm_weight", norm_weight, like_name, like)
@@ -85,7 +85,7 @@ def _is_positive(x: float) -> bool:
 
 
 def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
-    """Both halves are local."""
+    """Return the gradients; no communication."""
     (new_residual,), norm_weight, needs = s.outputs, s.args.norm_weight, s.needs
     d_h, d_weight = rms_norm_backward(d_normed, new_residual, norm_weight, s.args.eps)
     d_stream = (d_h + d_new_residual).to(new_residual.dtype) if needs.partial or needs.residual else None
@@ -97,7 +97,10 @@ def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict
 
 
 def rms_norm_backward(d_normed: Tensor, new_residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """d(new_residual), d(norm_weight) of normed = h * rsqrt(mean(h^2) + eps) * weight, in float32 or float64."""
+    """Return the gradients of new_residual (h) and norm_weight for normed = h * rsqrt(mean(h^2) + eps) * norm_weight.
+
+    Both are in float32 (float64 for float64). The norm_weight gradient is the sum over tokens.
+    """
     dtype = accumulate_dtype(new_residual.dtype)
     h, d = new_residual.to(dtype), d_normed.to(dtype)
     scale = torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)

@@ -1,4 +1,7 @@
-"""All-to-alls around attention by heads, each the backward of the other. Internal: `ulysses_attention` checks."""
+"""The two all-to-all ops of Ulysses attention; each is the backward of the other.
+
+Internal: `ulysses_attention` checks the arguments.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ OP = "ulysses_attention"
 
 @dataclass(frozen=True)
 class HeadShares:
-    """Assignment of heads to `ranks` ranks: query heads equally; each rank gets the key heads that these read."""
+    """Assignment of heads to ranks. Each rank gets equally many query heads, and the key heads that they read."""
 
     heads: int
     kv_heads: int
@@ -43,7 +46,7 @@ class HeadShares:
         return self.kv_heads % self.ranks != 0
 
     def of(self, kind: str, rank: int) -> range:
-        """Heads of `rank`, of kind "q" or "k"."""
+        """The query heads (`kind` "q") or key heads ("k") of `rank`."""
         first, stop = rank * self.own, (rank + 1) * self.own
         if kind == "q":
             return range(first, stop)
@@ -51,17 +54,21 @@ class HeadShares:
         return range(first // per_kv_head, (stop - 1) // per_kv_head + 1)
 
     def dtype(self, kind: str, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of a tensor sharded by heads: fp32 for key heads sent to several ranks, so that gradients are, too."""
+        """Dtype of a tensor of `kind` and `dtype` once it is sharded by heads.
+
+        Key heads that are sent to several ranks are fp32, so that their gradients are summed in fp32.
+        """
         return accumulate_dtype(dtype) if kind == "k" and self.repeated else dtype
 
 
 def check_shared(heads: int, ranks: int) -> None:
-    """Raise ValueError unless `ranks` ranks can share the heads of q equally."""
+    """Raise ValueError unless the number of query heads is a multiple of the number of ranks."""
     if heads % ranks:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"q has {heads} heads, which {ranks} ranks cannot share equally; {fitting} ranks could. ring_attention "
-            "takes any number of ranks, and context_parallel_attention as many for the heads as fit."
+            f"q has {heads} heads, which must be a multiple of the {ranks} ranks. Use {fitting} ranks, ring_attention "
+            "(any number of ranks), or context_parallel_attention (heads sharded over one mesh dim, a ring over the "
+            "other)."
         )
 
 
@@ -74,10 +81,12 @@ class HeadsExchange(NamedTuple):
     """Parameters of one exchange of tokens for heads.
 
     Attributes:
-        kinds: "q" or "k" for each tensor: its tokens and heads are those of queries or of keys.
-        columns: elements of q, k and v per token, so that all exchanges of one call select the same schedule.
-        has_slopes, has_sinks, return_lse: True if the call has these arguments.
-        parts, first_part, stride: rank i of the group holds part first_part + i * stride of `parts` of the layout.
+        kinds: one letter per tensor: "q" if it has the tokens and heads of queries, "k" for keys.
+        heads, kv_heads: total number of heads of each kind.
+        columns: elements per token of q, k and v together. Dispatch uses it for all exchanges of a call, so that they
+            select the same schedule.
+        has_slopes, has_sinks, return_lse: True if the call has these arguments; compared between ranks.
+        parts, first_part, stride: the layout has `parts` shards; rank i holds shard first_part + i * stride.
     """
 
     kinds: str
@@ -110,22 +119,22 @@ class _Args(NamedTuple):
         return self.moved.first_part + rank * self.moved.stride
 
     def rows(self, kind: str, rank: int) -> int:
-        """Number of tokens that `rank` holds."""
+        """Number of queries (`kind` "q") or keys ("k") that `rank` holds."""
         length = self.attention.seq_len if kind == "q" else self.attention.seq_len_kv
         return local_length(length, self.moved.parts, self.part(rank), self.attention.layout)
 
     def dtypes(self, to_heads: bool) -> list[torch.dtype]:
-        """Dtypes of the results; only tensors by heads are in fp32, for key heads sent to several ranks."""
+        """Dtypes of the results; see `HeadShares.dtype`."""
         both = zip(self.moved.kinds, self.xs, strict=True)
         if to_heads:
             return [self.shared.dtype(kind, x.dtype) for kind, x in both]
         return [x.dtype if kind == "q" else self.xs[0].dtype for kind, x in both]
 
     def exchange(self, to_heads: bool) -> tuple[Swap, str]:
-        """Return the exchange and the description that its checksum covers.
+        """Return the exchange, and a description of the call, whose checksum is compared between ranks.
 
         Raises:
-            ValueError: cu_seqlens are not the bounds of the sequence.
+            ValueError: cu_seqlens is invalid.
         """
         moved, mask, batch = self.moved, self.attention.mask(), self.xs[0].shape[0]
         words = describe(
@@ -148,7 +157,7 @@ class _Args(NamedTuple):
 
 
 def _key(a: _Args) -> DispatchKey:
-    """Key for dispatch by the size of the first exchange of a call: q, k and v."""
+    """Key for dispatch, by the size of the first exchange of a call, which sends q, k and v."""
     tokens = a.attention.seq_len * a.xs[0].shape[0]
     return DispatchKey(ALL_TO_ALL, a.xs[0].dtype, a.xs[0].device, tokens, None, a.moved.columns)
 
@@ -178,7 +187,8 @@ def _to_sequence_fake(a: _Args) -> list[Tensor]:
     return found
 
 
-# Gradients of all results are sent, zeros for unused ones: unused results may differ between ranks, messages must not.
+# Gradients of all results are sent, with zeros for unused results: different ranks may use different results, but their
+# message sizes must agree.
 def _backward(way_back: str, s: Saved[_Args], grads: list[Tensor]) -> dict[str, Any]:
     return {"xs": OPS[way_back](grads, *s.args.moved, *s.args.attention, s.args.group)}
 
@@ -191,7 +201,7 @@ def _example(size: int, q: Tensor, k: Tensor, v: Tensor) -> _Args:
     return _Args([q, k, v], moved, arguments, None)
 
 
-# [B, this rank's tokens, all heads, D] -> [B, the group's tokens, this rank's heads, D] of each tensor.
+# Converts each tensor from [B, this rank's tokens, all heads, D] to [B, all tokens of the group, this rank's heads, D].
 SEQUENCE_TO_HEADS: Op[_Args] = Op(
     "sequence_to_heads",
     _Args,

@@ -1,6 +1,6 @@
-"""Argument checks: every error names the argument, its value and the required form.
+"""Argument checks: every error names the argument, its value and the requirement.
 
-They run before anything is sent, so that a bad call on one rank never leaves its peers inside an op.
+The checks run before anything is sent, so that an invalid call on one rank does not leave its peers waiting in an op.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ def check_local(name: str, t: Any) -> None:
     if not is_dynamo_compiling():
         _check_memory(name, t, plain)
     if not plain and hasattr(t, "to_local"):  # not isinstance: importing DTensor costs every program 0.6 s
-        raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's part of it, {name}.to_local().")
+        raise TypeError(f"{name} is a {type(t).__name__}; pass this rank's shard, {name}.to_local().")
 
 
 def _check_memory(name: str, t: Tensor, plain: bool) -> None:
-    """Check that memory holds the values of `t`: native code and peers read it. Memory of subclasses is not checked."""
+    """Check that `t` is stored in dense memory, which native code and peers read.
+
+    The memory address is checked only if `t` is `plain`, not a subclass of Tensor.
+    """
     if t.layout is not torch.strided or t.is_nested:
         kind = "nested" if t.is_nested else str(t.layout).removeprefix("torch.").removeprefix("_")
-        raise TypeError(f"{name} is a {kind} tensor; pass a dense one ({name}.to_dense(), or a nested one padded).")
+        raise TypeError(f"{name} is a {kind} tensor; pass a dense tensor ({name}.to_dense(), or to_padded_tensor).")
     if t.is_quantized:
         raise TypeError(f"{name} is quantized; pass {name}.dequantize().")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         if not torch._C._are_functorch_transforms_active():
-            raise TypeError(f"{name} has left a transform of torch.func, which its numbers depend on; return it first.")
+            raise TypeError(f"{name} was created in a torch.func transform that has exited; return it from there.")
     elif plain and not t.is_meta and t.numel() and not (t.data_ptr() or t._is_zerotensor()):
-        raise ValueError(f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed; fill it again first.")
+        raise ValueError(f"{name} of shape {tuple(t.shape)} has no memory: its storage was freed. Allocate it again.")
 
 
 def check_tensor(name: str, t: Any, *, least_dims: int = 1) -> None:
     """Check that `t` is a local floating-point tensor with at least `least_dims` dims."""
     check_local(name, t)
     if t.dtype not in _DTYPES:
-        raise TypeError(f"{name} has dtype {t.dtype}; the op takes float16, bfloat16, float32 and float64.")
+        raise TypeError(f"{name} has dtype {t.dtype}; the op supports float16, bfloat16, float32 and float64.")
     if t.ndim < least_dims:
         raise ValueError(f"{name} has shape {tuple(t.shape)}; it needs at least {least_dims} dims.")
 
@@ -76,7 +79,7 @@ def check_shape(name: str, t: Tensor, shape: Sequence[int], why: str) -> None:
 
 
 def check_linear(x_name: str, x: Tensor, weight: Any, bias: Any, suffix: str = "") -> None:
-    """Check that `x` [..., K], `weight` [N, K] and `bias` [N] or None fit; `suffix`: index in a list of weights."""
+    """Check `x` [..., K], `weight` [N, K] and `bias`, [N] or None. `suffix` is the index of a list, such as "[1]"."""
     check_tensor(x_name, x)
     check_like(f"weight{suffix}", weight, x_name, x)
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
@@ -98,7 +101,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    """Cast floating-point tensors to `dtype`, differentiably; leave anything else to the checks, which refuse it."""
+    """Cast floating-point tensors to `dtype`, differentiably. Return other values unchanged: the checks reject them."""
     return [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors]
 
 
@@ -150,7 +153,7 @@ def checked_grouped(
     if scale is not None:
         check_tensor("scale", scale)
         check_device("scale", scale, x_name, x)
-        check_shape("scale", scale, tokens.shape, "one for each row, as tokens")
+        check_shape("scale", scale, tokens.shape, "one for each row, like tokens")
     return x, weight
 
 
@@ -158,12 +161,12 @@ def check_rows(x: Tensor, tokens: Tensor) -> None:
     """Check that `x` [S, k] has one row for each of `tokens` [S]."""
     if x.ndim != 2 or len(x) != len(tokens):
         raise ValueError(
-            f"x has shape {tuple(x.shape)}; it must be [{len(tokens)}, features], a row for each of tokens."
+            f"x has shape {tuple(x.shape)}; it must be [{len(tokens)}, features], one row for each entry of tokens."
         )
 
 
 def checked_sizes(name: str, sizes: Any) -> list[int]:
-    """Check a nonempty sequence of lengths and return it as a list."""
+    """Check that `sizes` is a nonempty sequence of lengths, and return it as a list."""
     if not isinstance(sizes, (list, tuple)):
         raise TypeError(f"{name} must be a sequence of ints, not {type(sizes).__name__}.")
     if not sizes:
@@ -182,9 +185,9 @@ def example_routing(x: Tensor, weight: Tensor) -> Routing:
 
 
 def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
-    """Return (weights, biases without None, one bool per weight: it has a bias).
+    """Return (weights, biases that are not None, has_bias): three lists, the last with one bool per weight.
 
-    Biases that are None are left out because autograd does not track lists that contain None.
+    Biases that are None are omitted because autograd does not track lists that contain None.
     """
     if not isinstance(weight, (list, tuple)):
         if isinstance(bias, (list, tuple)):
@@ -203,7 +206,7 @@ def as_lists(weight: Any, bias: Any) -> tuple[list[Any], list[Any], list[bool]]:
 
 
 def spread(biases: Sequence[Tensor], has_bias: Sequence[bool]) -> list[Tensor | None]:
-    """Invert `as_lists`: return one bias or None for each weight."""
+    """Undo `as_lists`: return a list with a bias or None for each weight."""
     found: list[Tensor | None] = [None] * len(has_bias)
     if biases:
         given = iter(biases)
@@ -222,22 +225,22 @@ def bias_grads(
 
 
 def fake_grads(x: Tensor, needs_x: bool, weights: Sequence[Tensor], needs_weight: Sequence[bool]) -> list[Tensor]:
-    """Gradients without data of `x`, empty if not needed, and of the weights that need one."""
+    """Return fake gradients: of `x` (empty if it is not needed), and of the weights that need a gradient."""
     d_weights = [w.new_empty(w.shape) for w, needed in zip(weights, needs_weight, strict=True) if needed]
     return [x.new_empty(x.shape if needs_x else 0), *d_weights]
 
 
 def fake_grouped_grads(x: Tensor, needs_x: bool, weight: Tensor, needs_weight: bool) -> tuple[Tensor, Tensor]:
-    """Gradients without data of `x` and of the experts' weight, empty where not needed."""
+    """Return fake gradients of `x` and of the experts' weight; a gradient that is not needed is empty."""
     return x.new_empty(x.shape if needs_x else 0), x.new_empty(weight.shape if needs_weight else 0)
 
 
 def token_dim(name: str, dim: Any, t_name: str, t: Tensor) -> int:
-    """Normalize `dim` of `t` to be non-negative; refuse the last dim, which the matmul reduces or creates."""
+    """Normalize `dim` of `t` to be non-negative. Raise for the last dim, which is the feature dim of the matmul."""
     dim = any_dim(name, dim, t_name, t)
     if dim == t.ndim - 1:
         raise ValueError(
-            f"{name}={dim} is the last dim of {t_name}, its features; pass a dim of tokens, 0 to {t.ndim - 2}."
+            f"{name}={dim} is the last dim of {t_name}, the feature dim; pass a token dim, 0 to {t.ndim - 2}."
         )
     return dim
 
@@ -261,7 +264,7 @@ def is_int(value: Any) -> bool:
 
 
 def check_int(name: str, value: Any, least: int | None = None, what: str = "") -> None:
-    """Check that `value` is an integer (not a bool) of at least `least`; `what` explains the bound in the error."""
+    """Check that `value` is an integer (not a bool) of at least `least`. `what` is appended to the error message."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}.")
     if least is not None and value < least:
@@ -278,7 +281,7 @@ def check_integers(name: str, t: Any) -> None:
 
 
 def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed: str, kind: str = "a float") -> float:
-    """Convert `value` to float and check `holds(value)`; `needed` describes that condition in the error."""
+    """Convert `value` to float and check the condition `holds`, which `needed` describes in the error message."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {kind}, not {type(value).__name__}.")
     try:
@@ -291,21 +294,24 @@ def checked_number(name: str, value: Any, holds: Callable[[float], bool], needed
 
 
 def check_bool(**given: Any) -> None:
-    """Check that each value is a bool: the string "False" would count as True."""
+    """Check that each value is a bool. Other types are rejected because, for example, the string "False" is true."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, not {type(value).__name__}.")
 
 
 def total_size(name: str, given: Any, length: int, world_size: int, rank: int, what: str) -> int:
-    """Length over all ranks of a dim whose shard here has `length`; `given` None means equal shards."""
+    """Return the length over all ranks of a dim that has `length` on this rank.
+
+    `given` is the length that the caller passed, which is checked; None means that all shards are equal.
+    """
     if given is None:
         return length * world_size
     check_int(name, given)
     start, stop = shard_range(given, world_size, rank) if given >= 0 else (0, -1)
     if stop - start != length:
         raise ValueError(
-            f"{name}={given} sharded over {world_size} ranks as torch.chunk does gives rank {rank} "
-            f"{max(0, stop - start)}, but {what} holds {length}."
+            f"{name}={given} sharded over {world_size} ranks by torch.chunk assigns {max(0, stop - start)} to rank "
+            f"{rank}, but {what} has length {length}. {name} must be the sum of the lengths on all ranks."
         )
     return int(given)

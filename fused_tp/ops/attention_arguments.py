@@ -1,7 +1,7 @@
 """Arguments shared by all ops of context parallel attention, and their checks.
 
-Plans depend on the values of cu_seqlens, read on the host. A public function passes the tensor through `on_host`, which
-reads no values, so that a compiler can trace it; the op, which runs only on real tensors, reads the values.
+Plans depend on the values of cu_seqlens, which the host must read. Public functions only move the tensor to the CPU
+(`on_host`), so that torch.compile can trace them. The op reads the values, because it runs on real tensors only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ScoreKeywords(TypedDict, total=False):
-    """Keywords of the scores, in training and over a cache, for type checkers; see `ring_attention`."""
+    """Keywords for scores and masks that training and decoding share, for type checkers; see `ring_attention`."""
 
     causal: bool
     scale: float | None
@@ -60,7 +60,7 @@ A = TypeVar("A", bound=Any)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-# Keywords of overloads: with return_lse=True the result is (out, lse), otherwise out alone.
+# Keywords for the overloads of public functions: with return_lse=True they return (out, lse), otherwise out.
 class OutKeywords(AttentionKeywords, total=False):
     return_lse: Literal[False]
 
@@ -78,8 +78,10 @@ class ScoreOutAndLseKeywords(ScoreKeywords, total=False):
 
 
 def with_keywords(keywords: Any, arguments: type[Any] = AttentionArguments) -> Callable[[F], F]:
-    """Decorate a function so that `inspect.signature` and `help` list its `**keywords` by name: the fields of the
-    TypedDict `keywords`, with defaults from the NamedTuple `arguments`."""
+    """Decorate a function so that `inspect.signature` and `help` list its `**keywords` by name.
+
+    The names are the fields of the TypedDict `keywords`, and the defaults are taken from the NamedTuple `arguments`.
+    """
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
@@ -99,7 +101,7 @@ def with_keywords(keywords: Any, arguments: type[Any] = AttentionArguments) -> C
     return decorate
 
 
-# Evaluated here, because compilers cannot trace access to annotations.
+# Evaluated at import, because torch.compile cannot trace access to __annotations__.
 _ATTENTION_KEYWORDS = frozenset(AttentionKeywords.__annotations__)
 SCORE_KEYWORDS = frozenset(ScoreKeywords.__annotations__)
 
@@ -112,13 +114,13 @@ def check_keywords(op: str, given: Mapping[str, Any], known: frozenset[str]) -> 
 
 
 def arguments_of(op: str, keywords: Mapping[str, Any], **inner: Any) -> AttentionArguments:
-    """Build an op's arguments after q, k and v from keywords of the public function `op`; not checked yet."""
+    """Build the arguments after q, k and v from the keywords of the public function `op`; checks `dropout_p` only."""
     check_keywords(op, keywords, _ATTENTION_KEYWORDS)
     dropout_p = keywords.get("dropout_p", 0.0)
     if dropout_p != 0.0 or type(dropout_p) is not float:
         dropout_p = checked_number("dropout_p", dropout_p, _is_dropout, "in [0, 1)")
-    # Drawn from the CPU's generator on any device: reading it on the host never waits. Drawn before the other checks,
-    # which a cached plan skips, so that a refused call advances the generator as well.
+    # The seed is drawn from the CPU generator for tensors on any device, so that reading it does not synchronize the
+    # host. It is drawn before the other checks, so that a rejected call advances the generator like any other call.
     seed = torch.randint(2**63 - 1, (1,), device="cpu") if dropout_p else None
     return AttentionArguments(**{**keywords, **inner, "seed": seed})
 
@@ -128,10 +130,10 @@ def _is_dropout(p: float) -> bool:
 
 
 def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: int, rank: int) -> AttentionArguments:
-    """Check and complete `given` for rank `rank` of the `size` ranks that share the sequence.
+    """Check `given` and fill in its missing fields, for rank `rank` of the `size` ranks that share the sequence.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
     """
     check_heads(q, k, v)
     check_bool(causal=given.causal)
@@ -139,19 +141,19 @@ def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: i
     layout, seq_len_kv = given.layout, cast("int | None", given.seq_len_kv)
     check_layout(layout, documents=bounds is not None)
     if bounds is None and bounds_kv is not None:
-        raise ValueError("cu_seqlens_kv was given without cu_seqlens; queries and keys belong to the same documents.")
+        raise ValueError("cu_seqlens_kv was passed without cu_seqlens; pass cu_seqlens, the documents of the queries.")
     if seq_len_kv is None and bounds_kv is None and k.shape[1] != q.shape[1]:
         raise ValueError(
-            f"k has {k.shape[1]} tokens on rank {rank}, but q has {q.shape[1]} (dim 1: [batch, seq_local, heads, "
-            "head_dim]); each rank holds the queries and keys of the same tokens, unless seq_len_kv says that keys are "
-            "of another sequence."
+            f"k has {k.shape[1]} tokens on rank {rank}, but q has {q.shape[1]} (dim 1 of [batch, seq_local, heads, "
+            "head_dim]). Each rank must hold the queries and keys of the same tokens. For cross-attention, pass "
+            "seq_len_kv, the total length of the keys."
         )
     total = total_kv = total_length("seq_len", given.seq_len, "q", q.shape[1], size, rank, layout)
     if seq_len_kv is not None or k.shape[1] != q.shape[1]:
         total_kv = total_length("seq_len_kv", seq_len_kv, "k", k.shape[1], size, rank, layout)
     for name, length in (("q", total), ("k", total_kv)):
         if length >= 2**31:
-            raise ValueError(f"{name} has {length} tokens on all ranks; tokens are numbered with 31 bits.")
+            raise ValueError(f"{name} has {length} tokens over all ranks; at most 2**31 - 1 are supported.")
     return checked_scores(given, q)._replace(
         cu_seqlens=bounds,
         cu_seqlens_kv=bounds_kv,
@@ -163,7 +165,7 @@ def checked_arguments(given: AttentionArguments, q: Any, k: Any, v: Any, size: i
 
 
 def checked_scores(given: A, q: Tensor) -> A:
-    """Check all ScoreKeywords except `causal` in the NamedTuple `given`."""
+    """Check the ScoreKeywords except `causal` in the NamedTuple `given`; return it with defaults filled in."""
     for name in ("alibi_slopes", "sinks"):
         check_per_head(name, getattr(given, name), q)
     scale = given.scale
@@ -178,9 +180,9 @@ def checked_scores(given: A, q: Tensor) -> A:
 
 
 def describe(arguments: AttentionArguments, mask: AttentionMask, **given: bool) -> str:
-    """Describe everything besides shapes that ranks must agree on; `given` adds flags for further arguments.
+    """Return a text of all arguments, besides shapes, that must be equal on all ranks; `given` adds further flags.
 
-    Ranks compare at most eight numbers (the limit of shared memory); the checksum of this text is one of them.
+    Ranks compare the checksum of this text, not the values, because shared memory calls compare at most eight numbers.
     """
     bounds = mask.cu_seqlens, mask.cu_seqlens_kv
     documents = f"checksum {checksum(repr(bounds))}" if any(bounds) else "one length"
@@ -190,19 +192,20 @@ def describe(arguments: AttentionArguments, mask: AttentionMask, **given: bool) 
 
 
 @contextmanager
-def annotate_mismatch(op: str, rank: int, words: str) -> Iterator[None]:
-    """Context manager that adds the meaning of this rank's checksum to a RankMismatchError."""
+def annotate_mismatch(op: str, rank: int, description: str) -> Iterator[None]:
+    """Context manager that adds `description`, the text whose checksum was compared, to a RankMismatchError."""
     try:
         yield
     except RankMismatchError as error:
         raise RankMismatchError(
-            f"{str(error).rstrip('.')}. The last number of a {op} is a checksum; on rank {rank} it stands for {words}. "
-            "Ranks that hold unequally many tokens need seq_len, the length of the whole sequence."
+            f"{str(error).rstrip('.')}. The last number of a {op} is a checksum of its arguments; on rank {rank} they "
+            f"are {description}. Pass the same arguments on all ranks. If ranks hold different numbers of tokens, pass "
+            "seq_len, the length of the full sequence."
         ) from error
 
 
 def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
-    """Return `cu_seqlens` on the CPU, or None for None; a copy from another device waits for that device.
+    """Return `cu_seqlens` on the CPU, or None for None. A copy from a GPU synchronizes with it.
 
     Raises:
         TypeError, ValueError: `cu_seqlens` is not a 1-D tensor of int32 or int64.
@@ -211,8 +214,8 @@ def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
         return None
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(
-            f"{name} must be a Tensor, not {type(cu_seqlens).__name__}; pass torch.tensor([0, ...]), in which each "
-            "number is where a document begins, and the last where the last ends."
+            f"{name} must be a Tensor, not {type(cu_seqlens).__name__}; pass torch.tensor([0, ..., seq_len]), the "
+            "start of each document and the end of the last one."
         )
     check_integers(name, cu_seqlens)
     if cu_seqlens.ndim != 1:
@@ -221,10 +224,10 @@ def on_host(name: str, cu_seqlens: Any) -> Tensor | None:
 
 
 def check_heads(q: Any, k: Any, v: Any) -> None:
-    """Raise TypeError or ValueError unless q, k and v fit each other."""
+    """Raise TypeError or ValueError unless the dtypes, devices and shapes of q, k and v are compatible."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if isinstance(t, Tensor) and t.is_nested:
-            raise TypeError(f"{name} is a nested tensor; pack the documents into one row and pass their cu_seqlens.")
+            raise TypeError(f"{name} is a nested tensor; pack the documents into one sequence and pass cu_seqlens.")
     check_dtypes(q, k, v)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != 4:
@@ -242,27 +245,34 @@ def check_dtypes(q: Any, k: Any, v: Any, of: str = "") -> None:
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, of: str = "", *, batch: bool = True) -> None:
-    """Check heads, head_dim and, if `batch`, the batch of 4-D tensors; `of` is appended to the names of k and v."""
+    """Check that heads, head_dim and, if `batch`, the batch sizes of q, k and v are compatible.
+
+    `of` is appended to the names of k and v in errors.
+    """
     if batch and k.shape[0] != q.shape[0]:
         raise ValueError(f"k{of} has a batch of {k.shape[0]}, but q has {q.shape[0]}; they must be equal.")
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k{of} has head_dim {k.shape[3]}, but q has {q.shape[3]}; they must be equal.")
     if q.shape[2] % k.shape[2] != 0:
-        raise ValueError(f"k{of} has {k.shape[2]} heads, of which the {q.shape[2]} heads of q are not a multiple.")
+        raise ValueError(f"k{of} has {k.shape[2]} heads; the {q.shape[2]} heads of q must be a multiple of them.")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v{of} has shape {tuple(v.shape)}, but k{of} {tuple(k.shape)}; only head_dim may differ.")
 
 
 def total_length(name: str, given: Any, of: str, length: int, size: int, rank: int, layout: str) -> int:
-    """Number of tokens over all ranks; tensor `of` holds `length` on this rank, or on every rank if `given` is None."""
+    """Return the number of tokens over all ranks.
+
+    `given` is the number that the caller passed, which is checked; None: every rank holds `length` tokens, as this rank
+    does. `of` is the name of the tensor.
+    """
     if given is None:
         return length * size
     check_int(name, given, least=0)
     wanted = local_length(given, size, rank, layout)
     if wanted != length:
         raise ValueError(
-            f"{name}={given} in layout {layout!r} gives rank {rank} of {size} {wanted} tokens, but {of} holds "
-            f"{length}; shard tensors with shard_sequence, in the same layout."
+            f"{name}={given} in layout {layout!r} assigns {wanted} tokens to rank {rank} of {size}, but {of} holds "
+            f"{length}; shard tensors with shard_sequence and the same layout."
         )
     return int(given)
 
@@ -280,9 +290,9 @@ def checked_window(window: Any) -> tuple[int, int]:
     if window is None:
         return UNLIMITED, UNLIMITED
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise TypeError(f"window must be (left, right), how many keys on each side a query sees, not {window!r}.")
+        raise TypeError(f"window must be (left, right), the numbers of keys seen on each side, not {window!r}.")
     if not all(map(is_int, window)):
-        raise TypeError(f"window is {tuple(window)}; each side must be an int, and -1 where there is no limit.")
+        raise TypeError(f"window is {tuple(window)}; each side must be an int, or -1 for no limit.")
     for side in window:
         check_int("window", side)  # must fit in 64 bits
     if min(window) < UNLIMITED:

@@ -1,8 +1,8 @@
 """Differentiable collectives for layers: communication around the parallel part of a model.
 
 Gradients follow Megatron's convention: a replicated output gets the same gradient on all ranks, counted once. There are
-therefore two gathers: the result of `all_gather` feeds rank-local work, the result of `gather` is replicated. M is the
-length of `dim` over all ranks, m that of this rank's shard.
+therefore two gathers: the result of `all_gather` is the input of computation that differs by rank, and the result of
+`gather` is replicated. In the table, M is the length of `dim` over all ranks, and m its length on this rank.
 
 ================  ===============================================  ===================================
 op                forward                                          backward
@@ -33,13 +33,13 @@ from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 
 def all_gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
-    """Gather the shards of all ranks along `dim` for work that differs by rank; backward is `reduce_scatter`.
+    """Gather the shards of all ranks along `dim`, for computation that differs by rank; backward is `reduce_scatter`.
 
     Args:
         x_shard: this rank's shard, split along `dim` as by torch.chunk; float16, bfloat16, float32 or float64.
         dim: any dim; may be negative.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        gather_size: length of `dim` over all ranks, if the shards are not equally long.
+        gather_size: length of `dim` over all ranks; required if the shards are not equally long.
 
     Returns:
         The shards in rank order, `gather_size` along `dim`.
@@ -96,14 +96,14 @@ def all_reduce(x: Tensor, *, group: GroupLike) -> Tensor:
 
 
 def copy_to_group(x: Tensor, *, group: GroupLike) -> Tensor:
-    """Return a view of the replicated `x` as input of work that differs by rank; backward is `all_reduce`."""
+    """Return a view of the replicated `x` for rank-local computation; backward all-reduces its gradient."""
     check_tensor("x", x, least_dims=0)
     result: Tensor = _CopyToGroup.apply(x, group_identity(group)[0])
     return result
 
 
 def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
-    """Copy this rank's slice (as by torch.chunk) of the replicated `x` along `dim`; backward is `gather`."""
+    """Return a copy of this rank's slice (like torch.chunk) of the replicated `x` along `dim`; backward is `gather`."""
     check_tensor("x", x)
     name, size, rank = group_identity(group)
     result: Tensor = _ScatterToGroup.apply(x, any_dim("dim", dim, "x", x), name, size, rank)
@@ -111,14 +111,14 @@ def scatter(x: Tensor, dim: int, *, group: GroupLike) -> Tensor:
 
 
 def gather(x_shard: Tensor, dim: int, *, group: GroupLike, gather_size: int | None = None) -> Tensor:
-    """Gather shards into a result that all ranks use alike; backward takes this rank's slice."""
-    given: Any = gather_size  # may be None: `_prepare_all_gather` replaces it
+    """Gather the shards of all ranks into a replicated result; backward returns this rank's slice of the gradient."""
+    given: Any = gather_size  # `_prepare_all_gather` replaces None
     _, dim, total, _ = _prepare_all_gather(_AllGather(x_shard, dim, given, group))
     result: Tensor = _Gather.apply(x_shard, dim, total, *group_identity(group))
     return result
 
 
-# -- custom ops: those that communicate -------------------------------------------------------------------------------
+# -- custom ops, for collectives that communicate in forward ----------------------------------------------------------
 
 
 class _AllGather(NamedTuple):
@@ -140,7 +140,7 @@ class _AllReduce(NamedTuple):
 
 
 def _key(op: str, x: Tensor, shape: Sequence[int]) -> DispatchKey:
-    """Key for dispatch by `shape` of the whole tensor: shards differ, and ranks could select different schedules."""
+    """Key for dispatch by the `shape` of the full tensor. It is equal on all ranks, so all select the same schedule."""
     rows, columns = (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
     return DispatchKey(op, x.dtype, x.device, rows, None, columns)
 
@@ -279,7 +279,7 @@ ALL_REDUCE: Op[_AllReduce] = Op(
 )
 
 
-# -- functions with a local forward or backward: they may return views, which custom ops may not ----------------------
+# -- autograd functions with a local forward or backward. They may return views; custom ops may not -------------------
 
 
 class _CopyToGroup(Function):
@@ -298,7 +298,7 @@ class _ScatterToGroup(Function):
     def forward(ctx: Any, x: Tensor, dim: int, group: str, size: int, rank: int) -> Tensor:
         ctx.dim, ctx.group, ctx.total = dim, group, x.shape[dim]
         start, stop = shard_range(x.shape[dim], size, rank)
-        # A copy, so that the whole x need not stay in memory for its slice.
+        # A view would keep all of x in memory.
         return x.narrow(dim, start, stop - start).clone()
 
     @staticmethod

@@ -29,7 +29,8 @@ def column_parallel_grouped_matmul(
     Args:
         x: [..., K], the same on all ranks; float16, bfloat16, float32 or float64.
         weight: [experts, N, K], this rank's rows of every expert's weight, or this rank's experts.
-        tokens: int64 [S], the tokens, all dims of x but the last counted as one; sorted by expert. Ranks may differ.
+        tokens: int64 [S], token of each row of y, sorted by expert: an index into all dims of x but the last,
+            flattened. May differ between ranks.
         offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
@@ -37,13 +38,13 @@ def column_parallel_grouped_matmul(
         y [S, N].
 
     Raises:
-        TypeError, ValueError: an argument does not fit. Numbers in `tokens` and `offsets` are compared on CPU only.
+        TypeError, ValueError: an argument is invalid. The values of `tokens` and `offsets` are checked on CPU only.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: in backward, a peer failed or made another call.
 
     Example:
         rows = column_parallel_grouped_matmul(x, w_gate_up, tokens, offsets, group=mesh["tp"])
 
-    Source: as `all_gather_grouped_matmul`.
+    Source: see `all_gather_grouped_matmul`.
     """
     result: Tensor = COLUMN_PARALLEL_GROUPED_MATMUL(x, weight, tokens, offsets, group)
     return result
@@ -86,11 +87,11 @@ def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
     return {"x": d_x if needs.x else None, "weight": d_weight if needs.weight else None}
 
 
-# -- backward: dx is a grouped_matmul_all_reduce, and dW is computed while that runs -----------------------------------
+# -- backward: dx is a grouped_matmul_all_reduce, and dW is computed while it runs -------------------------------------
 
 
 def _compute_grads(schedule: Schedule | None, g: _Grads) -> tuple[Tensor, Tensor]:
-    """dx and dW; empty where not needed."""
+    """Return (dx, dW); a gradient that is not needed is an empty tensor."""
     d_weight = g.x.new_empty(0)
 
     def meanwhile() -> None:

@@ -44,12 +44,12 @@ def column_parallel_matmul(
 
     Args:
         x: [..., K], the same on all ranks; float16, bfloat16, float32 or float64.
-        weight: [N, K] as in nn.Linear (this rank's rows of the whole weight), or a list of such.
-        bias: [N] or None; for a list of weights a list of these, or None.
+        weight: [N, K] as in nn.Linear (this rank's rows of the full weight), or a list of such weights.
+        bias: [N] or None; for a list of weights, a list with a bias or None for each weight, or None.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:
-        y [..., N], or a list of them for a list of weights.
+        y [..., N]; for a list of weights, a list with a y for each.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -103,11 +103,11 @@ def _backward(s: Saved[_Args], grads: list[Tensor | None]) -> dict[str, Any]:
     }
 
 
-# -- backward: dx is a matmul_all_reduce, and dW is computed while that runs ------------------------------------------
+# -- backward: dx is a matmul_all_reduce, and dW is computed while it runs --------------------------------------------
 
 
 def _compute_grads(schedule: Schedule | None, g: _Grads) -> list[Tensor]:
-    """[dx (empty where not needed): dY @ W summed over ranks, *dW = dY^T @ x of the weights that need one]."""
+    """Return [dx, *dW]: dx = all_reduce(dY @ W), empty if not needed; dW = dY^T @ x for the weights that need it."""
     d_weights: list[Tensor] = []
 
     def meanwhile() -> None:
@@ -165,5 +165,5 @@ COLUMN_PARALLEL_MATMUL: Op[_Args] = Op(
     prepare=_prepare,
     saves=("x", "weights"),
     backward=_backward,
-    materialize_grads=False,  # an unused output costs nothing
+    materialize_grads=False,  # no matmul with zeros for an unused output
 )

@@ -63,22 +63,22 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, sharded over all ranks of `mesh` by `layout`.
 
-    Computes the same as `ring_attention` over all ranks of the mesh, with the same arguments. Ranks along one mesh dim
-    exchange tokens for heads as in `ulysses_attention`; ranks along the other form rings as in `ring_attention`. Use
-    the first for ranks with fast links, such as those of one host. There may be more ranks than heads, and the ring is
-    as short as possible. The table of forward and gradients is that of `ulysses_attention`, with a ring as the local
-    attention.
+    Returns the same result as `ring_attention` over all ranks of the mesh, with the same arguments. Ranks along
+    `ulysses_dim` exchange tokens for heads, as in `ulysses_attention`. Ranks along `ring_dim` form rings, as in
+    `ring_attention`. Use `ulysses_dim` for ranks with fast links, such as the ranks of one host. In contrast to
+    `ulysses_attention`, there may be more ranks than heads. Forward and gradients are as in the table of
+    `ulysses_attention`, with ring attention as the local attention.
 
-    The sequence is sharded over all ranks of the mesh in mesh order, the last dim fastest: the order of the flattened
-    mesh's group, or of the world if the mesh spans it. `shard_sequence` and the other helpers with that group and
-    `layout` return a rank's tokens. Ranks that share heads hold, together, the tokens of one ring rank; for "zigzag"
-    these are those of a zigzag over the ring alone (to a token or two), so that causal work is equal on all ranks.
+    The sequence is sharded over all ranks of the mesh in mesh order (last dim fastest). This is the rank order of the
+    flattened mesh's group, or of the world if the mesh spans it. Shard tensors with `shard_sequence`, that group and
+    `layout`. The ranks along `ulysses_dim` together hold the tokens of one ring rank. With "zigzag" these tokens are,
+    up to one or two, the tokens of a zigzag layout over the ring only, so that causal work is equal on all ranks.
 
     Args:
         q, k, v: as for `ring_attention`; the size of `ulysses_dim` divides heads.
-        mesh: 2-D DeviceMesh; the ranks of a 1-D mesh form a ring, or share heads if `ulysses_dim` names its dim.
-        ulysses_dim: mesh dim, by name or number, of ranks that share heads; None is the last.
-        ring_dim: mesh dim of the ranks of a ring; None is the other dim.
+        mesh: 2-D DeviceMesh. The ranks of a 1-D mesh form a ring, or shard heads if `ulysses_dim` is its dim.
+        ulysses_dim: mesh dim, by name or index, over which heads are sharded. None: the last dim.
+        ring_dim: mesh dim, by name or index, of the rings. None: the other dim.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable; see
             `ulysses_attention`.
         causal, scale, layout, window, softcap, alibi_slopes, sinks, dropout_p: as for `ring_attention`.
@@ -109,19 +109,20 @@ def context_parallel_attention(
         v,
         arguments_of("context_parallel_attention", keywords),
         *(ALONE if dim is None else group_identity(mesh.get_group(dim)) for dim in (inner, ring)),
-        # With the ring as the last dim, its ranks are adjacent in mesh order; ranks that share heads are not.
+        # If the ring is the last dim, its ranks are adjacent in mesh order, and ranks that shard heads are strided.
         strided=inner is not None and ring is not None and ring > inner,
         return_lse=return_lse,
     )
 
 
-_in_order: WeakSet[DeviceMesh] = WeakSet()  # meshes already checked; weak, because meshes hold their process groups
+# Meshes whose rank order has been checked. Weak references, because a mesh keeps its process groups alive.
+_in_order: WeakSet[DeviceMesh] = WeakSet()
 
 
 def _dims(mesh: Any, ulysses_dim: Any, ring_dim: Any) -> tuple[int | None, int | None]:
-    """Return the mesh dims of heads and of the ring; None for a dim that a 1-D mesh lacks."""
+    """Return (dim of heads, dim of the ring) as indices; for a 1-D mesh one of them is None."""
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}; for a group there is ring_attention.")
+        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}; use ring_attention for a ProcessGroup.")
     if mesh.ndim > 2:
         names: tuple[object, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
         raise ValueError(f"mesh has {mesh.ndim} dims {names}; pass one or two of them, such as mesh[{names[-2:]!r}].")
@@ -140,10 +141,10 @@ def _dim(name: str, dim: Any, mesh: DeviceMesh) -> int:
     names: tuple[object, ...] = mesh.mesh_dim_names or ()
     if isinstance(dim, str):
         if dim not in names:
-            raise ValueError(f"{name} is {dim!r}; the dims of mesh are {names or 'without names'}.")
+            raise ValueError(f"{name} is {dim!r}; the dims of mesh are {names or 'unnamed'}.")
         return names.index(dim)
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"{name} must be the name or number of a dim of mesh, not {type(dim).__name__}.")
+        raise TypeError(f"{name} must be the name or index of a dim of mesh, not {type(dim).__name__}.")
     if not -mesh.ndim <= dim < mesh.ndim:
         raise ValueError(f"{name}={dim} is out of range for a mesh of {mesh.ndim} dims.")
     return dim % mesh.ndim

@@ -44,15 +44,16 @@ from fused_tp.ops.ring_attention import new_results
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_GATHERED_BYTES = 64 << 20  # limit per all-gather
+_GATHERED_BYTES = 64 << 20  # maximum bytes per all-gather, at least one query
 
 
 class DecodeArguments(NamedTuple):
-    """Arguments of one call; after the checks also the arguments of the torch.library op.
+    """Arguments of one call, unchecked or checked. Checked arguments are passed to the torch.library op.
 
     Attributes:
-        window: [left, right], once checked.
-        tokens: checksum of the new tokens, compared over ranks; 0 if the caller does not know the tokens.
+        window: after the check, [left, right].
+        tokens: checksum of the ids of the new tokens, compared between ranks; 0 if the caller does not know the ids.
+        world_size: 0 before the check.
     """
 
     q: Tensor
@@ -68,19 +69,20 @@ class DecodeArguments(NamedTuple):
     softcap: float = 0.0
     block: int = DEFAULT_BLOCK
     tokens: int = 0
-    world_size: int = 0  # until the arguments have been checked
+    world_size: int = 0
     group: AnyGroup = None
 
     @property
     def queries_at_once(self) -> int:
-        """Number of queries per all-gather: the partial outputs of W ranks take W times the memory of the result."""
+        """Number of queries per all-gather. It is limited because the gathered partial outputs take W times the memory
+        of the result."""
         q, v = self.q.shape, self.v.shape
-        a_row = exchanged_numbers((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
-        return max(1, _GATHERED_BYTES // (self.world_size * a_row))
+        query_bytes = exchanged_numbers((q[0], 1, *q[2:]), v[3]) * accumulate_dtype(self.q.dtype).itemsize
+        return max(1, _GATHERED_BYTES // (self.world_size * query_bytes))
 
     @property
     def limits(self) -> tuple[int, int]:
-        """Number of keys before and after its position that a query sees."""
+        """(left, right), the numbers of keys that a query sees before and after its position; -1: no limit."""
         left, right = self.window
         return left, 0 if self.causal else right
 
@@ -135,10 +137,10 @@ def context_parallel_decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v of the newest tokens, replicated over ranks, over a cache sharded over ranks.
 
-    Each rank attends to its cached tokens, and one exchange of partial (out, lse) combines them, bitwise equal on all
-    ranks. One new token is a step of decoding, a few are speculative decoding, many are a chunk of a long prompt: each
-    rank computes 1 / W of the attention. The cache must already contain the new tokens' keys and values;
-    `fused_tp.nn.ContextKVCache` and `PagedContextKVCache` append them. Forward only: there is no backward.
+    Each rank attends to its cached tokens. One all-gather of the partial (out, lse) combines them, bitwise equal on all
+    ranks. Each rank computes about 1 / W of the attention. Supports decoding (one new token), speculative decoding (a
+    few) and chunked prefill (many). The cache must already contain the keys and values of the new tokens;
+    `fused_tp.nn.ContextKVCache` and `PagedContextKVCache` append them. Backward is not supported.
 
     The layout is block-cyclic: token i of a sequence is on rank (i // block) % W, in row
     (i // (block * W)) * block + i % block of that sequence. The number of tokens per rank follows from `cache_seqlens`.
@@ -147,29 +149,28 @@ def context_parallel_decode(
         q: [batch, new, heads, head_dim], the same on all ranks: the last tokens of each sequence; float16, bfloat16,
             float32 or float64.
         k_cache_shard: [batch, capacity, kv_heads, head_dim] with this rank's tokens in its first rows; with
-            `page_table` [pages, page_size, kv_heads, head_dim]. heads is a multiple of kv_heads. Rows after the tokens
-            are never read.
+            `page_table` [pages, page_size, kv_heads, head_dim]. heads is a multiple of kv_heads. Rows after this rank's
+            last token are never read.
         v_cache_shard: like k_cache_shard, with v_head_dim.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        cache_seqlens: int32 or int64 [batch]: number of tokens of each sequence in the whole cache, new ones included.
-            If a sequence has fewer than `new`, its first queries see nothing. Best on the CPU: elsewhere reading it
-            waits for the device. A CUDA graph keeps the lengths of its capture.
-        causal: a new token sees itself and all tokens before it; False: all of its sequence.
+        cache_seqlens: int32 or int64 [batch]: number of tokens of each sequence over all ranks, new tokens included.
+            If a sequence has fewer than `new` tokens, its first queries see no keys. Pass it on the CPU: reading a GPU
+            tensor synchronizes with the GPU. A CUDA graph replays with the lengths of its capture.
+        causal: True: a new token sees itself and all tokens before it. False: it sees its entire sequence.
         scale, window, softcap, alibi_slopes, sinks: as in `ring_attention`. Keys outside the window are not read.
-        page_table: int32 or int64 [batch, most pages of a sequence]: row i of a sequence is row i % page_size of page
-            page_table[sequence, i // page_size], on this rank. Entries after the last one in use are ignored.
+        page_table: int32 or int64 [batch, max_pages], pages on this rank: row i of a sequence is row i % page_size of
+            page page_table[sequence, i // page_size]. Entries after the last page in use are ignored.
         block: block size of the layout that the cache was filled with.
         return_lse: also return the log-sum-exp of the scores of every query, sinks included.
 
     Returns:
-        out [batch, new, heads, v_head_dim] in the dtype of q, 0 for queries that see nothing; with `return_lse`,
-        (out, lse) with lse [batch, heads, new] in float32 (float64 for float64), -inf for these.
+        out [batch, new, heads, v_head_dim] in the dtype of q, 0 for queries that see no keys. With `return_lse`,
+        (out, lse) with lse [batch, heads, new] in float32 (float64 for float64), -inf for queries that see no keys.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or requires a gradient (a cache that is written in place has
-            none); raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or was called with other
-            lengths or keywords (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
+        TypeError, ValueError: an argument is invalid or requires a gradient; raised before anything is sent.
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or passed different
+            lengths or keywords (always checked on CPU; on other devices only with FUSED_TP_CHECK=1).
 
     Example:
         with torch.no_grad():
@@ -179,21 +180,21 @@ def context_parallel_decode(
     Scalable Million-Token Inference", arXiv:2411.01783; pages: Kwon et al., PagedAttention, arXiv:2309.06180.
     """
     check_keywords("context_parallel_decode", keywords, SCORE_KEYWORDS)
-    if type(return_lse) is not bool:  # no frame of its own in decoding
-        check_bool(return_lse=return_lse)  # type: ignore[unreachable]  # callers without types
+    if type(return_lse) is not bool:  # inlined check: a function call would slow down decoding
+        check_bool(return_lse=return_lse)  # type: ignore[unreachable]  # untyped callers may pass any type
     given: dict[str, Any] = {"block": block, "group": group, **keywords}
     out, lse = decode(DecodeArguments(q, k_cache_shard, v_cache_shard, cache_seqlens, page_table, **given))
     return (out, lse) if return_lse else out
 
 
 def decode(args: DecodeArguments, *, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) for unchecked arguments; `alone`: over this rank only, for any group."""
+    """Check `args` and return (out, lse). With `alone`, the cache is not sharded: this rank's cache is the full one."""
     if torch.is_grad_enabled():
         for name, x in zip(_NAMES, (*args[:3], args.alibi_slopes, args.sinks), strict=True):
             if getattr(x, "requires_grad", False):
                 raise ValueError(
-                    f"{name} requires a gradient, which context_parallel_decode has none of; call it under "
-                    "torch.no_grad(), and train with ring_attention."
+                    f"{name} requires a gradient, but context_parallel_decode does not support backward. Call it under "
+                    "torch.no_grad(), and use ring_attention for training."
                 )
     if getattr(args.q, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
         _check_capture(args.cache_seqlens, args.page_table)
@@ -209,14 +210,15 @@ _NAMES = ("q", "k_cache_shard", "v_cache_shard", "alibi_slopes", "sinks")
 
 def _checked(args: DecodeArguments, world_size: int) -> DecodeArguments:
     if autocast_dtype(args.q) is not None and isinstance(args.k, Tensor):
-        (q,) = cast(args.k.dtype, args.q)  # casting the cache would copy it; appended tokens are cast by autocast
+        # Cast q to the dtype of the cache, not the cache to autocast's dtype, which would copy the cache.
+        (q,) = cast(args.k.dtype, args.q)
         args = args._replace(q=q)
     _check_cache(*args[:3], args.page_table)
     lengths, pages = _checked_integers("cache_seqlens", args.cache_seqlens, (args.q.shape[0],)).cpu(), args.page_table
     if pages is not None:
         pages = _checked_integers("page_table", pages, (args.q.shape[0], -1)).cpu()
     check_bool(causal=args.causal)
-    check_int("block", args.block, 1, ": how many tokens in a row lie on one rank")
+    check_int("block", args.block, 1, ", the number of consecutive tokens on one rank")
     return checked_scores(args, args.q)._replace(cache_seqlens=lengths, page_table=pages, world_size=world_size)
 
 
@@ -224,16 +226,16 @@ def _check_capture(cache_seqlens: Tensor, page_table: Tensor | None) -> None:
     if page_table is not None or not cache_seqlens.is_cpu:
         given = "a page_table" if page_table is not None else f"cache_seqlens on {cache_seqlens.device}"
         raise ValueError(
-            f"context_parallel_decode was given {given} while a CUDA graph is captured; it reads that on the host, "
-            "which no replay does again. Capture with a dense cache and cache_seqlens on the CPU, of the lengths that "
-            "every replay is to have."
+            f"context_parallel_decode does not support {given} during CUDA graph capture: the host reads it, and a "
+            "replay would not read it again. Pass a dense cache, and cache_seqlens on the CPU with the lengths for all "
+            "replays."
         )
 
 
 def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
     check_dtypes(q, k, v, "_cache_shard")
     if q.ndim != 4 or 0 in (q.shape[0], *q.shape[2:]):
-        raise ValueError(f"q has shape {tuple(q.shape)}; it must be [batch, new, heads, head_dim], and only new 0.")
+        raise ValueError(f"q has shape {tuple(q.shape)}; it must be [batch, new, heads, head_dim]; only new may be 0.")
     paged = page_table is not None
     wanted = "[pages, page_size, kv_heads, head_dim]" if paged else "[batch, capacity, kv_heads, head_dim]"
     for name, t in (("k_cache_shard", k), ("v_cache_shard", v)):
@@ -245,17 +247,17 @@ def _check_cache(q: Any, k: Any, v: Any, page_table: Any) -> None:
 def _checked_integers(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     check_integers(name, value)
     if value.ndim != len(shape) or value.shape[0] != shape[0]:
-        wanted = ", ".join("most pages of a sequence" if n < 0 else str(n) for n in shape)
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{wanted}], of the batch of q.")
+        wanted = ", ".join("max_pages" if n < 0 else str(n) for n in shape)
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be [{wanted}]; q has batch {shape[0]}.")
     checked: Tensor = value
     return checked
 
 
 def _key(a: DecodeArguments) -> DispatchKey:
-    """Key for dispatch by the size of the first all-gather."""
+    """Key for dispatch, by the size of the first all-gather."""
     new = min(a.q.shape[1], a.queries_at_once)
     numbers = exchanged_numbers((a.q.shape[0], new, *a.q.shape[2:]), a.v.shape[3])
-    # Partial outputs are exchanged in the accumulation dtype.
+    # Partial outputs are sent in the accumulation dtype.
     return DispatchKey("all_gather", accumulate_dtype(a.q.dtype), a.q.device, a.world_size, None, numbers)
 
 
@@ -267,7 +269,7 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
         raise ValueError(f"cache_seqlens is {lengths}; lengths must be at least 0.")
     slopes = None if a.alibi_slopes is None else a.alibi_slopes.to(accumulate_dtype(q.dtype))
     scores = Scores(a.scale, a.softcap, slopes)
-    # Kernels take any strides, except that the last dim must be contiguous.
+    # Kernels require a contiguous last dim, and support any other strides.
     k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (a.k, a.v))
     keys, values = _rows(k, v, a.page_table, layout, lengths)
     query = KernelQuery(q.device, q.dtype, q.shape[3], v.shape[3], positive_scale=a.scale > 0)
@@ -279,7 +281,7 @@ def _forward(schedule: Schedule, a: DecodeArguments) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
     with schedule.abort_scope("context_parallel_decode"):
         for part in mine.split(a.queries_at_once, 1):
-            out, lse = merge(_everyone(part, str(a), a.tokens, schedule, group.rank), a.sinks)
+            out, lse = merge(_gather_partial(part, str(a), a.tokens, schedule, group.rank), a.sinks)
             outs.append(out.to(q.dtype))
             lses.append(lse)
     return torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
@@ -293,8 +295,8 @@ def _rows(
         if held and max(held) > k.shape[1]:
             seq = held.index(max(held))
             raise ValueError(
-                f"cache_seqlens gives sequence {seq} {lengths[seq]} tokens, of which rank {layout.rank} of "
-                f"{layout.world_size} holds {held[seq]}, but k_cache_shard has room for {k.shape[1]}; make it longer."
+                f"sequence {seq} has {lengths[seq]} tokens, {held[seq]} of them on rank {layout.rank} of "
+                f"{layout.world_size}, but k_cache_shard has a capacity of {k.shape[1]}; increase it."
             )
         return DenseRows(k), DenseRows(v)
     pages_of = page_table.tolist()
@@ -302,31 +304,35 @@ def _rows(
         needed = -(-rows // k.shape[1])
         if needed > page_table.shape[1]:
             raise ValueError(
-                f"sequence {seq} has {rows} tokens on rank {layout.rank}, which are {needed} pages of {k.shape[1]}, "
-                f"but page_table has room for {page_table.shape[1]} of a sequence."
+                f"sequence {seq} has {rows} tokens on rank {layout.rank} and needs {needed} pages of {k.shape[1]} "
+                f"tokens, but page_table has {page_table.shape[1]} columns; add columns."
             )
         if any(not 0 <= page < k.shape[0] for page in pages_of[seq][:needed]):
             raise ValueError(
-                f"page_table has {pages_of[seq][:needed]} for sequence {seq} on rank {layout.rank}; there are the "
-                f"pages 0 to {k.shape[0] - 1}."
+                f"page_table has {pages_of[seq][:needed]} for sequence {seq} on rank {layout.rank}; pages must be 0 to "
+                f"{k.shape[0] - 1}."
             )
     return PagedRows(k, pages_of), PagedRows(v, pages_of)
 
 
-def _everyone(mine: Tensor, words: str, tokens: int, schedule: Schedule, rank: int) -> Tensor:
-    """Gather `mine` of all ranks, [W, ...], together with checksums of the arguments that must be equal."""
-    compared = [mine.new_full((1,), value) for value in (checksum(words), tokens)]
+def _gather_partial(mine: Tensor, description: str, tokens: int, schedule: Schedule, rank: int) -> Tensor:
+    """Gather `mine` of all ranks, [W, ...].
+
+    Checksums are sent with it, to check that `description`, a text of the arguments, and `tokens` are equal on all
+    ranks.
+    """
+    compared = [mine.new_full((1,), value) for value in (checksum(description), tokens)]
     flat = torch.cat([*compared, mine.reshape(-1)]).unsqueeze(0)
     everyone = schedule.all_gather(flat, gather_dim=0, gather_size=None).wait()
-    if mine.device.type == "cpu" or settings.check_ranks():  # elsewhere reading it would wait for the device
-        of_words, of_tokens = everyone[:, :CHECKSUMS].T.tolist()
+    if mine.device.type == "cpu" or settings.check_ranks():  # on a GPU, reading the checksums synchronizes the host
+        of_descriptions, of_tokens = everyone[:, :CHECKSUMS].T.tolist()
         did = "call context_parallel_decode with different lengths or keywords"
-        check_equal(of_words, did, f"; rank {rank} with {words}. They must be the same on all.")
+        check_equal(of_descriptions, did, f"; rank {rank} passed {description}. Pass the same on all ranks.")
         check_equal(
             of_tokens,
-            "were given different tokens to continue sequences with that they share",
-            ". Where tokens are sampled, every rank must draw the same ones: call torch.manual_seed(seed) with one "
-            "seed on all ranks before generate().",
+            "continue the same sequences with different tokens",
+            ". All ranks must sample the same tokens: call torch.manual_seed(seed) with the same seed on all ranks "
+            "before generate().",
         )
     return everyone[:, CHECKSUMS:].view(len(everyone), *mine.shape)
 

@@ -1,7 +1,7 @@
-"""Counts for torch's modes: CommDebugMode counts an op's collectives, FlopCounterMode its matmuls (both directions).
+"""Support for torch's counting modes: CommDebugMode (collectives) and FlopCounterMode (matmuls, also of backward).
 
-Both modes see a torch.library op as one call. While a mode is active, and only then, the op shows it the parts as calls
-of torch's own ops that compute nothing.
+Both modes see a torch.library op as one opaque call. While such a mode is active, and only then, the op additionally
+issues calls of torch's own ops that compute nothing, one for each collective or matmul inside the op.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fused_tp.core.group import GroupName, group_by_name
 
-# torch's name of the collective behind each key of dispatch; a ring counts one for each of its W - 1 steps.
+# torch's name of the collective that each dispatch key stands for. A ring counts one for each of its W - 1 steps.
 _KINDS = {
     "all_gather": "all_gather_into_tensor",
     "all_gather_matmul": "all_gather_into_tensor",
@@ -33,30 +33,30 @@ _KINDS = {
     "all_to_all": "all_to_all_single",
     "ring_attention": "all_to_all_single",
 }
-_GRADS = ("needs_x", "needs_rows", "needs_weight")  # of grouped matmuls
+_GRADS = ("needs_x", "needs_rows", "needs_weight")  # arguments of grouped matmuls' backward, one per gradient
 _DEBUG = "torch.distributed.tensor.debug"
 _counted: set[str] = set()  # ops whose collectives CommDebugMode counts
 
 
 def count_by_modes(op: Any) -> None:
-    """Make FlopCounterMode count the matmuls of `op`, an `Op`, as those of its plain equivalent."""
+    """Make FlopCounterMode count the matmuls inside `op`, an `Op`."""
 
     def decompose(*values: Any) -> Any:
-        # FlopCounterMode calls this for an op it does not know. NotImplemented makes it run the op itself.
+        # FlopCounterMode calls this for an op without a flop formula. After NotImplemented it runs the op as usual.
         if type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__ == "_FlopCounterMode":
             for batch, m, k, n in _products(op.name, op.pack((*values[:-1], GroupName(values[-1])))):
                 a, b = (torch.empty((batch, *s), dtype=torch.float32, device="meta") for s in ((m, k), (k, n)))
                 torch.ops.aten.bmm.default(a, b)
         return NotImplemented
 
-    # Rejected: a CompositeImplicitAutograd kernel (Inductor would decompose the op); register_flop_formula (its module
-    # imports Triton, which takes 0.2 s).
+    # Rejected: a CompositeImplicitAutograd kernel, because Inductor would decompose the op; and register_flop_formula,
+    # because its module imports Triton, which takes 0.2 s.
     op.overload.decompose = decompose
 
 
 def count_collectives(ops: dict[str, Any]) -> None:
-    """Make CommDebugMode, if it has been imported, count the collectives of these ops."""
-    if (debug := sys.modules.get(_DEBUG)) is None:  # importing it costs seconds
+    """Make CommDebugMode, if it has been imported, count the collectives of `ops`."""
+    if (debug := sys.modules.get(_DEBUG)) is None:  # do not import it here: that takes seconds
         return
     for op in ops.values():
         if op.name not in _counted:
@@ -77,7 +77,7 @@ def _rule(op: Any) -> Callable[..., Any]:
 
 
 class _Collective:
-    """Imitation of a torch collective that does nothing, for CommDebugMode to count."""
+    """Fake torch collective that does nothing, for CommDebugMode to count."""
 
     def __init__(self, kind: str) -> None:
         self._overloadpacket = getattr(torch.ops.c10d_functional, kind)
@@ -105,11 +105,12 @@ def _collectives(op: Any, values: Sequence[Any]) -> list[str]:
 
 
 def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
-    """(batch, m, k, n) of the matmuls that this rank computes, masked parts of attention included."""
+    """Yield (batch, m, k, n) of each matmul that this rank computes; masked parts of attention are counted, too."""
     if name in ("ring_attention", "ring_attention_backward"):
         (b, q, h, d), keys, dv = a.q.shape, a.attention.seq_len_kv, a.v.shape[3]
         yield from ((b * h, q, d, keys), (b * h, q, keys, dv))
-        if name == "ring_attention_backward":  # the scores once more, and gradients of weights, v, q, k
+        # Backward computes the scores again (above), and the gradients of the probabilities, v, q and k.
+        if name == "ring_attention_backward":
             yield from ((b * h, keys, q, dv), (b * h, q, keys, d), (b * h, keys, q, d))
     elif name == "context_parallel_decode":
         (_, q, h, d), group = a.q.shape, group_by_name(a.group)
@@ -118,7 +119,7 @@ def _products(name: str, a: Any) -> Iterator[tuple[int, int, int, int]]:
 
             held = BlockCyclicLayout(group.size, group.rank, a.block).count(length)
             yield from ((h, q, d, held), (h, q, held, a.v.shape[3]))
-    elif "grouped" in name:  # one product for each gradient that is needed
+    elif "grouped" in name:  # forward is one matmul; backward is one for each gradient that is needed
         rows, times = len(a.routing.tokens), sum(getattr(a, need, False) for need in _GRADS) or "backward" not in name
         yield from [(1, rows, *a.weight.shape[1:])] * times
     elif name in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_reduce_rms_norm"):

@@ -1,6 +1,6 @@
-"""All-to-all of rows with unequal counts: sends tokens to their experts. Internal.
+"""All-to-all of rows with unequal counts, which sends tokens to their experts. Internal.
 
-Each rank knows the row counts for every peer in advance: `expert_parallel` exchanges them first.
+The caller must know the numbers of rows to send and to receive: `expert_parallel` exchanges them first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def exchange_rows(x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int
     """Exchange rows with all ranks; return the received rows [sum(recv_sizes), ...] in rank order.
 
     Args:
-        x: [sum(send_sizes), ...], `send_sizes[r]` rows for each rank r in turn.
+        x: [sum(send_sizes), ...], rows sorted by destination rank.
+        send_sizes: number of rows to send to each rank.
         recv_sizes: number of rows to receive from each rank.
     """
     result: Tensor = EXCHANGE_ROWS(x, list(send_sizes), list(recv_sizes), group)
@@ -40,7 +41,7 @@ def _prepare(a: _Args) -> _Args:
     check_tensor("x", a.x, least_dims=2)
     sizes = checked_sizes("send_sizes", a.send_sizes), checked_sizes("recv_sizes", a.recv_sizes)
     if sum(sizes[0]) != len(a.x):
-        raise ValueError(f"send_sizes are {sizes[0]}, and x has {len(a.x)} rows; they must add up to these.")
+        raise ValueError(f"The sum of send_sizes={sizes[0]} must be the number of rows of x, {len(a.x)}.")
     return _Args(a.x, *sizes, a.group)
 
 
@@ -67,7 +68,7 @@ EXCHANGE_ROWS: Op[_Args] = Op(
     "Tensor",
     _exchange,
     _fake,
-    # The key must be equal on all ranks, so it leaves out the number of rows.
+    # The key must be equal on all ranks, so it omits the number of rows.
     key=_key,
     prepare=_prepare,
     backward=_backward,

@@ -1,4 +1,4 @@
-"""`explain`: report the schedule that a call would run on, and the reason; runs nothing and sends nothing."""
+"""`explain`: report the schedule that a call would use, and the reason, without running the call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from fused_tp.ops.op import DispatchKey, Op, every_op
 
 @dataclass(frozen=True)
 class Provider:
-    """Kernel that computes each step of an attention, and the reason."""
+    """Kernel that computes an attention step or a matmul, and the reason for the choice."""
 
     name: str
     reason: str
@@ -51,13 +51,13 @@ class Provider:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Schedules and kernels that a call would run on.
+    """Schedules and kernels that a call would use.
 
     Attributes:
         op: name of the op.
         call: description of the op with its shapes, dtype, device and group size.
-        forward, backward: schedule, transport and reason of each; None if it communicates nothing.
-        provider: kernel of an attention (decoding too), or of a matmul if tensors were passed; otherwise None.
+        forward, backward: schedule, transport and reason; None for a direction without communication.
+        provider: kernel of attention or decoding, or of a matmul if tensors were passed; otherwise None.
     """
 
     op: str
@@ -86,7 +86,7 @@ def explain(
     group: GroupLike = None,
     dim: int | None = None,
 ) -> Explanation:
-    """Explain which schedule `op` would run on for tensors of `shapes` on every rank, and why. Printable.
+    """Explain which schedule `op` would use for tensors of `shapes` on every rank, and why. Print the result.
 
     Args:
         op: name of an op that communicates, as in `fused_tp.<op>`.
@@ -126,7 +126,7 @@ def explain(
         transport = SCHEDULES[chosen].transport or backend_of(resolved, where.type)
         return Decision(chosen, transport, f"measured here: {told(choice)}{caveat_of(chosen)}")
 
-    place = _CallPlace(
+    environment = _Environment(
         resolved.size,
         where.type,
         str(where),
@@ -134,7 +134,7 @@ def explain(
         partial(backend_of, resolved, where.type),
         partial(fused_ring_available_in, resolved),
     )
-    found = _explain(op, [one.shape if isinstance(one, Tensor) else one for one in shapes], dim, dtype, place)
+    found = _explain(op, [one.shape if isinstance(one, Tensor) else one for one in shapes], dim, dtype, environment)
     if found.provider is None and len(given) == 2 and tensor_arguments()[op][-1] == "weight" and given[1].ndim == 2:
         few, why = few_rows_reason(*given)
         found = replace(found, provider=Provider("the kernels for few rows" if few else "torch or oneDNN", why))
@@ -158,25 +158,27 @@ def explain_for(
         arch: "cpu", or the architecture of the GPUs, such as "sm_90".
 
     Raises:
-        ValueError: as `explain`; or `transport` does not support tensors on such devices; or `FUSED_TP_SCHEDULE` or the
-            dispatch table name a schedule that is not available, for which the op would raise, too.
+        ValueError: `explain` would raise; or `transport` does not support tensors of this device type; or
+            `FUSED_TP_SCHEDULE` or the dispatch table specifies a schedule that is not available (the op itself would
+            raise, too).
     """
     device_type = "cuda" if arch.startswith("sm_") else arch
     moved = {"shm": ["cpu"], "nvlink": ["cuda"], **dist.Backend.backend_capability}
     if device_type not in moved.get(transport, ()):
         able = ", ".join(name for name, types in moved.items() if device_type in types)
-        raise ValueError(f"transport is {transport!r}; it must be one that moves tensors on {device_type}: {able}.")
+        raise ValueError(f"transport is {transport!r}; it must be one that supports tensors on {device_type}: {able}.")
     shared = shm_serves(world_size) if transport == "shm" else unavailable(f"its transport is {transport}")
-    messages = {"shm": "torch.distributed", "nvlink": "nccl"}.get(transport, transport)  # a table may prefer these
+    # Backend for messages, which a dispatch table may prefer to shared memory or NVLink.
+    messages = {"shm": "torch.distributed", "nvlink": "nccl"}.get(transport, transport)
 
-    def serves(spec: ScheduleSpec) -> Availability:
-        # The links between the ranks are unknown here; they are assumed to be sufficient.
+    def supports(spec: ScheduleSpec) -> Availability:
+        # The links between hypothetical ranks are unknown. Assume that they support the schedule.
         if spec.transport == "shm":
             return shared
         if spec.devices and device_type not in spec.devices:
             return unavailable(f"it is for {', '.join(spec.devices)}, not {device_type}")
         if world_size > (spec.max_ranks or world_size):
-            return unavailable(f"it serves up to {spec.max_ranks} ranks, and the group has {world_size}")
+            return unavailable(f"it supports at most {spec.max_ranks} ranks, and the group has {world_size}")
         return AVAILABLE
 
     def ask(name: str, key: DispatchKey) -> Decision:
@@ -186,14 +188,14 @@ def explain_for(
         if (forced := forced_schedule()) is not None:
             spec = SCHEDULES[forced]
             if supported := spec.supports(key.op, key.dtype):
-                if not (served := serves(spec)):
-                    raise ValueError(f"Schedule {forced!r} cannot serve this group: {served.reason}.")
+                if not (available := supports(spec)):
+                    raise ValueError(f"Schedule {forced!r} does not support this group: {available.reason}.")
                 why = f"FUSED_TP_SCHEDULE={forced} forces it{caveat_of(forced)}"
                 return Decision(forced, spec.transport or messages, why)
             reason = f"FUSED_TP_SCHEDULE={forced}, but {supported.reason}; "
 
         def usable(spec: ScheduleSpec) -> Availability:
-            return spec.supports(key.op, key.dtype) and serves(spec)
+            return spec.supports(key.op, key.dtype) and supports(spec)
 
         between = "shm" if shared else transport if transport == "nvlink" else messages
         choice = choose_by_table(key, world_size, between, arch, usable)
@@ -203,19 +205,20 @@ def explain_for(
         spec = SCHEDULES[choice.schedule]
         return Decision(spec.name, spec.transport or messages, reason + caveat_of(spec.name))
 
-    place = _CallPlace(world_size, device_type, arch, ask, lambda: messages, fused_ring_available)
-    return _explain(op, shapes, dim, dtype, place)
+    environment = _Environment(world_size, device_type, arch, ask, lambda: messages, fused_ring_available)
+    return _explain(op, shapes, dim, dtype, environment)
 
 
-class _CallPlace(NamedTuple):
-    """Ranks that would run a call.
+class _Environment(NamedTuple):
+    """The group and devices, real or hypothetical, on which a call would run.
 
     Attributes:
         size: number of ranks.
-        where: description of the device.
-        ask: decides the schedule from op and key.
-        messages: returns the backend of messages.
-        fused_ring: returns the availability of the fused ring.
+        device_type: type of the device.
+        where: description of the device, for the report.
+        ask: maps (op, dispatch key) to the schedule and the reason.
+        messages: returns the name of the torch.distributed backend that sends messages.
+        fused_ring: returns the availability of ring attention in one launch.
     """
 
     size: int
@@ -227,60 +230,65 @@ class _CallPlace(NamedTuple):
 
 
 def _explain(
-    op: str, shapes: Sequence[Sequence[int]], dim: int | None, dtype: torch.dtype, place: _CallPlace
+    op: str, shapes: Sequence[Sequence[int]], dim: int | None, dtype: torch.dtype, environment: _Environment
 ) -> Explanation:
-    keys = dispatch_keys(op, shapes, dtype, dim, place.size)
+    keys = dispatch_keys(op, shapes, dtype, dim, environment.size)
     name = explained_ops()[op][0].name
     forward, backward = (
-        None if key is None else place.ask(of, key) for of, key in zip((name, f"{name}_backward"), keys, strict=True)
+        None if key is None else environment.ask(of, key)
+        for of, key in zip((name, f"{name}_backward"), keys, strict=True)
     )
-    device, provider = torch.device(place.device_type), None
+    device, provider = torch.device(environment.device_type), None
     if op in ("ring_attention", "ulysses_attention"):
         q, _, v = shapes
-        single = place.size == 1 or accumulate_dtype(dtype) == dtype or op == "ulysses_attention"  # on whole sequences
+        # Ulysses attention computes full sequences, in a single step.
+        single = environment.size == 1 or accumulate_dtype(dtype) == dtype or op == "ulysses_attention"
         query = KernelQuery(device, dtype, q[-1], v[-1], single=single)
         if op == "ring_attention" and forward is not None and forward.schedule == FusedRing.name:
-            forward, backward = _of_fused_ring(forward, place.fused_ring(query), place.messages())
+            forward, backward = _fused_ring_decisions(forward, environment.fused_ring(query), environment.messages())
         if forward is not None and forward.schedule == FusedRing.name:
-            provider = Provider(TRITON.name, "the steps of a forward are one launch of its kernel")
+            provider = Provider(TRITON.name, "one launch of its kernel computes all steps of a forward")
         else:
-            provider = _of_steps(query)
+            provider = _step_provider(query)
     if op == "context_parallel_decode":
-        provider = _of_decoding(device, dtype, shapes[0], shapes[2][-1])
+        provider = _decoding_provider(device, dtype, shapes[0], shapes[2][-1])
     tensors = ", ".join(f"{name} {list(shape)}" for name, shape in zip(tensor_arguments()[op], shapes, strict=True))
     along = "" if dim is None else f", dim={dim}"
-    ranks = f"{place.size} rank{'s' if place.size != 1 else ''}"
-    call = f"{op}({tensors}{along}), {str(dtype).removeprefix('torch.')} on {place.where}, {ranks}"
+    ranks = f"{environment.size} rank{'s' if environment.size != 1 else ''}"
+    call = f"{op}({tensors}{along}), {str(dtype).removeprefix('torch.')} on {environment.where}, {ranks}"
     return Explanation(op, call, forward, backward, provider)
 
 
-def _of_fused_ring(decision: Decision, available: Availability, messages: str) -> tuple[Decision, Decision]:
-    """Decisions for forward and backward of a fused ring; forward falls back to messages unless `available`."""
-    note = available.reason or "its backward goes step by step"
+def _fused_ring_decisions(decision: Decision, available: Availability, messages: str) -> tuple[Decision, Decision]:
+    """Return the decisions for forward and backward of a fused ring; forward uses messages unless `available`."""
+    note = available.reason or "its backward runs step by step"
     by_messages = Decision("pipelined", messages, f"{decision.reason}, but {note}")
     return (decision if available else by_messages), by_messages
 
 
-def _of_steps(query: KernelQuery) -> Provider:
-    """Choose the kernel for `query`; the reason names conditions that `explain` does not know: scores and masks."""
+def _step_provider(query: KernelQuery) -> Provider:
+    """Choose the kernel for `query`.
+
+    `explain` does not know scores and masks, so the reason names the conditions that they must meet.
+    """
     chosen, reason = choose_kernel(query)
     if chosen in (TORCH_CPU, TORCH_CUDA):
-        pieces = " in one piece" if query.single else ""
-        reason += f"; this holds for plain scores{pieces}"
+        condition = " and a mask of one tile" if query.single else ""
+        reason += f"; this holds for plain scores{condition}"
     backward, why = choose_kernel(replace(query, backward=True))
     if backward is not chosen:
-        reason += f"; its backward by {backward.name}: {why}"
+        reason += f"; its backward uses {backward.name}: {why}"
     return Provider(chosen.name, reason)
 
 
-def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
+def _decoding_provider(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int], v_head_dim: int) -> Provider:
     new, head_dim = q_shape[1], q_shape[3]
     query = KernelQuery(device, dtype, head_dim, v_head_dim)
     if kernel_serves(query, new):
-        return Provider("triton", "its split-KV kernel takes a few queries of all sequences at once")
+        return Provider("triton", "its split-KV kernel computes the queries of all sequences in one launch")
     if new <= MAX_DECODE_QUERIES:
         return Provider("torch", f"for up to {MAX_DECODE_QUERIES} queries matmuls read the cache once")
-    return _of_steps(query)
+    return _step_provider(query)
 
 
 # -- keys for dispatch ------------------------------------------------------------------------------------------------
@@ -288,34 +296,40 @@ def _of_decoding(device: torch.device, dtype: torch.dtype, q_shape: Sequence[int
 
 @cache
 def explained_ops() -> dict[str, tuple[Op[Any], tuple[str, ...]]]:
-    """Map each public function to its op and the parameters of its `example` except the group size: the tensors whose
-    shapes `explain` takes, and `dim`. Not built at import, when some ops are not yet defined."""
+    """Map the name of each public function to its op and the names of its `example` parameters.
+
+    The parameters, without the group size, are the tensors whose shapes `explain` accepts, and `dim`. The map is built
+    at first use: at import, some ops are not defined yet.
+    """
     found = {}
     for op in every_op().values():
         if op.example is not None:
-            # Attention by heads is dispatched by its first exchange.
+            # Ulysses attention is dispatched by the key of its first all-to-all.
             name = "ulysses_attention" if op is SEQUENCE_TO_HEADS else op.name
             found[name] = op, tuple(inspect.signature(op.example).parameters)[1:]
     return dict(sorted(found.items()))
 
 
 def tensor_arguments() -> dict[str, tuple[str, ...]]:
-    """Names of the tensors whose shapes `explain` takes, by op."""
+    """Names of the tensors whose shapes `explain` accepts, by op."""
     return {name: tuple(one for one in names if one != "dim") for name, (_, names) in explained_ops().items()}
 
 
 def dispatch_keys(
     op: str, shapes: Sequence[Any], dtype: torch.dtype, dim: Any, size: int
 ) -> tuple[DispatchKey | None, ...]:
-    """Keys for dispatch of forward and backward of `op` for tensors of `shapes` per rank; raises as `explain` does."""
+    """Return the dispatch keys of forward and backward of `op` for tensors of `shapes` on each rank.
+
+    Raises the errors of `explain`.
+    """
     if op == "context_parallel_attention":
         raise ValueError(
             "context_parallel_attention runs ulysses_attention over one dim of its mesh and ring_attention over the "
-            "other; ask for these, each with the group of its dim."
+            "other. Call explain for each of the two, with the group of its dim."
         )
     if op not in explained_ops():
-        raise ValueError(f"op is {op!r}; explain knows {', '.join(explained_ops())}.")
-    asked, names = explained_ops()[op][0], tensor_arguments()[op]
+        raise ValueError(f"op is {op!r}; it must be one of {', '.join(explained_ops())}.")
+    requested, names = explained_ops()[op][0], tensor_arguments()[op]
     if len(shapes) != len(names):
         raise ValueError(f"{op} needs {len(names)} shapes ({', '.join(names)}), got {len(shapes)}.")
     for name, shape in zip(names, shapes, strict=True):
@@ -329,7 +343,7 @@ def dispatch_keys(
     if dim is not None:
         with_dim = [name for name, (_, parameters) in explained_ops().items() if "dim" in parameters]
         if op not in with_dim:
-            raise ValueError(f"dim={dim!r} is for {', '.join(with_dim)}; {op} has none.")
+            raise ValueError(f"dim={dim!r} is supported for {', '.join(with_dim)}, not for {op}; omit it.")
         tensors.append(any_dim("dim", dim, names[0], tensors[0]))
     check_tensor(names[0], tensors[0], least_dims=2 if "scatter" in op or op.startswith("all_gather_") else 1)
     if "grouped" in op:
@@ -337,6 +351,6 @@ def dispatch_keys(
         checked_grouped(names[0], x, weight, *example_routing(x, weight))
     elif names[-1] == "weight":
         check_linear(names[0], tensors[0], tensors[1], None)
-    assert asked.example is not None
-    args = asked.example(size, *tensors)
-    return asked.key and asked.key(args), asked.backward_key and asked.backward_key(args)
+    assert requested.example is not None
+    args = requested.example(size, *tensors)
+    return requested.key and requested.key(args), requested.backward_key and requested.backward_key(args)

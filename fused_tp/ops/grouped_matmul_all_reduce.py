@@ -1,4 +1,4 @@
-"""Multiply rows by their experts' weights and sum by token and over ranks: down projections of experts."""
+"""Multiply rows by their experts' weights, and sum by token and over ranks: down projections of experts."""
 
 from __future__ import annotations
 
@@ -47,25 +47,26 @@ def grouped_matmul_all_reduce(
     Args:
         x: [S, k], rows sorted by expert, this rank's shard of the features; float16, bfloat16, float32 or float64.
         weight: [experts, N, k], this rank's columns of every expert's weight, or this rank's experts.
-        tokens: int64 [S], the token of each row, all dims of `shape` counted as one. Ranks may differ.
+        tokens: int64 [S], the token of each row: an index into the flattened `shape`. May differ between ranks.
         offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
-        scale: [S], such as routing weights, or None for ones. Its gradient covers this rank's term only, as x's does.
+        scale: [S], factor of each row, such as routing weights; None: 1. Its gradient, like that of x, covers only this
+            rank's term.
         shape: shape of the tokens.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
     Returns:
-        `[*shape, N]`. Each rank sums its rows in float32 (float64 for float64) and rounds; then the ranks' terms are
-        summed in rank order in the same way. Zeros for a token without rows.
+        `[*shape, N]`; zeros for a token without rows. Each rank sums its rows in float32 (float64 for float64) and
+        rounds the sums. The sum over ranks is also in float32, in rank order, and rounded once.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
-            `offsets` are compared on CPU only.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent. The values of `tokens` and
+            `offsets` are checked on CPU only.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         y = grouped_matmul_all_reduce(rows, w_out, tokens, offsets, shape=x.shape[:-1], group=mesh["tp"])
 
-    Source: as `all_gather_grouped_matmul`.
+    Source: see `all_gather_grouped_matmul`.
     """
     result: Tensor = GROUPED_MATMUL_ALL_REDUCE(x, weight, tokens, offsets, scale, shape, group)
     return result
@@ -105,13 +106,13 @@ def _forward(schedule: Schedule, a: _Args) -> Tensor:
 
 
 def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
-    """Both halves are local."""
+    """Return the gradients; no communication."""
     a, needs = s.args, s.needs
     return grads_of_rows(d_output, a, needs)
 
 
 def grads_of_rows(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
-    """Compute the needed gradients of x, scale and weight from the gradient of all tokens."""
+    """Compute the needed gradients of x, scale and weight; `d_output` is the gradient of all tokens."""
     rows = needs.x or needs.scale
     if not (rows or needs.weight):
         return {}
@@ -122,11 +123,11 @@ def grads_of_rows(d_output: Tensor, a: Any, needs: Any) -> dict[str, Any]:
     return found | {"weight": d_weight} if needs.weight else found
 
 
-# -- backward: an op, because a traced program cannot see how many rows an expert has ---------------------------------
+# -- backward: a custom op, because a tracer cannot read the number of rows of each expert ----------------------------
 
 
 def _compute_grads(schedule: None, g: _Grads) -> tuple[Tensor, Tensor]:
-    """dy @ W of each row, and dW; empty where not needed."""
+    """Return (dy @ W for each row, dW); a result that is not needed is an empty tensor."""
     d_rows, empty = g.routing.rows_of(g.d_output), g.x.new_empty(0)
     d_scaled = grouped_linear(d_rows, g.weight.transpose(1, 2), g.routing) if g.needs_rows else empty
     if not g.needs_weight:

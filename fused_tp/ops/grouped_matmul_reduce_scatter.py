@@ -47,25 +47,26 @@ def grouped_matmul_reduce_scatter(
     Args:
         x: [S, k], rows sorted by expert, this rank's shard of the features; float16, bfloat16, float32 or float64.
         weight: [experts, N, k], this rank's columns of every expert's weight, or this rank's experts.
-        tokens: int64 [S], the token of each row, all dims of `shape` counted as one. Ranks may differ.
+        tokens: int64 [S], the token of each row: an index into the flattened `shape`. May differ between ranks.
         offsets: int32 [experts], end of each expert's rows in `tokens` (`offs` in torch).
-        scale: [S], such as routing weights, or None for ones. Its gradient covers this rank's term only, as x's does.
-        shape: shape of all tokens.
+        scale: [S], factor of each row, such as routing weights; None: 1. Its gradient, like that of x, covers only this
+            rank's term.
+        shape: shape of the tokens of all ranks.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         scatter_dim: a dim of `shape`; may be negative. Sharded as by torch.chunk: the last ranks may get less.
 
     Returns:
-        `[*shape, N]` with this rank's shard of `scatter_dim`; summed as by `grouped_matmul_all_reduce`.
+        `[*shape, N]` with this rank's shard of `scatter_dim`; summed and rounded as in `grouped_matmul_all_reduce`.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; raised before anything is sent. Numbers in `tokens` and
-            `offsets` are compared on CPU only.
+        TypeError, ValueError: an argument is invalid; raised before anything is sent. The values of `tokens` and
+            `offsets` are checked on CPU only.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
 
     Example:
         y_shard = grouped_matmul_reduce_scatter(rows, w_out, tokens, offsets, shape=x.shape[:-1], group=mesh["tp"])
 
-    Source: as `all_gather_grouped_matmul`.
+    Source: see `all_gather_grouped_matmul`.
     """
     result: Tensor = GROUPED_MATMUL_REDUCE_SCATTER(x, weight, tokens, offsets, scale, shape, scatter_dim, group)
     return result
@@ -132,7 +133,7 @@ def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
 
 
 def _gather_grads(schedule: Schedule, g: _Grads) -> tuple[Tensor, Tensor]:
-    """dy @ W of each row, and the gathered dy; empty where not needed."""
+    """Return (dy @ W for each row, gathered dy); a result that is not needed is an empty tensor."""
     size = g.shape[g.scatter_dim]
 
     def multiply(d_output: Tensor) -> tuple[Tensor, Tensor]:

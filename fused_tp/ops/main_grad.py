@@ -15,15 +15,16 @@ T = TypeVar("T", bound=Tensor)
 def into_main_grad(parameter: T) -> T:
     """Return an alias of `parameter` whose gradient is added to `parameter.main_grad`.
 
-    An autograd node between the op and the parameter adds the gradient, because it runs exactly if the parameter's
-    gradient is requested. The op's backward cannot do it: it also runs for the input's gradient alone, and twice if a
-    pipeline schedule splits it.
+    An autograd node between the op and the parameter adds the gradient. This node runs only if the gradient of the
+    parameter is requested. Rejected: adding it in the op's backward, which also runs if only the gradient of the input
+    is requested, and runs twice if a pipeline schedule splits it.
 
-    Megatron-Core's convention (gradient_accumulation_fusion in its tensor_parallel/layers.py): if a parameter has
-    `grad_added_to_main_grad`, the attribute is set to True, so that the data-parallel hook does not add the gradient
-    again, and the parameter gets a gradient of zeros, because that hook asserts that one exists. Any other parameter
-    gets no `.grad`; torch.autograd.grad, which also requires a gradient, returns zeros. Code compiled by torch.compile
-    has no such node: its gradient is in `.grad`.
+    Follows Megatron-Core (gradient_accumulation_fusion in tensor_parallel/layers.py). If a parameter has the attribute
+    `grad_added_to_main_grad`, it is set to True, so that the data-parallel hook does not add the gradient again. Such a
+    parameter gets a `.grad` of zeros, because the hook asserts that a gradient exists. Any other parameter gets no
+    `.grad`. torch.autograd.grad requires a gradient, so for it the node returns zeros.
+
+    Under torch.compile this function returns `parameter` itself, so the gradient is in `.grad`.
     """
     if not (parameter.requires_grad and torch.is_grad_enabled()) or is_dynamo_compiling():
         return parameter
@@ -34,7 +35,7 @@ def into_main_grad(parameter: T) -> T:
 class _IntoMainGrad(Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        # Not saved for backward: unpacked saved tensors lose Python attributes.
+        # Not save_for_backward: unpacked tensors do not have the Python attributes of the parameter.
         ctx.parameter = parameter
         return parameter.detach()
 
@@ -55,9 +56,9 @@ class _IntoMainGrad(Function):
 
 
 def is_captured(node: Any) -> bool:
-    """True if torch.autograd.grad was asked for the gradient of the leaf that `node` accumulates."""
+    """True if torch.autograd.grad requested the gradient of the leaf of the AccumulateGrad node `node`."""
     try:
         torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch raises for a leaf of torch.autograd.grad
+    except RuntimeError:  # torch raises for a leaf that torch.autograd.grad requested
         return True
     return False

@@ -27,7 +27,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
 
     Args:
         x: [..., k], this rank's shard of the features; float16, bfloat16, float32 or float64.
-        weight: [N, k], this rank's columns of the whole weight.
+        weight: [N, k], this rank's columns of the full weight.
         bias: [N] or None, the same on all ranks, added once after the sum.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
 
@@ -55,7 +55,7 @@ class _Args(NamedTuple):
 
 
 def _backward(s: Saved[_Args], d_output: Tensor) -> dict[str, Any]:
-    """Both halves are local."""
+    """Return the gradients; no communication."""
     a, needs = s.args, s.needs
     return {
         "x": linear(d_output, a.weight.t()) if needs.x else None,

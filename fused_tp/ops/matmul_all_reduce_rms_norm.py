@@ -31,9 +31,9 @@ def matmul_all_reduce_rms_norm(
 
     Args:
         x: [..., k], this rank's shard of the features; float16, bfloat16, float32 or float64.
-        weight: [N, k], this rank's columns of the whole weight.
-        residual: [..., N], the residual stream. Under autocast it may stay float32 although the matmul has a lower
-            precision; the results then have residual's dtype.
+        weight: [N, k], this rank's columns of the full weight.
+        residual: [..., N], the residual stream. Under autocast it may be float32 although the matmul runs in lower
+            precision; the results then have the dtype of `residual`.
         norm_weight: [N].
         eps: added to the mean square, > 0.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
@@ -48,7 +48,7 @@ def matmul_all_reduce_rms_norm(
     Example:
         hidden, residual = matmul_all_reduce_rms_norm(h, w_down, residual, norm.weight, 1e-6, group=mesh["tp"])
 
-    Source: as `all_reduce_rms_norm`.
+    Source: see `all_reduce_rms_norm`.
     """
     dtype = autocast_dtype(x)
     if dtype is not None and isinstance(residual, Tensor) and residual.dtype != dtype:
@@ -76,7 +76,7 @@ def _prepare(a: _Args) -> _Args:
 
 
 def _backward(s: Saved[_Args], d_normed: Tensor, d_new_residual: Tensor) -> dict[str, Any]:
-    """Both halves are local; the second reuses the residual gradient of the first."""
+    """Return the gradients; no communication. The second half of a split backward reuses d_residual of the first."""
     a, (new_residual,), needs = s.args, s.outputs, s.needs
     if s.kept is None:
         d_h, d_norm_weight = rms_norm_backward(d_normed, new_residual, a.norm_weight, a.eps)

@@ -35,7 +35,7 @@ def matmul_reduce_scatter(
 
     Args:
         x: [..., M, ..., k], all tokens, this rank's shard of the features; float16, bfloat16, float32 or float64.
-        weight: [N, k], this rank's columns of the whole weight.
+        weight: [N, k], this rank's columns of the full weight.
         bias: [N] or None, the same on all ranks, added once after the sum. Its gradient is complete on each rank.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         scatter_dim: any dim but the last; may be negative. Sharded as by torch.chunk: the last ranks may get less.
@@ -50,7 +50,7 @@ def matmul_reduce_scatter(
     Example:
         y_shard = matmul_reduce_scatter(hidden, w_down, group=mesh["tp"], scatter_dim=1)
 
-    Source: as `all_gather_matmul`.
+    Source: see `all_gather_matmul`.
     """
     result: Tensor = MATMUL_REDUCE_SCATTER(x, weight, bias, scatter_dim, group)
     return result
@@ -103,13 +103,13 @@ def _backward(s: Saved[_Args], d_shard: Tensor) -> dict[str, Any]:
 
 
 def _gather_grads(schedule: Schedule, g: _Grads) -> list[Tensor]:
-    """Return [dx, gathered dy], without those not needed."""
+    """Return [dx, gathered dy], omitting those not needed."""
     size = g.x.shape[g.scatter_dim]
     if not g.needs_x:
         d_output = schedule.all_gather(g.d_shard, gather_dim=g.scatter_dim, gather_size=size).wait()
         return [g.d_shard.clone() if d_output is g.d_shard else d_output]
-    asked = GatherMatmul(g.d_shard, [g.weight.t()], [None], g.scatter_dim, size, g.needs_d_output)
-    grads, gathered = schedule.all_gather_matmul(asked)
+    call = GatherMatmul(g.d_shard, [g.weight.t()], [None], g.scatter_dim, size, g.needs_d_output)
+    grads, gathered = schedule.all_gather_matmul(call)
     return grads if gathered is None else [*grads, gathered]
 
 

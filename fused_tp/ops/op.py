@@ -1,15 +1,15 @@
 """Base of all differentiable ops: schema, forward, fake, backward and the key for dispatch.
 
-`torch.compile`, `make_fx` and dispatch modes (selective checkpointing, fake tensors, flop counters) must see one op
-with a schema, a fake and an autograd formula: a `torch.library` op. In eager mode such an op costs 17 us per call
-without gradients and 52 us with gradients (list arguments, torch 2.13, one x86 core); a whole decode-sized `F.linear`
-takes 7 us. In eager mode, plain tensors therefore bypass torch's dispatcher: they call the forward directly, or through
-an `autograd.Function` around the same forward and backward (12 us). Rejected: `torch.library.custom_op`, which takes 4
-to 6 us more than `Library.define` + `impl`.
+`torch.compile`, `make_fx` and dispatch modes (selective checkpointing, fake tensors, flop counters) require a
+`torch.library` op, with a schema, a fake implementation and an autograd formula. In eager mode such an op costs 17 us
+per call without gradients and 52 us with gradients (list arguments, torch 2.13, one x86 core), while a decode-sized
+`F.linear` takes 7 us. Eager calls with plain tensors therefore bypass torch's dispatcher: they call the forward
+directly, or through an `autograd.Function` around the same forward and backward (12 us). Rejected:
+`torch.library.custom_op`, which takes 4 to 6 us more than `Library.define` + `impl`.
 
-Decoding repeats one call for each token, and a decode-sized matmul streams its whole weight through the caches. Code
-that runs after it starts cold: a Python frame costs 5 to 10 us there, and 0.2 us in a hot loop. The checked arguments
-and the schedule are the same for every call of one shape, so they are cached as a plan.
+Decoding repeats the same call for each token. A decode-sized matmul reads its entire weight through the CPU caches, so
+code that runs after it is no longer cached: a Python frame costs 5 to 10 us then, and 0.2 us in a hot loop. The checked
+arguments and the schedule are equal for all calls of one shape, so they are cached as a plan.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from fused_tp.ops.split_backward import apply_split, is_split
 
 LIBRARY = torch.library.Library("fused_tp", "DEF")
 AnyGroup: TypeAlias = Any
-"""Annotation of `group`: any group that callers pass; a `GroupName` after `prepare`."""
+"""Type of `group`: any group that callers may pass; after `prepare`, a `GroupName`."""
 
 _PLAIN = frozenset({Tensor, Parameter})
-# Names that every call looks up, bound once.
+# Module-level bindings of functions and settings that every call reads, to save attribute lookups.
 _SCHEDULE, _SHM, _TABLE = settings.ROUTING
 _setting, _NVTX = settings.RAW.get, tracing.NVTX
 _in_dispatch_mode = torch._C._len_torch_dispatch_stack
@@ -53,18 +53,18 @@ _in_autocast = torch._C._is_any_autocast_enabled
 _in_functorch = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 
-# Shared by all calls of one shape: the schedule, its `repeatable` form, the arguments that `prepare` changes as (index,
-# new value), and the group.
+# Results of the checks, reused by all calls of one shape: the schedule, its `repeatable` form, the arguments that
+# `prepare` changes, as (index, new value), and the group.
 _Plan: TypeAlias = tuple["Schedule | None", "Callable[..., Any] | None", tuple[tuple[int, Any], ...], GroupName]
-_MAX_PLANS = 1024  # per op and group: lengths may keep changing
+_MAX_PLANS = 1024  # maximum plans per op and group, which limits the memory of programs whose shapes keep changing
 _WEIGHTS = frozenset({"weight", "weights", "bias", "biases", "norm_weight"})
 
-OPS: dict[str, Op[Any]] = {}  # those whose modules have been imported
+OPS: dict[str, Op[Any]] = {}  # ops by name; an op is added when its module is imported
 
 
 @cache
 def every_op() -> dict[str, Op[Any]]:
-    """All ops by name; imports the modules that define them."""
+    """Return all ops by name; imports the modules that define them."""
     for module in iter_modules(import_module("fused_tp.ops").__path__):
         import_module(f"fused_tp.ops.{module.name}")
     return OPS
@@ -78,11 +78,12 @@ class Saved(Generic[A]):
 
     Attributes:
         args: the arguments; None for tensors that were not saved.
-        needs: for each argument, True if its gradient is to be computed; a list of bools for a list of tensors.
-        all_needs: `needs` of both halves of backward together.
+        needs: for each argument, True if its gradient is needed; a list of bools for a list of tensors. In one half of
+            a split backward, False for arguments of the other half.
+        all_needs: `needs` without this restriction.
         shapes: shapes of the arguments that are tensors; None for the others.
         outputs: the results that were saved.
-        kept: values that one half of backward passes to the other.
+        kept: values that the first half of a split backward passes to the second half.
     """
 
     def __init__(self, args: A, needs: Any, shapes: Any, outputs: Sequence[Tensor]) -> None:
@@ -91,7 +92,7 @@ class Saved(Generic[A]):
 
     @contextmanager
     def only(self, weights: bool) -> Iterator[None]:
-        """Restrict `needs` to weights (or to all other arguments) inside the context."""
+        """Context manager that restricts `needs` to weights or, if not `weights`, to all other arguments."""
         masked = [
             need if (name in _WEIGHTS) == weights else [False] * len(need) if isinstance(need, list) else False
             for name, need in zip(self.all_needs._fields, self.all_needs, strict=True)
@@ -107,29 +108,29 @@ class Op(Generic[A]):
     """One op `fused_tp::<name>`.
 
     Arguments are passed internally as one NamedTuple. Its annotations define the schema. Its last field, `group`, holds
-    the group that callers pass, and after `prepare` the group's name. A field may itself be a NamedTuple; its fields
-    then replace it in the schema. A call of the op takes all fields one by one.
+    the group that callers pass and, after `prepare`, the group's name. A field may itself be a NamedTuple; the schema
+    then contains its fields. Callers pass all fields as separate positional arguments.
 
     Args:
         name: name of the op.
         arguments: the NamedTuple.
         returns: return type of the schema: "Tensor", "Tensor[]" or "(Tensor, Tensor)".
         forward: computes the results from a schedule (None without `key`) and the arguments. Results must not share
-            memory with arguments: the compiler relies on that.
+            memory with arguments: torch.compile relies on it.
         fake: computes results without data from the arguments.
-        key: computes the key for dispatch from the arguments; None for a call that communicates nothing.
+        key: computes the key for dispatch from the arguments; returns None for a call without communication.
         backward_key: computes the key for dispatch of backward from the arguments of forward.
-        example: builds arguments for `explain` from the size of the group and one rank's tensors. They agree with a
-            call's in all that `key` and `backward_key` read.
+        example: builds arguments for `explain` from the group size and one rank's tensors. All values that `key` and
+            `backward_key` read must be as in a real call.
         prepare: checks, casts and normalizes the arguments. Without autocast its result must depend only on shapes,
             dtypes, devices and arguments that are not tensors.
         saves: values that backward needs: tensor arguments by name, results by index.
-        backward: computes gradients by argument name from (saved, gradients of the results); see `grad_input`. An op
-            without it is itself (part of) a backward.
-        materialize_grads: unused results have gradients of zeros, not None.
+        backward: computes gradients by argument name from (saved, gradients of the results); see `grad_input`. None
+            for an op that is not differentiable, such as an op that computes gradients.
+        materialize_grads: True if the gradients of unused results are zeros, not None.
         non_differentiable: indices of the results without a gradient.
-        once: backward is local, so that a second derivative over several ranks would lack the other ranks' terms. A
-            second derivative raises; on one rank too if backward reads a result without a gradient.
+        once: True if backward is local. A second derivative over several ranks would then miss the terms of other
+            ranks, so it raises. On one rank it raises only if some results have no gradient.
     """
 
     def __init__(
@@ -183,9 +184,9 @@ class Op(Generic[A]):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def __call__(self, *values: Any) -> Any:
-        """Run the op on its arguments one by one; the last, `group`, may be a `GroupName`."""
-        # Not `is_compiling`: it takes two more frames to check TorchScript and export; export traces under a dispatch
-        # mode.
+        """Run the op on its arguments; the last, `group`, may be a `GroupName`."""
+        # Not torch.compiler.is_compiling: it also checks for TorchScript and export, which costs two more Python
+        # frames. Export traces under a dispatch mode, which is checked below.
         if (
             is_dynamo_compiling()
             or _in_dispatch_mode()
@@ -199,7 +200,7 @@ class Op(Generic[A]):
         ):
             return self._call(values)
         given: Sequence[Any] = values[:-1]
-        # Nested tuples: appending to a list takes a quarter of the time of this whole function.
+        # The key is built as nested tuples, because appending to a list would take a quarter of this function's time.
         key: tuple[Any, ...] = _setting(_SCHEDULE), _setting(_SHM), _setting(_TABLE)
         grad_mode, needs_grad = _grad_enabled(), False
         for value in given:
@@ -207,7 +208,7 @@ class Op(Generic[A]):
             if kind is Tensor or kind is Parameter:
                 try:
                     key = key, value.shape, value.dtype, value.device, value.layout
-                except RuntimeError:  # a nested tensor has no shape: the checks refuse it
+                except RuntimeError:  # a nested tensor has no shape; the argument checks reject it
                     return self._call(values)
                 if grad_mode and value.requires_grad:
                     needs_grad = True
@@ -231,10 +232,10 @@ class Op(Generic[A]):
             elif isinstance(value, Tensor):
                 return self._call_unwrapped(values)
             else:
-                key = key, kind, value  # True is 1, but not for the checks
+                key = key, kind, value  # with the type: True == 1, but the argument checks distinguish them
         try:
             plan = self._plans[group].get(key)
-        except TypeError:  # an argument without a hash; the checks refuse it
+        except TypeError:  # an argument is not hashable; the argument checks reject it
             return self._call(values)
         if plan is None:
             return self._call(values, key)
@@ -243,7 +244,8 @@ class Op(Generic[A]):
             given = fresh = list(given)
             for index, value in changed:
                 fresh[index] = value
-        if repeatable is not None and not needs_grad:  # it begins with a torch op, which resolves its arguments
+        # `repeatable` begins with a torch op, which handles conjugate and negative bits, so they are not checked here.
+        if repeatable is not None and not needs_grad:
             found = repeatable(*given)
             return self._call(values) if found is None else found
         for value in given:
@@ -254,22 +256,25 @@ class Op(Generic[A]):
             return self._with_grad(schedule, self.pack((*self._into_main_grads(given), name)))
         result = self.forward(schedule, self.pack((*given, name)))
         if type(result) is Tensor:
-            return result.data if result._is_view() else result  # as in `_owned`
+            return result.data if result._is_view() else result  # inlined `_owned`
         for one in result:
             if one._is_view():
                 return _owned(result)
         return result
 
     def named(self, *values: Any) -> Any:
-        """Run the op on prepared arguments, the last a group's name; for calls from other ops and from backward."""
+        """Run the op on prepared arguments whose last is a group's name; for calls from other ops and from backward."""
         if is_dynamo_compiling():
             return self.overload(*values)
         return self(*values[:-1], GroupName(values[-1]))
 
     def _call_unwrapped(self, values: Sequence[Any]) -> Any:
-        """Call with tensors of subclasses. If all of them expose their memory unchanged, the op runs on plain tensors,
-        and its results have the type that torch's own functions would return."""
-        values = self._into_main_grads(values)  # before copies, which have no main_grad
+        """Call the op with tensors of Tensor subclasses.
+
+        If the memory of all of them holds plain values, the op runs on plain tensors. Its results then have the type
+        that torch's own functions would return. Other subclasses are handled by `_call`.
+        """
+        values = self._into_main_grads(values)  # before `as_subclass`, whose results have no main_grad
         found: type[Tensor] = Tensor
         plain: list[Any] = []
         for value in values:
@@ -294,9 +299,9 @@ class Op(Generic[A]):
         )
 
     def _call(self, values: Sequence[Any], key: object = None) -> Any:
-        """Call without a plan; with `key`, remember a plan for the next call."""
-        values = self._into_main_grads(values)  # before autocast's copies, which have no main_grad
-        if not is_dynamo_compiling():  # torch's dispatcher, which compiled code calls, resolves by itself
+        """Call the op without a plan; with `key`, save a plan for the next call."""
+        values = self._into_main_grads(values)  # before autocast casts weights: the casts have no main_grad
+        if not is_dynamo_compiling():  # compiled code calls torch's dispatcher, which resolves conjugate tensors
             values = [_resolved(value) for value in values]
         *given, group = values if self.prepare is None else _flat(self.prepare(self.pack(values)))
         name = str(group) if isinstance(group, GroupName) else group_identity(group).name
@@ -311,19 +316,20 @@ class Op(Generic[A]):
             return self.overload(*given, name)
         if forward_ad._current_level >= 0:
             raise RuntimeError(
-                f"{self.qualified_name} has no forward-mode derivative: its peers' tangents would be missing from it. "
-                "Use backward, or call it outside of forward_ad.dual_level()."
+                f"{self.qualified_name} does not support forward-mode AD, because ranks do not exchange tangents. Use "
+                "backward, or call it outside of forward_ad.dual_level()."
             )
         if _in_functorch():
             raise RuntimeError(
-                f"{self.qualified_name} cannot be transformed by torch.func (grad, vmap, ...): its peers are sent "
-                "numbers, no traces. Call it with a batch, and differentiate by backward() or torch.autograd.grad."
+                f"{self.qualified_name} does not support torch.func transforms (grad, vmap, ...), because it sends the "
+                "values of its tensors to other ranks. Call it with a batch dim, and use backward() or "
+                "torch.autograd.grad."
             )
         args = self.pack((*given, GroupName(name)))
         if self.key is not None and group_by_name(name).size > 1 and any(t.is_meta for t in _tensors(given)):
             raise ValueError(
-                f"{self.name} was given tensors on the meta device, which hold no numbers to send; trace shapes over "
-                "several ranks under FakeTensorMode."
+                f"{self.name} does not support meta tensors on several ranks: they have no data to send. Use "
+                "FakeTensorMode to trace shapes."
             )
         schedule = self.select(args)
         if key is not None:
@@ -333,13 +339,13 @@ class Op(Generic[A]):
         if not recording():
             return run(schedule, args)
         shown: AbstractContextManager[object] = nullcontext()
-        if _profiler._is_profiler_enabled:  # torch's dispatcher, which would record the op, is bypassed here
+        if _profiler._is_profiler_enabled:  # this path bypasses torch's dispatcher, which would record the op
             shown = torch.profiler.record_function(self.qualified_name)
         with shown, self._range(schedule, args):
             return run(schedule, args)
 
     def _into_main_grads(self, values: Sequence[Any]) -> Sequence[Any]:
-        """Replace each weight in `values` that has a `main_grad` by its `into_main_grad`."""
+        """Return `values`, in which `into_main_grad` is applied to each weight that has a `main_grad`."""
         for at in self.weights_at:
             value = values[at]
             for t in value if type(value) is list else (value,):
@@ -352,7 +358,7 @@ class Op(Generic[A]):
     def _remember(self, key: object, values: Sequence[Any], args: Any, schedule: Schedule | None) -> None:
         both = enumerate(zip(values[:-1], _flat(args)[:-1], strict=True))
         changed = [(i, new) for i, (old, new) in both if new is not old]
-        if next(_tensors([new for _, new in changed]), None) is not None:  # every call must cast or copy these again
+        if next(_tensors([new for _, new in changed]), None) is not None:  # tensors were cast or copied: not reusable
             return
         plans = self._plans[group_by_name(args[-1])]
         if len(plans) >= _MAX_PLANS:
@@ -361,14 +367,15 @@ class Op(Generic[A]):
         plans[key] = schedule, repeatable, tuple(changed), args[-1]
 
     def select(self, args: A) -> Schedule | None:
-        """Select the schedule for a call; None if nothing is communicated."""
+        """Select the schedule for a call with `args`; None if the call does not communicate."""
         key = None if self.key is None else self.key(args)
         if key is None:
             return None
         group = group_by_name(args[-1])
         if group.size == 1:
             return LOCAL
-        from fused_tp.backends.autotune import measures, tuned_schedule  # transports, of which one rank needs none
+        # Imported here, because these modules import the transports, which a single rank does not need.
+        from fused_tp.backends.autotune import measures, tuned_schedule
         from fused_tp.backends.registry import select_schedule
 
         selected = select_schedule(key, group)
@@ -401,17 +408,17 @@ class Op(Generic[A]):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def grad_input(self, saved: Saved[A], *grads: Any) -> dict[str, Any]:
-        """Gradients of all arguments that are not weights, by name, from gradients of the results.
+        """Return the gradients by name of all arguments that are not weights; `grads` are gradients of the results.
 
-        `grad_input` and `grad_weight` are the two halves of backward; a pipeline schedule may run them at different
-        times. The first half keeps values for the second in `saved`, so that nothing is communicated twice.
+        `grad_input` and `grad_weight` are the two halves of backward. A pipeline schedule may run them at different
+        times. The first half stores values for the second half in `saved`, so that nothing is communicated twice.
         """
         assert self.backward is not None
         with saved.only(weights=False):
             return self.backward(saved, *grads)
 
     def grad_weight(self, saved: Saved[A], *grads: Any) -> dict[str, Any]:
-        """Gradients of weights, biases and norm weights, by name; see `grad_input`."""
+        """Return the gradients by name of weights, biases and norm weights; see `grad_input`."""
         assert self.backward is not None
         if _WEIGHTS.isdisjoint(self.fields):
             return {}
@@ -419,7 +426,7 @@ class Op(Generic[A]):
             return self.backward(saved, *grads)
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        """Save for backward the tensors named in `saves`, the shapes of all, and all arguments that are not tensors."""
+        """Save for backward: the tensors in `saves`, all shapes, and all arguments that are not tensors."""
         tensors: list[Tensor] = []
         args: list[Any] = []
         needs: list[Any] = []
@@ -451,7 +458,7 @@ class Op(Generic[A]):
         ctx.save_for_backward(*tensors, *outputs)
 
     def saved(self, ctx: Any) -> Saved[A]:
-        """Values that `setup_context` saved."""
+        """Return the values that `setup_context` saved in `ctx`."""
         tensors = ctx.saved_tensors
         args = list(ctx.args)
         for index, where in ctx.where.items():
@@ -460,14 +467,14 @@ class Op(Generic[A]):
         return Saved(self.pack(args), self.pack(ctx.needs), self.pack(ctx.shapes), outputs)
 
     def run_backward(self, ctx: Any, *grads: Any) -> Any:
-        """Run `backward` in the form that autograd calls."""
+        """Run `backward` and return the gradients in the order of the arguments, as autograd requires."""
         assert self.backward is not None
         return self._gradients(ctx, self.run_half(ctx, self.backward, self.saved(ctx), grads))
 
     def run_half(
         self, ctx: Any, half: Callable[..., dict[str, Any]], saved: Saved[A], grads: Sequence[Any]
     ) -> dict[str, Any]:
-        """Run `half(saved, *grads)`, in a profiler range unless a tracer is active (it would trace the range too).
+        """Run `half(saved, *grads)` in a profiler range. Under a dispatch mode, which would trace the range, omit it.
 
         Args:
             half: `backward`, `grad_input` or `grad_weight`.
@@ -483,11 +490,11 @@ class Op(Generic[A]):
     def _differentiated_twice(self) -> RuntimeError:
         name = self.qualified_name if self.backward is None else f"backward of {self.qualified_name}"
         return RuntimeError(
-            f"{name} has no derivative: the ops can be differentiated only once; leave create_graph out."
+            f"{name} is not differentiable: the ops can be differentiated only once. Omit create_graph=True."
         )
 
     def _gradients(self, ctx: Any, found: dict[str, Any]) -> tuple[Any, ...]:
-        """Order gradients by name as autograd expects them: one per argument, a list for a list of tensors."""
+        """Return the gradients in `found`, by name, in the order of the arguments: a list for a list of tensors."""
         result: list[Any] = []
         for name, needs in zip(self.fields, ctx.needs, strict=True):
             grad = found.get(name)
@@ -503,7 +510,7 @@ class Op(Generic[A]):
         if is_split() and (found := apply_split(self, partial(self._run, schedule, args), args, values)) is not None:
             return found
         flat: list[Any] = []
-        lengths = []  # of the tensor lists; -1 for anything else
+        lengths = []  # for each argument, the length of a list of tensors; -1 for anything else
         for arg in values:
             if type(arg) is list and (not arg or isinstance(arg[0], Tensor)):
                 lengths.append(len(arg))
@@ -516,7 +523,7 @@ class Op(Generic[A]):
 
 
 class _Eager(torch.autograd.Function):
-    """Autograd node of an eager call. Lists are flattened: autograd does not track tensors inside lists."""
+    """Autograd node of an eager call. Lists are flattened, because autograd does not track tensors inside lists."""
 
     @staticmethod
     def forward(ctx: Any, op: Op[Any], schedule: Schedule | None, lengths: list[int], *flat: Any) -> Any:
@@ -544,11 +551,11 @@ class _Eager(torch.autograd.Function):
         return tuple(flat)
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _annotations(arguments: Any) -> dict[str, str]:
-    """Schema types by field of a NamedTuple: `Tensor? bias` for `bias: Tensor | None`."""
+    """Map the fields of a NamedTuple to schema types, such as `Tensor?` for `Tensor | None`."""
     found: dict[str, str] = {}
     for name, annotation in arguments.__annotations__.items():
         kind = getattr(annotation, "__forward_arg__", annotation)
@@ -564,15 +571,17 @@ def _annotations(arguments: Any) -> dict[str, str]:
 
 
 def _inner(arguments: Any, name: str) -> Any:
-    """The field's NamedTuple type, or None for any other type."""
+    """Return the type of field `name` if it is a NamedTuple, otherwise None."""
     annotation = arguments.__annotations__[name]
     kind = getattr(sys.modules[arguments.__module__], getattr(annotation, "__forward_arg__", annotation), None)
     return kind if hasattr(kind, "_fields") else None
 
 
 def _packer(arguments: Any) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that packs flat values into `arguments`. Without nested NamedTuples it is a C function: the
-    constructor that NamedTuple generates is a Python frame."""
+    """Return a function that packs flat values into the NamedTuple type `arguments`.
+
+    Without nested NamedTuples it is `tuple.__new__`, a C function, because the generated constructor is slower.
+    """
     inner = [(at, kind) for at, name in enumerate(arguments._fields) if (kind := _inner(arguments, name)) is not None]
     if not inner:
         return partial(tuple.__new__, arguments)
@@ -593,8 +602,10 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 
 
 def _resolved(value: Any) -> Any:
-    """Copy tensors whose values differ from their memory (conjugate or negative bit, torch's ZeroTensor), in lists
-    too: native code and peers read memory."""
+    """Materialize lazy conjugate, negative and zero tensors, also inside lists.
+
+    Native code and peers read raw memory, which does not hold the values of such tensors.
+    """
     kind = type(value)
     if kind is list or kind is tuple:
         return kind(map(_resolved, value))
@@ -604,10 +615,13 @@ def _resolved(value: Any) -> Any:
 
 
 def _owned(result: Any) -> Any:
-    """Detach results that are views: torch may refuse in-place writes to a view, callers may write to results, and the
-    schedule decides which results are views of a buffer."""
+    """Return results that are views as tensors that autograd does not treat as views.
+
+    Callers may write to results in place, which autograd rejects for some views. The schedule decides which results are
+    views of a buffer.
+    """
     if isinstance(result, Tensor):
-        return result.data if result._is_view() else result  # a tenth of the time of _unsafe_view
+        return result.data if result._is_view() else result  # takes a tenth of the time of aten._unsafe_view
     return type(result)(map(_owned, result))
 
 

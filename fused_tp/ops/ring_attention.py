@@ -1,4 +1,4 @@
-"""Ring attention over a sharded sequence: keys and values move from rank to rank, queries stay."""
+"""Ring attention over a sharded sequence: keys and values are sent from rank to rank; queries are not sent."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, sharded over ranks by `layout`.
 
-    Each rank attends with its queries to all keys that they see. Masked parts are not computed, and a rank receives
-    from a peer only the range of keys between the first and last that it reads; "zigzag" balances causal work over
-    ranks. The softmax accumulates over steps in float32 (float64 for float64) and is rounded once; gradients of k and v
-    are sent and summed in float32. All sums have a fixed order, so results never depend on timing.
+    Each rank computes the attention of its queries to all keys that they see. Fully masked blocks are not computed, and
+    a rank receives only the ranges of keys that it reads. Layout "zigzag" balances causal work over ranks. The softmax
+    accumulates over steps in float32 (float64 for float64) and is rounded once. Gradients of k and v are sent and
+    summed in float32. All sums have a fixed order, so results do not depend on timing.
 
     =======  ==========================================================================
     forward  out [B, s, H, Dv] of local q [B, s, H, D] over the k [B, s, Hkv, D] and v [B, s, Hkv, Dv] of all ranks
-    dgrad    dq [B, s, H, D]; local sum over steps. dk, dv: summed over ranks, each at the rank of its keys
-    wgrad    d_alibi_slopes, d_sinks [H]: of this rank's queries only; sum them over the group
+    dgrad    dq [B, s, H, D]: local sum over steps. dk, dv: summed over ranks, on the rank that holds the keys
+    wgrad    d_alibi_slopes, d_sinks [H]: sums over this rank's queries only; sum them over the group
     dbias    none: there is no bias
     =======  ==========================================================================
 
@@ -79,36 +79,38 @@ def ring_attention(
             head h // (heads / kv_heads).
         v: [batch, seq_local, kv_heads, v_head_dim].
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        causal: each token sees itself and all tokens before it in the whole sequence.
-        scale: factor of the scores; None is head_dim ** -0.5.
+        causal: True: a token sees itself and all tokens before it in the full sequence. False: it sees all tokens.
+        scale: factor of the scores; None: head_dim ** -0.5.
         layout: "zigzag", "contiguous" or, with documents, "balanced", "zigzag_documents" or "contiguous_documents", as
             given to `shard_sequence`.
         window: (left, right): number of keys before and after itself that a token sees; -1 for no limit. transformers'
             sliding_window=n is (n - 1, 0).
         softcap: scores x become softcap * tanh(x / softcap), as in Gemma 2; 0.0 disables it.
         alibi_slopes: [heads]; slope * distance is subtracted from each score. Differentiable.
-        sinks: [heads]; score of one more key per head whose value is 0, as in gpt-oss. Differentiable.
-        dropout_p: probability of dropping a weight. The mask depends only on torch's CPU generator and the position in
-            the whole sequence: with equal generator states it is the same for any number of ranks. Heads count from 0
-            on every rank: tensor parallel ranks need unequal states (ParallelAttention sets them).
-        cu_seqlens: packed documents, int32 or int64 [documents + 1]: (0, ..., seq_len), of the whole sequence, on the
-            CPU (elsewhere reading it waits for the device). A token sees its own document only. Lengths may be 0.
+        sinks: [heads]; score of one additional key per head, whose value is 0, as in gpt-oss. Differentiable.
+        dropout_p: probability of dropping an attention weight. The mask depends only on the state of torch's CPU
+            generator and the global positions: with equal states it is the same for any number of ranks. Heads count
+            from 0 on every rank, so tensor parallel ranks need different states (ParallelAttention sets them).
+        cu_seqlens: bounds of packed documents in the full sequence, int32 or int64 [documents + 1]: (0, ..., seq_len).
+            A token sees only its own document. Documents may be empty. Pass it on the CPU: reading a GPU tensor
+            synchronizes with the GPU.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable.
-        seq_len: length of the whole sequence, if the ranks do not all hold the same number of tokens.
-        seq_len_kv: length of the keys' sequence, if it differs from the queries' (cross-attention). It is sharded by
-            `layout`, too. Masks align the last query with the last key, of each document.
-        cu_seqlens_kv: documents of the keys, if they differ; as many as of the queries.
+        seq_len: length of the full sequence. Required if the ranks do not all hold the same number of tokens.
+        seq_len_kv: length of the full sequence of keys, if it differs from `seq_len` (cross-attention). Keys are also
+            sharded by `layout`. Masks align the last query of each document with the document's last key.
+        cu_seqlens_kv: bounds of the documents of the keys, if they differ; the number of documents must be equal.
 
     Returns:
-        out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,
-        (out, lse) with lse [batch, heads, seq_local] in float32 (float64 for float64), -inf for these tokens.
-        Gradients of alibi_slopes and sinks cover this rank's queries only: sum them over the group, like those of any
-        replicated parameter.
+        out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see no keys. With `return_lse`,
+        (out, lse) with lse [batch, heads, seq_local] in float32 (float64 for float64), -inf for tokens that see no
+        keys. Gradients of alibi_slopes and sinks cover this rank's queries only: sum them over the group, like the
+        gradients of any replicated parameter.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
         CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or made another call.
-            Over messages, a mismatch is detected with FUSED_TP_CHECK=1; otherwise at the deadline, or not at all.
+            Over messages, a mismatch is reliably detected only with FUSED_TP_CHECK=1; otherwise the call may time out,
+            or return wrong results.
 
     Example:
         q, k, v = (shard_sequence(t, 1, group=mesh["cp"]) for t in (q, k, v))
@@ -125,7 +127,10 @@ def ring_attention(
 def attention_over(
     q: Tensor, k: Tensor, v: Tensor, group: GroupLike, *, alone: bool = False, first_head: int = 0, **keywords: Any
 ) -> Tensor:
-    """Return out of `ring_attention` for a q that starts at head `first_head`; `alone`: over this rank only."""
+    """Return `out` of `ring_attention` for a `q` whose first head has the global index `first_head`.
+
+    With `alone`, the sequence is not sharded: attention is computed on this rank only.
+    """
     arguments, out = arguments_of(OP, keywords, first_head=first_head), q
     if alone:
         q, k, v, arguments = checked_call(q, k, v, arguments, 1, 0)
@@ -154,7 +159,7 @@ class _Args(NamedTuple):
 
 
 def _prepare(a: _Args) -> _Args:
-    if a.attention.joined:  # already checked by another op, for the ranks that share its sequence
+    if a.attention.joined:  # Ulysses attention has already checked the arguments, for all ranks that share the sequence
         return a
     _, size, rank = group_identity(a.group)
     return _Args(*checked_call(*a[:4], size, rank), a.group)
@@ -173,14 +178,14 @@ class _Grads(NamedTuple):
 
 
 def _key(a: _Args | _Grads) -> DispatchKey:
-    """Key for dispatch by the size of all K/V in the dtype of q, which a plain schedule would gather."""
+    """Key for dispatch, by the size of the K/V of all ranks (in the dtype of q), which a plain schedule gathers."""
     batch, _, heads, head_dim = a.k.shape
     columns = heads * (head_dim + a.v.shape[3])
     return DispatchKey(OP, a.q.dtype, a.k.device, a.attention.seq_len_kv * batch, None, columns)
 
 
 def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
-    """The ring of a call on `schedule`, with its transport imported here: a group uses one or two of five."""
+    """Return the ring for `schedule`. Imports only the module of this ring: a process uses one or two of them."""
     if schedule.name == "local":
         return LocalRing()
     if schedule.name == "one_sided":
@@ -198,8 +203,8 @@ def _ring(schedule: Schedule, a: _Args | _Grads) -> Ring:
     return (AllGatherRing if schedule.name == "plain" else MessageRing)(schedule.messages)
 
 
-# Calls and their descriptions, by everything that determines them. Few are kept, as a plan takes some bytes per token
-# and step, and every batch of documents has another plan.
+# Cache of calls and their descriptions, by all arguments that determine them. Few are kept, because a plan takes some
+# bytes per token and step, and every batch of documents needs another plan.
 _calls: dict[Any, tuple[RingCall, str]] = {}
 _MOST_CALLS = 16
 _setting = settings.RAW.get
@@ -207,7 +212,7 @@ _FORCED, _TABLE, _NARROW = settings.forced_attention.key, settings.table_path.ke
 
 
 def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring, RingCall, str]:
-    """Return the ring, its call, and a description of everything that ranks must agree on."""
+    """Return the ring, its call, and a text of all arguments that must be equal on all ranks."""
     q, given, group, ring = a.q, a.attention, group_by_name(a.group), _ring(schedule, a)
     slopes, sinks, bounds, bounds_kv, seed, causal, window, *others = given
     key = (
@@ -229,8 +234,8 @@ def _start(schedule: Schedule, a: _Args | _Grads, grad_lse: bool) -> tuple[Ring,
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         if seed is not None:
             raise ValueError(
-                "dropout_p is above 0 while a CUDA graph is captured, which would drop the same weights at every "
-                "replay; capture with dropout_p=0.0."
+                "dropout_p above 0 is not supported during CUDA graph capture: every replay would drop the same "
+                "weights. Pass dropout_p=0.0."
             )
         _captured.add(call.plan)
     return ring, call, words
@@ -241,7 +246,7 @@ def _make_call(ring: Ring, group: Group, a: _Args | _Grads, grad_lse: bool) -> t
     q, k, v, given, mask = a.q, a.k, a.v, a.attention, a.attention.mask()
     kernel: AttentionKernel = TRITON
     if ring.name != "fused_kernel":
-        single = mask.is_one_piece and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
+        single = mask.is_single_tile and (group.size == 1 or accumulate_dtype(q.dtype) == q.dtype)
         backward = isinstance(a, _Grads)
         kernel = kernel_for(q, v, given.scores(q.dtype), grad_lse=grad_lse, single=single, backward=backward)
     flags = {name: getattr(given, name) is not None for name in _BY_HEAD}
@@ -252,18 +257,18 @@ def _make_call(ring: Ring, group: Group, a: _Args | _Grads, grad_lse: bool) -> t
     return RingCall(mine, kernel, Scores(given.scale, given.softcap), dims), words
 
 
-_BY_HEAD = ("alibi_slopes", "sinks")  # arguments with a gradient besides q, k and v
+_BY_HEAD = ("alibi_slopes", "sinks")  # arguments per head, which have gradients, too
 
-# CUDA graphs read a plan's device tensors, and the end of a graph's life cannot be observed: captured plans are kept
-# forever, once each (they hash by identity).
+# A CUDA graph reads the device tensors of its plans at every replay, and there is no notification when a graph is
+# deleted. So captured plans are kept forever. They hash by identity, so each is kept once.
 _captured: set[RingPlan] = set()
 
 
 def _for_kernels(*tensors: Tensor) -> list[Tensor]:
-    """Cast all to the dtype of the first and make the last dim contiguous; kernels take any other strides.
+    """Cast all tensors to the dtype of the first, and make their last dim contiguous, which kernels require.
 
-    Internal callers may pass k and v in fp32, with values rounded to the dtype of q, so that the gradients of k and v
-    are not rounded.
+    Internal callers may pass fp32 k and v whose values are representable in the dtype of q. The cast is then exact, and
+    the gradients of k and v are returned in fp32, not rounded.
     """
     dtype = tensors[0].dtype
     return [t.to(dtype) if t.stride(-1) == 1 else t.to(dtype).contiguous() for t in tensors]
@@ -276,13 +281,13 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def new_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate (out, lse) of attention, uninitialized."""
+    """Allocate uninitialized (out, lse) for attention with `q` and `v`."""
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q.dtype))
     return q.new_empty((*q.shape[:3], v.shape[3])), lse
 
 
 def _backward(s: Saved[_Args], grad_out: Tensor | None, grad_lse: Tensor | None) -> dict[str, Any]:
-    """Compute all gradients: the needed ones may differ between ranks, but the messages must not."""
+    """Compute all gradients, even if not all are needed: needs may differ between ranks, but messages must not."""
     a = s.args
     found = RING_ATTENTION_BACKWARD(grad_out, grad_lse, *a[:3], *s.outputs, *a.attention, a.group)
     names = ("q", "k", "v", *(name for name in _BY_HEAD if getattr(a.attention, name) is not None))

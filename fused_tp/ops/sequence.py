@@ -21,7 +21,7 @@ from fused_tp.ops.arguments import any_dim, check_bool, check_int, check_local, 
 from fused_tp.ops.attention_arguments import on_host, total_length
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
-# Dtypes that every transport supports; any other (bool, complex, float8, ...) is sent as bytes.
+# Dtypes that every transport supports. Tensors of other dtypes (bool, complex, float8, ...) are sent as bytes.
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _MOVED_AS_THEY_ARE = _FLOATS | {torch.int8, torch.uint8, torch.int32, torch.int64}
 _CHECKSUM_BYTES = 3
@@ -36,23 +36,24 @@ def sequence_positions(
     within_documents: bool = False,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Positions of this rank's tokens in the sequence, as position embeddings need them.
+    """Return the positions of this rank's tokens in the sequence, for position embeddings.
 
     Args:
         seq_len: length of the whole sequence, in tokens.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        layout: "zigzag" (chunks r and 2W-1-r of 2W, sizes as torch.tensor_split); "contiguous" (chunk r of W);
-            "balanced": as many tokens as with "contiguous", documents kept whole where possible, so that all ranks
-            have nearly equal attention work (`fused_tp.sequence_balance` counts it); "zigzag_documents" and
-            "contiguous_documents": each document is sharded by that layout, and its length is a multiple of W.
+        layout: "zigzag": rank r holds chunks r and 2W-1-r of 2W chunks (with the sizes of torch.tensor_split).
+            "contiguous": rank r holds chunk r of W. "balanced": each rank holds as many tokens as with "contiguous",
+            and all ranks have nearly equal attention work (see `fused_tp.sequence_balance`); documents are split only
+            if necessary. "zigzag_documents", "contiguous_documents": each document is sharded by that layout, and its
+            length must be a multiple of W.
         cu_seqlens: int32 or int64 [documents + 1], the starts of packed documents and the end: (0, ..., seq_len).
             Required for layouts of documents and `within_documents`. Pass it on the CPU, or every call copies it there.
-        within_documents: count from the start of each document instead of the sequence, as rotary embeddings of packed
-            documents do.
-        device: device of the result; None is the default device.
+        within_documents: return positions relative to the start of each document, for rotary embeddings of packed
+            documents.
+        device: device of the result; None: the default device.
 
     Returns:
-        int64 [seq_local]; ascending, with `within_documents` only inside each document.
+        int64 [seq_local], ascending; with `within_documents`, ascending inside each document.
 
     Raises:
         TypeError, ValueError: an argument does not fit.
@@ -64,10 +65,11 @@ def sequence_positions(
     check_int("seq_len", seq_len, least=0)
     check_bool(within_documents=within_documents)
     if within_documents and bounds is None:
-        raise ValueError("within_documents=True counts from where documents begin; pass cu_seqlens, which says where.")
+        raise ValueError("within_documents=True needs the bounds of the documents; pass cu_seqlens.")
     if bounds is not None:
         positions: Tensor = SEQUENCE_POSITIONS(bounds, seq_len, layout, within_documents, group)
-        return positions.to(torch.empty(0, dtype=torch.int64, device=device).device)  # the default device where None
+        # `Tensor.to` does not replace None by the default device, but torch.empty does.
+        return positions.to(torch.empty(0, dtype=torch.int64, device=device).device)
     _, size, rank = group_identity(group)
     ranges = all_tokens(seq_len, size, layout)[rank].ranges
     parts = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
@@ -79,16 +81,15 @@ def shard_sequence(
 ) -> Tensor:
     """Return this rank's tokens of the replicated `x`.
 
-    Backward gathers the gradients of all shards, so that every rank gets the gradient of the whole `x`, as `scatter`
-    does.
+    Backward gathers the gradients of all shards, so every rank gets the gradient of the full `x`.
 
     Args:
         x: any shape and dtype, the same on all ranks; the sequence runs along `dim`.
         dim: may be negative.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         layout: "zigzag", "contiguous", "balanced", ..., see `sequence_positions`.
-        cu_seqlens: int32 or int64 [documents + 1], the same on all ranks: needed for layouts of documents, see
-            `sequence_positions`; best on the CPU.
+        cu_seqlens: int32 or int64 [documents + 1], equal on all ranks. Required for layouts of documents; see
+            `sequence_positions`. Pass it on the CPU.
 
     Returns:
         A new tensor like `x` with only this rank's tokens along `dim`; it may be empty.
@@ -130,8 +131,8 @@ def unshard_sequence(
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
-        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or passed another sequence
-            or layout (compared on CPU always, elsewhere with FUSED_TP_CHECK=1).
+        CollectiveTimeoutError, PeerLostError, RankMismatchError: a peer timed out, was lost, or passed a different
+            shape or layout (always checked on CPU; on other devices only with FUSED_TP_CHECK=1).
 
     Example:
         logits = unshard_sequence(logits, 1, group=mesh["cp"], seq_len=seq_len)
@@ -150,7 +151,7 @@ def _checked_dim(x: Any, name: str, dim: Any) -> int:
 
 
 def _checked_documents(layout: Any, cu_seqlens: Any) -> Tensor | None:
-    """Move cu_seqlens to the host. The op checks its values: a compiler does not trace into the op."""
+    """Move `cu_seqlens` to the CPU and check `layout`. The op checks the values, which torch.compile cannot trace."""
     bounds = on_host("cu_seqlens", cu_seqlens)
     check_layout(layout, documents=bounds is not None)
     return bounds
@@ -185,7 +186,7 @@ class _Unshard(NamedTuple):
     group: AnyGroup
 
     @property
-    def whole_shape(self) -> list[int]:
+    def full_shape(self) -> list[int]:
         return resized(self.x_shard, self.dim, self.seq_len)
 
 
@@ -234,36 +235,36 @@ def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
     x_shard, dim, layout, seq_len, cu_seqlens, _ = a
     group = group_by_name(a.group)
     held = _tokens_of_all(seq_len, group.size, layout, cu_seqlens)
-    out = x_shard.new_empty(a.whole_shape)
+    out = x_shard.new_empty(a.full_shape)
     if schedule is None:
         return out
-    # Shards differ by a token or two; padded to the longest, they need one plain all-gather. Additional rows at the end
-    # hold a checksum of the arguments that must be equal on all ranks.
+    # Shard lengths differ by one or two tokens. Shards are padded to the longest, so that one plain all-gather is
+    # enough. Additional rows at the end hold a checksum of the arguments that must be equal on all ranks.
     longest, row = max(tokens.length for tokens in held), (*x_shard.shape[:dim], *x_shard.shape[dim + 1 :])
     checked = x_shard.device.type == "cpu" or settings.check_ranks()
     rows = longest + (-(-_CHECKSUM_BYTES // (prod(row) * x_shard.itemsize)) if checked else 0)
     padded = x_shard.new_zeros((rows, *row))
     padded[: x_shard.shape[dim]].copy_(x_shard.movedim(dim, 0))
-    words = _in_words(a) if checked else ""
+    description = _describe(a) if checked else ""
     if checked:
-        check = list(checksum(words).to_bytes(_CHECKSUM_BYTES, "little"))
+        check = list(checksum(description).to_bytes(_CHECKSUM_BYTES, "little"))
         _checksums(padded, 1).copy_(torch.tensor(check, dtype=torch.uint8, device="cpu"))
     bits = padded if padded.dtype in _MOVED_AS_THEY_ARE else padded.unsqueeze(-1).view(torch.uint8)
     try:
         everyone = schedule.all_gather(bits, gather_dim=0, gather_size=None).wait()
     except RankMismatchError as error:
         raise RankMismatchError(
-            f"{str(error).rstrip('.')}. It is the all-gather of an unshard_sequence, of seq_len={seq_len} on rank "
-            f"{group.rank}; where ranks hold unequally many tokens, pass seq_len, the length of the whole sequence."
+            f"{str(error).rstrip('.')}. This is the all-gather of an unshard_sequence, with seq_len={seq_len} on rank "
+            f"{group.rank}. If ranks hold different numbers of tokens, pass seq_len, the length of the full sequence."
         ) from error
     everyone = everyone.view(padded.dtype).view(-1, *padded.shape[1:])
     if checked:
         found = [int.from_bytes(bytes(theirs), "little") for theirs in _checksums(everyone, group.size).tolist()]
         did = (
-            "put together different sequences, or sharded in different ways, in unshard_sequence or the backward of "
-            "shard_sequence"
+            "call unshard_sequence (or the backward of shard_sequence) with different shapes, dtypes, layouts or "
+            "cu_seqlens"
         )
-        check_equal(found, did, f"; rank {group.rank} with {words}. They must be the same on all.")
+        check_equal(found, did, f"; rank {group.rank} passed {description}. Pass the same on all ranks.")
     whole = out.movedim(dim, 0)
     for rank, tokens in enumerate(held):
         start = rank * rows
@@ -273,9 +274,9 @@ def _unshard(schedule: Schedule | None, a: _Unshard) -> Tensor:
     return out
 
 
-def _in_words(a: _Unshard) -> str:
+def _describe(a: _Unshard) -> str:
     documents = "" if a.cu_seqlens is None else f", cu_seqlens of checksum {checksum(repr(a.cu_seqlens.tolist()))}"
-    return f"layout={a.layout!r}, dim={a.dim}, the whole of shape {a.whole_shape} in {a.x_shard.dtype}{documents}"
+    return f"layout={a.layout!r}, dim={a.dim}, full shape {a.full_shape}, dtype {a.x_shard.dtype}{documents}"
 
 
 def _checksums(rows: Tensor, ranks: int) -> Tensor:
@@ -296,7 +297,7 @@ SHARD_SEQUENCE: Op[_Shard] = Op(
 
 
 def _unshard_sequence_fake(a: _Unshard) -> Tensor:
-    return a.x_shard.new_empty(a.whole_shape)
+    return a.x_shard.new_empty(a.full_shape)
 
 
 UNSHARD_SEQUENCE: Op[_Unshard] = Op(

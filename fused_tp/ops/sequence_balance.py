@@ -1,4 +1,4 @@
-"""Balance of attention work over the ranks of a layout, counted before anything runs."""
+"""Balance of attention work over the ranks of a layout, computed without running attention."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fused_tp.ops.attention_arguments import checked_window, on_host
 
 @dataclass(frozen=True)
 class SequenceBalance:
-    """Tokens and attention work per rank; `print` shows a table.
+    """Number of tokens and attention work per rank; `print` shows a table.
 
     Attributes:
         what: description of layout, lengths and mask.
         tokens: number of tokens per rank.
-        work: per rank, number of pairs of one of its queries and a key that this query sees.
-        runs: per rank, number of contiguous ranges of the sequence that it holds.
+        work: attention work per rank: the number of (query, key) pairs that the mask does not hide.
+        runs: number of contiguous ranges of tokens per rank.
     """
 
     what: str
@@ -33,7 +33,7 @@ class SequenceBalance:
 
     @property
     def balance(self) -> float:
-        """Mean work divided by the highest, which is the mean fraction of time that ranks are busy; 1.0 is perfect."""
+        """Mean work divided by the maximum: the mean fraction of time that ranks are busy. 1.0: all work is equal."""
         return sum(self.work) / (len(self.work) * max(self.work)) if any(self.work) else 1.0
 
     def __str__(self) -> str:
@@ -56,14 +56,14 @@ def sequence_balance(
     causal: bool = True,
     window: tuple[int, int] | None = None,
 ) -> SequenceBalance:
-    """Count the tokens and the attention work of each rank. Exact; nothing is sent.
+    """Count the tokens and the attention work of each rank exactly, without communication.
 
     Args:
         cu_seqlens: int32 or int64 [documents + 1], the starts of packed documents and the end; None for one sequence.
-        seq_len: length of the sequence if cu_seqlens is None, otherwise None.
+        seq_len: length of the sequence; pass it if cu_seqlens is None, and only then.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        world_size: number of ranks, instead of `group`.
-        layout: as in `sequence_positions`; None is "balanced" with cu_seqlens and "zigzag" without.
+        world_size: number of ranks; pass it or `group`.
+        layout: as in `sequence_positions`. None: "balanced" with cu_seqlens, "zigzag" without.
         causal, window: as in `ring_attention`.
 
     Returns:
@@ -82,7 +82,7 @@ def sequence_balance(
     """
     if (cu_seqlens is None) == (seq_len is None):
         raise ValueError(
-            "sequence_balance needs the lengths of documents in cu_seqlens or that of one sequence in seq_len; pass "
+            "sequence_balance needs either cu_seqlens (for packed documents) or seq_len (for one sequence); pass "
             f"one of them, not {'both' if seq_len is not None else 'none'}."
         )
     host = on_host("cu_seqlens", cu_seqlens)
@@ -90,7 +90,7 @@ def sequence_balance(
     check_int("seq_len", length, least=0)
     bounds = read_bounds("cu_seqlens", host, length)
     if world_size is not None and group is not None:
-        raise ValueError("group and world_size were both given; pass the one that is to be counted for.")
+        raise ValueError("group and world_size must not both be passed; pass one of them.")
     size = group_identity(group)[1] if world_size is None else world_size
     check_int("world_size", size, least=1)
     layout = ("balanced" if bounds else "zigzag") if layout is None else layout
@@ -101,9 +101,9 @@ def sequence_balance(
     _, starts, stops = mask.seen(np.arange(length))
     before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(stops - starts)])
     held = all_tokens(length, size, layout, bounds)
-    what = [layout, _counted(length, "token"), _counted(size, "rank"), "causal" if causal else "not causal"]
+    what = [layout, _plural(length, "token"), _plural(size, "rank"), "causal" if causal else "not causal"]
     if bounds:
-        what.insert(2, _counted(len(bounds) - 1, "document"))
+        what.insert(2, _plural(len(bounds) - 1, "document"))
     if window is not None:
         what.append(f"window {left_right}")
     return SequenceBalance(
@@ -114,5 +114,5 @@ def sequence_balance(
     )
 
 
-def _counted(count: int, what: str) -> str:
+def _plural(count: int, what: str) -> str:
     return f"{count} {what}" + "s" * (count != 1)

@@ -1,19 +1,19 @@
-"""Backward of an op in two halves that autograd can run separately: gradients of inputs, gradients of weights.
+"""Backward of an op in two halves that autograd can run separately: gradients of inputs, and gradients of weights.
 
 Zero-bubble pipelines (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241) send the gradient of a stage's
 input as early as possible and fill bubbles with the gradients of weights. torch calls autograd for the inputs, and
-later for the weights. A node cannot know which gradients a pass requests (pytorch issues 166577 and 174017), so that a
-single node would compute both halves twice. Inside `split_backward` an op creates three nodes, and autograd runs those
-that lead to the requested gradients:
+later for the weights. A node cannot determine which gradients a pass requests (pytorch issues 166577 and 174017), so a
+single node would compute both halves in both passes. Inside `split_backward` an op therefore creates three nodes, and
+autograd runs only the nodes that lead to the requested gradients:
 
     inputs  ---> _Half (inputs)  ---.
                                     +--> _Join ---> outputs
     weights ---> _Half (weights) ---'
 
-A half returns tensors with the shapes of the outputs and no memory. If both halves are requested, the half of the
-inputs runs first, which minimizes the wait of other ranks and stages.
+The forward of a half returns expanded scalars with the shapes of the outputs, which need no memory. If both halves are
+requested, the half for the inputs runs first, because other ranks and stages wait for its results.
 
-Not the default, because communication no longer overlaps the gradients of weights.
+This is not the default, because communication then does not overlap with the gradients of weights.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ Pending = list[Callable[[], None]]
 
 
 class _BackwardMode:
-    """Global mode that determines the backward nodes of ops.
+    """Global mode that determines the backward nodes that ops create.
 
-    The mode is per process, not per thread: on GPUs, backward runs in autograd's own threads, and activation
-    checkpointing reruns ops in these threads, which must create the same nodes as the first run.
+    The mode is per process, not per thread. On GPUs backward runs in autograd's threads, and activation checkpointing
+    reruns ops there. The reruns must create the same nodes as the first run.
     """
 
     depth = 0  # nesting depth of split_backward
     pending: Pending | None = None  # the list of the active `DeferredWeightGradients`
-    task = -1  # backward pass for which `pending` is valid, -1 outside of any; other passes must not append to it
+    # Id of the backward pass for which `pending` is valid; -1 outside of backward. Ops that run in another backward
+    # pass must not append to `pending`.
+    task = -1
 
 
 def is_split() -> bool:
@@ -59,14 +61,14 @@ def _pending() -> Pending | None:
 
 @contextmanager
 def split_backward() -> Iterator[None]:
-    """Context manager that splits the ops' backward in halves: gradients of inputs, later gradients of weights.
+    """Context manager that splits the backward of ops into two halves: gradients of inputs, and gradients of weights.
 
     Use it for the zero-bubble schedules of torch.distributed.pipelining (ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble, ScheduleDualPipeV): without it, a step communicates everything in backward twice. Other
-    schedules get the same gradients, but lose the overlap of communication with the gradients of weights.
+    ScheduleZBVZeroBubble, ScheduleDualPipeV). Without it, backward of a step communicates everything twice. With other
+    schedules, gradients are the same, but communication does not overlap with the gradients of weights.
 
-    Enclose the whole step: the mode is read in forward, and activation checkpointing reruns forward in backward. It
-    applies to all threads. Backward of code compiled by torch.compile is not split.
+    Run the entire step inside the context: forward reads the mode, and activation checkpointing reruns forward in
+    backward. The mode applies to all threads. Backward of code compiled by torch.compile is not split.
 
     Example:
         with fused_tp.split_backward():
@@ -82,17 +84,20 @@ def split_backward() -> Iterator[None]:
 
 
 class DeferredWeightGradients:
-    """Weight gradients of one pipeline stage that are deferred beyond backward.
+    """Weight gradients of one pipeline stage that are computed after backward.
 
-    Between `begin_...` and `end`, ops defer them; `take` returns those deferred since its last call.
+    Ops that run between `begin_forward` or `begin_backward` and `end` defer their weight gradients. `take` returns the
+    gradients deferred since its last call.
     """
 
     def __init__(self) -> None:
         self._pending: Pending = []
 
     def begin_forward(self) -> None:
-        """Start deferring, and drop pending gradients: they belong to a backward pass that torch ran only to infer
-        the shapes of gradients."""
+        """Start deferring, and drop pending gradients.
+
+        Pending gradients at this time belong to a backward pass that torch ran only to infer the shapes of gradients.
+        """
         self._pending.clear()
         self.begin_backward()
 
@@ -116,10 +121,13 @@ class DeferredWeightGradients:
 
 
 def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence[Any]) -> Any:
-    """Return the results of `run()`, which is `op` on `args`, with a split backward; None if only one half exists.
+    """Run an op with a split backward and return its results. Return None, without running it, if only one half exists.
 
     Args:
-        values: `args`, flattened: no NamedTuple inside another.
+        op: the op.
+        run: runs `op` on `args`.
+        args: arguments of the op.
+        values: `args` with nested NamedTuples flattened.
     """
     inputs, weights = _needing_grad(op, values, weights=False), _needing_grad(op, values, weights=True)
     pending = _pending()
@@ -129,15 +137,16 @@ def apply_split(op: Op[Any], run: Callable[[], Any], args: Any, values: Sequence
         outputs = run()
     split = _Split(op, args, [outputs] if isinstance(outputs, Tensor) else outputs)
     if pending is not None:
-        # An empty leaf: without it, a call whose inputs need no gradient would get no autograd node.
+        # An empty leaf that requires a gradient. Without it, autograd would not create a node for a call whose inputs
+        # need no gradient.
         leaf = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)
         of_inputs = _Half.apply(split, False, *inputs) if inputs else ()
         joined = _JoinDeferred.apply(split, [get_gradient_edge(w) for w in weights], pending, leaf, *of_inputs)
     else:
-        # The engine runs the youngest node that is ready: inputs before weights.
+        # Of the nodes that are ready, the autograd engine runs the one created last: so create the inputs' half last.
         of_weights = _Half.apply(split, True, *weights)
         joined = _Join.apply(split, *of_weights, *_Half.apply(split, False, *inputs))
-    del split.args, split.outputs  # the nodes have saved them through autograd
+    del split.args, split.outputs  # the nodes have saved them with ctx.save_for_backward
     return list(joined) if op.returns_list else joined[0] if isinstance(outputs, Tensor) else joined
 
 
@@ -165,11 +174,14 @@ class _Split:
 
     def save(self, ctx: Any) -> None:
         ctx.split = self
-        # Detached: otherwise they would reference the node that returns them, and that node this object (a cycle).
+        # Detached, to avoid a reference cycle: outputs reference the node that returns them, and the node this object.
         self.op.setup_context(ctx, self.args, [y.detach() for y in self.outputs])
 
     def gradients(self, ctx: Any, saved: Saved[Any], grads: Sequence[Any], *, weights: bool) -> list[Tensor | None]:
-        """Gradients of the tensors that `_needing_grad` returns, in its order, from gradients of the outputs."""
+        """Compute the gradients of the tensors that `_needing_grad` returns, in the same order.
+
+        `grads` are the gradients of the outputs.
+        """
         op, given = self.op, [(d, None if d is None else d._version) for d in grads]
         if weights and self.kept is not None and _same(self.kept[0], given):
             saved.kept = self.kept[1]
@@ -197,7 +209,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class _Half(Function):
-    """Node for one half of backward. Each tensor that gets a gradient is a separate argument."""
+    """Autograd node for one half of backward. Each tensor that gets a gradient is a separate argument."""
 
     @staticmethod
     def forward(ctx: Any, split: _Split, weights: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -223,7 +235,10 @@ class _Join(Function):
 
 
 class _JoinDeferred(Function):
-    """Joining node for deferred weights: its backward queues their gradients, to be accumulated through `edges`."""
+    """`_Join` for deferred weight gradients: its backward appends their computation to `pending`.
+
+    The gradients are later accumulated through `edges`, the gradient edges of the weights.
+    """
 
     @staticmethod
     def forward(
@@ -235,7 +250,7 @@ class _JoinDeferred(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        saved = ctx.split.op.saved(ctx)  # autograd frees these tensors when this returns
+        saved = ctx.split.op.saved(ctx)  # unpack now: autograd frees the saved tensors after this backward
         ctx.pending.append(partial(_accumulate, ctx, saved, grads))
         return None, None, None, None, *(grads if ctx.inputs else ())
 

@@ -1,8 +1,9 @@
 """Ulysses attention over a sharded sequence: an all-to-all exchanges tokens for heads.
 
-The first all-to-all turns a shard of the tokens with all heads into all tokens with a shard of the heads. Each rank
-then runs local attention, and a second all-to-all restores the token shards. Every element is sent once for any number
-of ranks, and all ranks have equal work under any mask; the number of ranks is limited by the number of heads.
+The first all-to-all converts a shard of the tokens with all heads into all tokens with a shard of the heads. Each rank
+then runs local attention, and a second all-to-all restores the token shards. Every element is sent at most once,
+independent of the number of ranks, unless key heads are repeated. All ranks have equal work under any mask. The number
+of heads limits the number of ranks.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ def ulysses_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T) v over the whole sequence, sharded over ranks by `layout`.
 
-    Computes the same as `ring_attention`, with the same arguments: each rank receives all tokens of its heads, attends,
-    and returns the results. Key heads are sent to all ranks whose query heads read them, so that there may be more
-    ranks than key heads; their gradients are then sent and summed in float32, in rank order. All ranks have equal work
-    under any mask and layout.
+    Returns the same result as `ring_attention`, with the same arguments. Each rank receives all tokens of its heads,
+    computes attention, and sends the results back. There may be more ranks than key heads: a key head is sent to all
+    ranks whose query heads read it, and its gradients are then sent and summed in float32, in rank order. All ranks
+    have equal work under any mask and layout.
 
     =======  ==========================================================================
     forward  all-to-all of q, k, v [B, s, H, D] to [B, S, H/W, D]; local attention; all-to-all of out to [B, s, H, Dv]
@@ -80,16 +81,16 @@ def ulysses_attention(
         v: [batch, seq_local, kv_heads, v_head_dim].
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         return_lse: also return the log-sum-exp of the scores of every row, sinks included. Differentiable. It must be
-            equal on all ranks; with it, backward cannot use torch's own kernels, even if its gradient is zero.
+            equal on all ranks. With it, backward cannot use torch's flash kernels, even if the gradient of lse is zero.
         causal, scale, layout, window, softcap, dropout_p: as for `ring_attention`.
         cu_seqlens, cu_seqlens_kv, seq_len, seq_len_kv: as for `ring_attention`.
-        alibi_slopes, sinks: as for `ring_attention`, of all heads, on every rank.
+        alibi_slopes, sinks: as for `ring_attention`. Pass the values of all heads on every rank.
 
     Returns:
-        out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see nothing; with `return_lse`,
-        (out, lse) with lse [batch, heads, seq_local] in float32 (float64 for float64), -inf for these tokens.
-        Gradients of alibi_slopes and sinks are zero except for this rank's heads: sum them over the group, like those
-        of any replicated parameter.
+        out [batch, seq_local, heads, v_head_dim] in the dtype of q, 0 for tokens that see no keys. With `return_lse`,
+        (out, lse) with lse [batch, heads, seq_local] in float32 (float64 for float64), -inf for tokens that see no
+        keys. Gradients of alibi_slopes and sinks are zero except for this rank's heads: sum them over the group, like
+        the gradients of any replicated parameter.
 
     Raises:
         TypeError, ValueError: an argument does not fit; raised before anything is sent.
@@ -109,7 +110,10 @@ def ulysses_attention(
 def attention_of_heads_over(
     q: Tensor, k: Tensor, v: Tensor, inner: GroupLike, ring: GroupLike, first_head: int, **keywords: Any
 ) -> Tensor:
-    """Return out of `context_parallel_attention` for a q that starts at head `first_head`; `ring` None: no ring."""
+    """Return `out` of `context_parallel_attention` for a `q` whose first head has the global index `first_head`.
+
+    Heads are sharded over `inner`; `ring` is the group of the ring, None for no ring.
+    """
     arguments = arguments_of(OP, keywords, first_head=first_head)
     outer = ALONE if ring is None else group_identity(ring)
     out = attention_by_heads(q, k, v, arguments, group_identity(inner), outer, return_lse=False)
@@ -128,9 +132,9 @@ def attention_by_heads(
     strided: bool = False,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Shard heads over `inner` and run ring attention for each shard over `ring`.
+    """Shard heads over `inner`, and run ring attention over `ring` for each shard of heads.
 
-    The rank with number i in `inner` and r in `ring` holds part r * inner.size + i of the layout; if `strided`, part
+    Rank i of `inner` and r of `ring` holds shard r * inner.size + i of the layout; if `strided`, shard
     i * ring.size + r.
     """
     check_bool(return_lse=return_lse)
@@ -146,7 +150,7 @@ def attention_by_heads(
     exchange = HeadsExchange("qkk", heads.heads, heads.kv_heads, columns, *given, parts, first, stride)
     rest = (*arguments._replace(alibi_slopes=None, sinks=None, seed=None), inner.name)
     q, k, v = SEQUENCE_TO_HEADS.named([q, k, v], *exchange, *rest)
-    k, v = (_one_for_equally_many(x, heads, inner.rank) for x in (k, v))
+    k, v = (_repeat_key_heads(x, heads, inner.rank) for x in (k, v))
     own = heads.of("q", inner.rank)
     alibi_slopes, sinks = (None if x is None else x[own.start : own.stop] for x in arguments[:2])
     first_head = arguments.first_head + own.start
@@ -163,14 +167,14 @@ def attention_by_heads(
     return out, lse.squeeze(-1).transpose(1, 2).contiguous()
 
 
-def _one_for_equally_many(x: Tensor, heads: HeadShares, rank: int) -> Tensor:
-    """Repeat a rank's key heads if needed, so that each is read by the same number of its query heads."""
+def _repeat_key_heads(x: Tensor, heads: HeadShares, rank: int) -> Tensor:
+    """Repeat the key heads of `rank` if needed, so that each is read by the same number of the rank's query heads."""
     own, per_kv_head = heads.of("q", rank), heads.heads // heads.kv_heads
     each, rest = len(own), per_kv_head
-    while rest:  # greatest common divisor; math.gcd does not take symbolic sizes
+    while rest:  # greatest common divisor; math.gcd does not support symbolic sizes
         each, rest = rest, each % rest
     readers = [head // per_kv_head - own.start // per_kv_head for head in range(own.start, own.stop, each)]
     if readers == list(range(x.shape[2])):
         return x
-    # Slices instead of an index: their gradients are summed in a fixed order on every device.
+    # Slices, not an index: the backward of an index may sum the gradients of repeated heads in any order.
     return torch.cat([x[:, :, head : head + 1] for head in readers], 2)

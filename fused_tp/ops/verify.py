@@ -1,16 +1,16 @@
-"""Verify the schedules of a group on its own machine: every op against float64, in several situations.
+"""Verify the schedules of a group on the current machine: every op is compared with float64, in several situations.
 
-    values    results and gradients of two sets of inputs equal those of float64, up to rounding
-    again     ... bitwise equal in many calls with alternating sets: no call reads data left by an earlier one
-    late      ... while each rank in turn is late
-    beside    ... while torch.distributed runs a collective of its own
-    graph     ... captured in a CUDA graph and replayed with other inputs; on GPUs
+    values    results and gradients of two sets of inputs equal the float64 reference, up to rounding
+    again     bitwise equal to the first results in many calls with alternating inputs: no stale data is read
+    late      the same, while each rank in turn is late
+    beside    the same, while torch.distributed runs another collective
+    graph     the same, captured in a CUDA graph and replayed with other inputs (GPUs only)
 
-A schedule may differ bitwise between calls if the plain schedule does, too. For ops whose result is the same on all
-ranks, the bits are also compared over ranks.
+Bitwise differences between calls are allowed if the plain schedule has them, too. For ops whose result is equal on all
+ranks, the bits are also compared between ranks.
 
-The float64 reference is computed from the inputs of all ranks, which every rank generates itself: no schedule is
-checked against another.
+Each rank generates the inputs of all ranks, and computes the float64 reference from them. So the reference does not
+depend on any schedule.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LATE_CYCLES = 20_000_000  # GPU cycles
 BESIDE_ELEMENTS = 1 << 18
 EPS = 1e-6
 HEAD_DIM = 64
-_BEGUN = "a check of it has begun and did not come back; delete this line to check it again"
+_BEGUN = "a check of it was started and did not come back; delete this line to check it again"
 
 ByRank = list[list[Tensor]]
 
@@ -51,11 +51,11 @@ class Example(NamedTuple):
 
     Attributes:
         op: name of the op.
-        run: (*inputs, group=group) -> results of this rank.
-        reference: inputs of all ranks -> results of all ranks; differentiable.
+        run: maps (*inputs, group=group) to the results of this rank.
+        reference: maps the inputs of all ranks to the results of all ranks; differentiable.
         shapes: shapes of the inputs of each rank.
         alike: indices of the inputs that are equal on all ranks.
-        one_result: the result is equal on all ranks, and so is its gradient.
+        one_result: True if the result and its gradient are equal on all ranks.
     """
 
     op: str
@@ -67,7 +67,7 @@ class Example(NamedTuple):
 
 
 class OpVerdict(NamedTuple):
-    """Result of verifying an op on a schedule; `problem` is empty if it is right."""
+    """Result of verifying an op on a schedule; `problem` is empty if the op is correct."""
 
     schedule: str
     op: str
@@ -85,9 +85,10 @@ def verify(
 ) -> Iterator[OpVerdict]:
     """Verify each op on each schedule that the group supports, the plain ones first. A collective call.
 
-    Failures are saved in the file of `FUSED_TP_AUTOTUNE`, which must be set. A failed schedule is neither chosen by the
-    autotuner nor checked again until its line is deleted. Successes are saved, too; the autotuner then measures these
-    schedules even if the variable is not set, between GPUs with NVLink. A check that ends the program counts as failed.
+    Failures are saved in the file of `FUSED_TP_AUTOTUNE`, which must be set. The autotuner does not choose a failed
+    schedule, and `verify` does not check it again until its line is deleted. Successes are saved, too: between GPUs
+    with NVLink, the autotuner then measures these schedules even if the variable is not set. A check during which the
+    process exits counts as failed.
 
     Args:
         sizes: (m, k, n) of matmuls: rows over all ranks, features of x per rank, columns of y per rank.
@@ -103,8 +104,9 @@ def verify(
     described = resolve_group(group)
     ranks = list(described.ranks)
     if len(ranks) == 1:
-        raise ValueError("The group has one rank, which has nothing to send: there is nothing to check.")
-    # Checks may leave a group unusable, so they get new ones: one for the ops, one for the collectives beside them.
+        raise ValueError("The group has one rank, so there is no communication to verify. Pass at least two ranks.")
+    # A failed check may leave its group unusable, so checks use new groups: one for the ops, and one for the concurrent
+    # collectives.
     current, beside = dist.new_group(ranks), dist.new_group(ranks)
     examples: dict[str, list[Example]] = {}
     for one in (made for size in sizes for made in examples_of(len(ranks), *size)):
@@ -121,10 +123,10 @@ def verify(
             for example, inputs in zip(of_op, sets, strict=True):
                 try:
                     mine = _examined(schedule, example, inputs, current, beside, device, calls)
-                except KeyboardInterrupt:  # by the user, not a failure
+                except KeyboardInterrupt:  # interrupted by the user: not a failure of the schedule
                     set_wrong(described, device, {what: ""})
                     raise
-                # Ranks that wait for a failed rank arrive here after it, by up to the deadline.
+                # Ranks that wait for a failed rank arrive here later than that rank, by up to the timeout.
                 patience = {"FUSED_TP_TIMEOUT": str(3 * settings.timeout_seconds())}
                 with settings.environment(patience):
                     looks = exchange(described, f"check of {op} on {schedule}", mine)
@@ -165,7 +167,7 @@ def _examined(
     device: torch.device,
     calls: int,
 ) -> dict[str, Any]:
-    """Check one example on this rank. A wrong result does not end the check: peers make all the same calls."""
+    """Check one example on this rank. A wrong result does not end the check: peers continue with their calls."""
     look: dict[str, Any] = {"unusable": "", "wrong": "", "uneven": "", "bits": []}
     try:
         with settings.environment({"FUSED_TP_SCHEDULE": schedule}):
@@ -198,7 +200,7 @@ def _situations(
     device: torch.device,
     calls: int,
 ) -> Iterator[tuple[str, Again]]:
-    """Yield (situation, iterator over calls of (index of the set, outcome))."""
+    """Yield (situation, iterator of (index of the input set, results and gradients) over calls in this situation)."""
 
     def again() -> Again:
         for call in range(calls):
@@ -232,7 +234,7 @@ def _situations(
             for mine, given in zip(static.inputs, sets[call % 2].inputs, strict=True):
                 mine.copy_(given)
             graph.replay()
-            # The graph has no gradients: compute them in a call outside, which also tests calls between replays.
+            # The graph computes no gradients. A call outside of the graph does, and also tests calls between replays.
             rest = _outcome(example, sets[call % 2], group)[len(results) :]
             yield call % 2, [*(t.clone() for t in results), *rest]
 
@@ -255,7 +257,7 @@ def _results(given: Any) -> list[Tensor]:
 
 
 def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype: torch.dtype, seed: int) -> _Set:
-    """Generate one rank's inputs and output gradients, and the float64 reference from the inputs of all ranks."""
+    """Generate the inputs and output gradients of `rank`, and compute their float64 reference."""
 
     def made(shape: Sequence[int], *number: int) -> Tensor:
         name = 0
@@ -289,7 +291,7 @@ def _inputs(example: Example, rank: int, world: int, device: torch.device, dtype
 
 
 def examples_of(world: int, m: int, k: int, n: int) -> list[Example]:
-    """Examples of all verified ops at one size."""
+    """Return the examples of all verified ops for one size; `m`, `k`, `n` are as in `verify`."""
     share = -(-m // world)
     rows = [min(share, max(0, m - rank * share)) for rank in range(world)]
 

@@ -26,7 +26,7 @@ from fused_tp.ops.arguments import (
 from fused_tp.ops.op import AnyGroup, DispatchKey, Op, Saved
 
 _REDUCTIONS = ("mean", "sum", "none")
-_STATISTICS = 4  # numbers per token that ranks exchange, see _local_stats
+_STATISTICS = 4  # numbers per token that ranks exchange; see `_local_stats`
 
 
 def vocab_parallel_cross_entropy(
@@ -39,10 +39,10 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     vocab_size: int | None = None,
 ) -> Tensor:
-    """F.cross_entropy of logits sharded along the vocabulary, which is the last dim here.
+    """F.cross_entropy of logits sharded along the vocabulary, which is the last dim of the logits.
 
     Each rank sends four numbers per token: maximum, sum of exponentials, the target's logit, sum of logits. In the
-    table, s is the label smoothing and V the size of the whole vocabulary.
+    table, s is the label smoothing and V the size of the full vocabulary.
 
     =======  ==========================================================================
     forward  loss = lse - (1 - s) * logits[target] - s * mean(logits), with the four numbers all-gathered
@@ -52,7 +52,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits_shard: [..., v], this rank's shard of the vocabulary.
-        target: [...], int64 class indices of the whole vocabulary or `ignore_index`; the same on all ranks.
+        target: [...], int64 indices into the full vocabulary, or `ignore_index`; equal on all ranks.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         label_smoothing: 0 to 1.
         ignore_index: target value of tokens that are excluded from the loss and the gradient.
@@ -86,7 +86,7 @@ def vocab_parallel_cross_entropy(
 def _check_target(target: Any, logits_shard: Tensor) -> None:
     check_local("target", target)
     if target.dtype != torch.int64:
-        raise TypeError(f"target has dtype {target.dtype}; it must be int64 class indices (no class probabilities).")
+        raise TypeError(f"target has dtype {target.dtype}; it must be int64 class indices, not class probabilities.")
     why = f"one for each row of logits_shard of shape {tuple(logits_shard.shape)} (the vocabulary is the last dim)"
     check_shape("target", target, logits_shard.shape[:-1], why)
     check_device("target", target, "logits_shard", logits_shard)
@@ -98,7 +98,7 @@ class _Args(NamedTuple):
     vocab_size: SymInt
     label_smoothing: float
     ignore_index: int
-    reduction: str  # only compared over ranks
+    reduction: str  # only compared between ranks: the caller reduces the losses
     group: AnyGroup
 
     def __str__(self) -> str:
@@ -132,11 +132,11 @@ def _key(a: _Args) -> DispatchKey:
 
 
 def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
-    """Return (loss per token, log-sum-exp over the whole vocabulary)."""
+    """Return (loss per token, log-sum-exp over the full vocabulary)."""
     logits_shard, target, vocab_size, label_smoothing, ignore_index, *_, group = a
     known = group_by_name(group)
     counts = target != ignore_index
-    if target.device.type == "cpu":  # on a GPU this check would synchronize the host
+    if target.device.type == "cpu":  # on a GPU, reading the result would synchronize the host
         wrong = counts & ((target < 0) | (target >= vocab_size))
         if wrong.any():
             raise ValueError(
@@ -152,15 +152,15 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
     everyone = schedule.all_gather(stats, gather_dim=0, gather_size=None).wait().view(known.size, -1, _STATISTICS)
     if checked:
         of_words, of_targets = everyone[:, -1, :2].T.tolist()
-        did, all_alike = "call vocab_parallel_cross_entropy with different", "They must be the same on all."
-        check_equal(of_words, f"{did} keywords", f"; rank {known.rank} with {words}. {all_alike}")
+        did, all_alike = "call vocab_parallel_cross_entropy with different", "Pass the same on all ranks."
+        check_equal(of_words, f"{did} keywords", f"; rank {known.rank} passed {words}. {all_alike}")
         check_equal(of_targets, f"{did} targets", f", of shape {tuple(target.shape)}. {all_alike}")
     maximum, exp_sum, target_logit, logit_sum = everyone[:, :-1].unbind(-1)
     top = maximum.amax(0)
-    # exp(-inf - -inf) is NaN: one rank (or all of them) may hold only -inf.
+    # exp(-inf - -inf) would be NaN: the logits of a rank, or of all ranks, may all be -inf.
     shift = torch.where(top.isinf(), torch.zeros_like(top), top)
     scaled = exp_sum * torch.exp(maximum - shift)
-    # lse - target, computed relative to the shift, so that nothing cancels if the target is (nearly) the maximum.
+    # The loss is lse - target logit. Both are computed relative to the shift, to avoid cancellation.
     log_sum = torch.log(_sum(scaled))
     log_sum_exp = log_sum + shift
     losses = log_sum + (1.0 - label_smoothing) * (shift - _sum(target_logit))
@@ -171,8 +171,11 @@ def _forward(schedule: Schedule, a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smoothed: bool) -> Tensor:
-    """Compute [tokens + 1, 4] over this rank's shard: maximum, sum of exp(logit - maximum), the target's logit or 0,
-    sum of logits. The last row is for checksums."""
+    """Return [tokens + 1, 4] for this rank's shard; the last row is reserved for checksums.
+
+    Columns: maximum, sum of exp(logit - maximum), the target's logit (0 if it is on another rank), and, if `smoothed`,
+    the sum of logits.
+    """
     dtype = accumulate_dtype(logits_shard.dtype)
     logits = as_rows(logits_shard).to(dtype)
     every = logits.new_zeros((logits.shape[0] + 1, _STATISTICS))
@@ -187,20 +190,20 @@ def _local_stats(logits_shard: Tensor, target: Tensor, own: tuple[int, int], smo
     stats[:, 2] = torch.where(here, logits.gather(-1, local[:, None])[:, 0], 0.0)
     if smoothed:
         stats[:, 3] = logits.sum(-1)
-    # Sums of exponentials are relative to the shift, so send the shift: it equals the maximum unless that is infinite.
+    # The sums of exponentials are relative to the shift, so send the shift. It is the maximum unless that is infinite.
     stats[:, 0] = torch.where(stats[:, 1] > 0, shift, stats[:, 0])
     return every
 
 
 def _local_target(target: Tensor, own: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return targets as indices into this rank's vocabulary shard (0 if not in it), and a mask of those in it."""
+    """Return (targets as indices into this rank's vocabulary shard `own`, 0 if not in it; mask of targets in it)."""
     flat = target.reshape(-1)
     here = (flat >= own[0]) & (flat < own[1])
     return torch.where(here, flat - own[0], 0), here
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """Sum over ranks, in rank order."""
+    """Sum `terms` [W, ...] over ranks, in rank order."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -213,7 +216,7 @@ def _fake(a: _Args) -> tuple[Tensor, Tensor]:
 
 
 def _backward(s: Saved[_Args], d_losses: Tensor, _: Tensor) -> dict[str, Any]:
-    """Compute the gradient of the logits; local, because lse is saved."""
+    """Compute the gradient of the logits from the saved lse; no communication."""
     if not s.needs.logits_shard:
         return {}
     a, (log_sum_exp,) = s.args, s.outputs

@@ -185,7 +185,7 @@ def test_shards_of_different_sequences_are_told(group: dist.ProcessGroup) -> Non
         cache = ContextKVCache(group, block=block)
         cache.append(k[:, :held], k[:, :held])
         mine = k[:, : 3 if one and "seq_len" in how else 4]
-        with pytest.raises(RankMismatchError, match="append to a cache that they share with different keywords"):
+        with pytest.raises(RankMismatchError, match="append to the same cache with different keywords"):
             cache.append_sharded(mine, mine, **how)
         assert cache.length == held
 
@@ -291,25 +291,25 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": K[:1]}, ValueError, "k_cache_shard has a batch of 1, but q has 2"),
     ({"k": K.bfloat16()}, TypeError, "k_cache_shard has dtype torch.bfloat16, but q has torch.float32"),
     ({"k": K[..., :4]}, ValueError, "k_cache_shard has head_dim 4, but q has 8"),
-    ({"k": torch.ones(2, 5, 3, 8)}, ValueError, "k_cache_shard has 3 heads, of which the 4 heads of q are not"),
+    ({"k": torch.ones(2, 5, 3, 8)}, ValueError, "k_cache_shard has 3 heads; the 4 heads of q must be a"),
     ({"v": K[:, :4]}, ValueError, "v_cache_shard has shape (2, 4, 2, 8), but k_cache_shard (2, 5, 2, 8)"),
     ({"cache_seqlens": [3, 5]}, TypeError, "cache_seqlens must be a Tensor, not list."),
     ({"cache_seqlens": LENGTHS.float()}, TypeError, "cache_seqlens has dtype torch.float32; it must be int32"),
-    ({"cache_seqlens": LENGTHS[:1]}, ValueError, "cache_seqlens has shape (1,); it must be [2], of the batch of q."),
+    ({"cache_seqlens": LENGTHS[:1]}, ValueError, "cache_seqlens has shape (1,); it must be [2]; q has batch 2."),
     ({"cache_seqlens": LENGTHS - 4}, ValueError, "cache_seqlens is [-1, 1]; lengths must be at least 0."),
     (
         {"cache_seqlens": LENGTHS + 1},
         ValueError,
-        "cache_seqlens gives sequence 1 6 tokens, of which rank 0 of 1 holds 6",
+        "sequence 1 has 6 tokens, 6 of them on rank 0 of 1",
     ),
     ({"page_table": torch.ones(2, 1)}, TypeError, "page_table has dtype torch.float32; it must be int32 or int64."),
-    ({"page_table": torch.ones(3, 1).int()}, ValueError, "page_table has shape (3, 1); it must be [2, most pages of"),
+    ({"page_table": torch.ones(3, 1).int()}, ValueError, "page_table has shape (3, 1); it must be [2, max_pages]"),
     (
         {"page_table": torch.full((2, 1), 7)},
         ValueError,
-        "page_table has [7] for sequence 0 on rank 0; there are the pages",
+        "page_table has [7] for sequence 0 on rank 0; pages must be 0 to",
     ),
-    ({"page_table": torch.zeros(2, 0).int()}, ValueError, "which are 1 pages of 5, but page_table has room for 0"),
+    ({"page_table": torch.zeros(2, 0).int()}, ValueError, "needs 1 pages of 5 tokens, but page_table has 0 columns"),
     ({"block": 0}, ValueError, "block is 0; it must be at least 1"),
     ({"block": 1.5}, TypeError, "block must be an int, not float."),
     ({"causal": 1}, TypeError, "causal must be a bool, not int."),
@@ -349,7 +349,7 @@ def test_caches_refuse_what_does_not_fit() -> None:
     refuses(ValueError, "room for max_length=8 tokens of a sequence and 10 are needed", cache.append, K, K)
     refuses(ValueError, "the cache holds 2 sequences and got a batch of 1", cache.append, K[:1], K[:1])
     refuses(ValueError, "holds keys of", cache.append, K[:, :1, :1], K[:, :1, :1])
-    said = r"seq_len=9 in layout 'zigzag' gives rank 0 of 1 9 tokens, but k holds 5"
+    said = r"seq_len=9 in layout 'zigzag' assigns 9 tokens to rank 0 of 1, but k holds 5"
     refuses(ValueError, said, cache.append_sharded, K, K, seq_len=9)
     said = r"sequences is \[2\]; the cache holds the sequences 0 to 1"
     refuses(ValueError, said, cache.reorder, torch.tensor([2]))

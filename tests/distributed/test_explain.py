@@ -125,14 +125,24 @@ def test_the_provider_of_the_ring_is_the_one_that_runs(op: str) -> None:
         assert ran == explained
 
 
-NATIVE, BLOCKS = "native-cpu, because the native kernels have every mask and score", "torch-blocks, because plain torch"
+NATIVE, BLOCKS = (
+    "native-cpu, because the native kernels support every mask and score",
+    "torch-blocks, because plain torch",
+)
 PROVIDERS = [  # op, arch, dtype, queries, v_head_dim, expected text
     ("ring_attention", "cpu", torch.float64, 64, 8, NATIVE),
-    ("ring_attention", "sm_90", torch.bfloat16, 64, 128, "triton, because the Triton kernels round once in all steps"),
-    ("ring_attention", "sm_90", torch.float16, 64, 320, f"{BLOCKS} serves every device, dtype and score; no tri"),
-    ("ring_attention", "sm_90", torch.float64, 64, 64, "attention on GPUs takes float16 and bfloat16, not float64"),
-    ("ring_attention", "xpu", torch.float16, 64, 64, f"{BLOCKS} serves every device, dtype and score"),
-    ("ulysses_attention", "sm_90", torch.float16, 64, 128, "; this holds for plain scores in one piece"),
+    (
+        "ring_attention",
+        "sm_90",
+        torch.bfloat16,
+        64,
+        128,
+        "triton, because the Triton kernels round once, after all steps",
+    ),
+    ("ring_attention", "sm_90", torch.float16, 64, 320, f"{BLOCKS} supports every device, dtype and score; no tri"),
+    ("ring_attention", "sm_90", torch.float64, 64, 64, "attention on GPUs supports float16 and bfloat16, got float64"),
+    ("ring_attention", "xpu", torch.float16, 64, 64, f"{BLOCKS} supports every device, dtype and score"),
+    ("ulysses_attention", "sm_90", torch.float16, 64, 128, "; this holds for plain scores and a mask of one tile"),
     ("context_parallel_decode", "cpu", torch.float16, 1, 128, "torch, because for up to 16 queries matmuls read the"),
     ("context_parallel_decode", "cpu", torch.float16, 40, 128, "native-cpu, because"),
     ("context_parallel_decode", "sm_90", torch.float16, 1, 128, "triton, because its split-KV kernel"),

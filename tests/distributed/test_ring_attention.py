@@ -282,7 +282,7 @@ def test_any_sign_of_the_scale(kernel: str, monkeypatch: pytest.MonkeyPatch) -> 
     q = seeded(1, 70, 2, 8)
     for scale in (-0.4, 0.0):
         if kernel == "torch-cpu":
-            with pytest.raises(ValueError, match="takes a scale above 0"):
+            with pytest.raises(ValueError, match="scale must be above 0"):
                 ring_attention(q, q, q, group=None, causal=True, scale=scale)
             continue
         wanted, _ = dense_attention(q, q, q, *dense_mask(70, 70, causal=True), scale=scale)
@@ -361,11 +361,11 @@ def mismatched(group: dist.ProcessGroup, op: Op) -> list[tuple[str, str]]:
                 RING_ATTENTION_BACKWARD.named(q, None, q, k, k, q, lse, *rest)
             said.append((name, str(error.value)))
     x = shard_sequence(torch.zeros(1, 5, 2, 8), 1, group=group)  # 3 and 2 tokens; each rank assumes equal shards
-    with pytest.raises(RankMismatchError, match="unequally many tokens need seq_len"):
+    with pytest.raises(RankMismatchError, match="different numbers of tokens, pass seq_len"):
         op(x, x, x, group=group)
-    with pytest.raises(RankMismatchError, match=r"an unshard_sequence, of .* unequally many tokens, pass seq_len"):
+    with pytest.raises(RankMismatchError, match=r"an unshard_sequence, with .* numbers of tokens, pass seq_len"):
         unshard_sequence(x, 1, group=group)
-    for seq_len, wrong in ((6, "=6 in layout 'zigzag' gives rank"), (10, "=10 in layout"), (-1, " is -1; it must be")):
+    for seq_len, wrong in ((6, "=6 in layout 'zigzag' assigns"), (10, "=10 in layout"), (-1, " is -1; it must be")):
         with pytest.raises(ValueError, match=f"seq_len{wrong}"):
             op(q, q, q, group=group, seq_len=seq_len)
     op(x, x, x, group=group, seq_len=5)  # the ranks are in step again
@@ -380,7 +380,9 @@ def test_ranks_that_disagree(op: Op, route: str) -> None:
     for rank, said in enumerate(run_ranks(2, mismatched, op, env={**ROUTES[route], **check})):
         for name, sentence in said:
             assert "rank 0 call" in sentence and "rank 1 call" in sentence
-            assert f". The last number of a {op.__name__} is a checksum; on rank {rank} it stands for" in sentence
+            assert (
+                f". The last number of a {op.__name__} is a checksum of its arguments; on rank {rank} they" in sentence
+            )
             assert f"{name}={DISAGREEMENTS[name][rank]!r}" in sentence
 
 
@@ -396,7 +398,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": Q.to("meta")}, ValueError, "k is on meta"),
     ({"k": Q[:1], "v": Q[:1]}, ValueError, "k has a batch of 1, but q has 2"),
     ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, r"k has 3 tokens on rank 0, but q has 4 \(dim 1: \[batch, seq"),
-    ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, "unless seq_len_kv says that keys are of another sequence"),
+    ({"k": Q[:, :3], "v": Q[:, :3]}, ValueError, "For cross-attention, pass seq_len_kv"),
     ({"k": Q[..., :4]}, ValueError, "k has head_dim 4"),
     ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, ValueError, "k has 3 heads"),
     ({"v": Q[:, :, :2]}, ValueError, "v has shape .* only head_dim may differ"),
@@ -415,20 +417,20 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sinks": [0.0, 0.0]}, TypeError, "sinks must be a Tensor"),
     ({"alibi_slopes": torch.zeros(1)}, ValueError, r"alibi_slopes has shape \(1,\)"),
     ({"cu_seqlens": [0, 4]}, TypeError, r"cu_seqlens must be a Tensor, not list; pass torch.tensor\(\[0, ...\]\)"),
-    ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "the 4 tokens of the whole sequence, those of all ranks"),
-    ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "never go back"),
+    ({"cu_seqlens": torch.tensor([0, 3])}, ValueError, "must end with 4, the number of tokens on all ranks"),
+    ({"cu_seqlens": torch.tensor([0, 3, 2, 4])}, ValueError, "must not decrease"),
     ({"cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "it must be int32 or int64"),
-    ({"cu_seqlens_kv": BOUNDS}, ValueError, "given without cu_seqlens"),
+    ({"cu_seqlens_kv": BOUNDS}, ValueError, "passed without cu_seqlens"),
     ({"cu_seqlens": torch.tensor([0, 2, 4]), "cu_seqlens_kv": BOUNDS}, ValueError, "2 documents and"),
     (
         {"cu_seqlens": BOUNDS, "k": Q[:, :3], "v": Q[:, :3], "seq_len_kv": 3},
         ValueError,
-        "how the 4 queries belong to documents, but there are 3 keys; pass cu_seqlens_kv",
+        "covers the 4 queries, but there are 3 keys. Pass cu_seqlens_kv",
     ),
     ({"layout": "balanced"}, ValueError, "needs their cu_seqlens"),
     ({"layout": "spiral"}, ValueError, "it must be one of"),
-    ({"seq_len": 5}, ValueError, "seq_len=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but q holds 4"),
-    ({"seq_len_kv": 5}, ValueError, "seq_len_kv=5 in layout 'zigzag' gives rank 0 of 1 5 tokens, but k holds 4"),
+    ({"seq_len": 5}, ValueError, "seq_len=5 in layout 'zigzag' assigns 5 tokens to rank 0 of 1, but q holds 4"),
+    ({"seq_len_kv": 5}, ValueError, "seq_len_kv=5 in layout 'zigzag' assigns 5 tokens to rank 0 of 1, but k holds 4"),
 ]
 
 

@@ -567,7 +567,7 @@ def test_the_shipped_table_follows_what_was_published(
 def test_what_is_refused_by_the_size_of_a_group_and_by_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_TP_SCHEDULE", "symm_mem")
     place: dict[str, Any] = {"transport": "nvlink", "arch": "sm_90"}
-    with pytest.raises(ValueError, match="it serves up to 16 ranks, and the group has 17"):
+    with pytest.raises(ValueError, match="it supports at most 16 ranks, and the group has 17"):
         explain_for("all_reduce", (4, 8), dtype=BF16, world_size=17, **place)
     found = explain_for("all_reduce", (4, 8), dtype=torch.float16, world_size=8, **place).forward
     assert found is not None and "torch's symm_mem ops sum bfloat16 and float32, not float16" in found.reason

@@ -214,7 +214,7 @@ def test_causal_work_is_as_equal_as_that_of_zigzag_over_the_ring_alone(strided: 
 def test_bad_arguments(group: dist.ProcessGroup) -> None:
     q = torch.zeros(1, 4, 6, 8)
     k = torch.zeros(1, 4, 2, 8)
-    said = "q has 6 heads, which 4 ranks cannot share equally; 1, 2, 3, 6 ranks could"
+    said = "q has 6 heads, which must be a multiple of the 4 ranks. Use 1, 2, 3, 6 ranks"
     refuses(ValueError, said, ulysses_attention, q, k, k, group=group)
     q, k = q[:, :, :4], k[:, :, :2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
@@ -229,8 +229,8 @@ def test_bad_arguments(group: dist.ProcessGroup) -> None:
         ({"ulysses_dim": "cp"}, ValueError, r"ulysses_dim is 'cp'; the dims of mesh are \('ring', 'heads'\)"),
         ({"ring_dim": 2}, ValueError, "ring_dim=2 is out of range"),
         ({"ulysses_dim": 0, "ring_dim": "ring"}, ValueError, "are the same dim"),
-        ({"ring_dim": 1.0}, TypeError, "ring_dim must be the name or number"),
-        ({"mesh": group}, TypeError, "mesh must be a DeviceMesh, not ProcessGroup; for a group there is ring_att"),
+        ({"ring_dim": 1.0}, TypeError, "ring_dim must be the name or index"),
+        ({"mesh": group}, TypeError, "mesh must be a DeviceMesh, not ProcessGroup; use ring_att"),
         ({"mesh": init_device_mesh("cpu", (1, 2, 2))}, ValueError, "mesh has 3 dims"),
     ]
     for arguments, kind, message in bad_dims:

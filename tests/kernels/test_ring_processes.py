@@ -171,11 +171,11 @@ def explained(group: Any) -> list[str]:
 def test_explain_says_what_is_one_launch_and_what_goes_by_messages() -> None:
     for fits, wide, double, forced in interpreted_ranks(2, explained):
         assert "forward: fused_kernel over symmetric memory, because FUSED_TP_SCHEDULE=fused_kernel" in fits
-        assert "backward: pipelined over gloo" in fits and "its backward goes step by step" in fits
-        assert "each step: triton, because the steps of a forward are one launch" in fits
+        assert "backward: pipelined over gloo" in fits and "its backward runs step by step" in fits
+        assert "each step: triton, because one launch of its kernel computes all steps" in fits
         assert "forward: pipelined over gloo" in wide and "head dims go from 1 to 256" in wide
         assert "forward: one_sided over shm" in double
-        assert "forward: pipelined over gloo" in forced and "torch-blocks asks for other kernels" in forced
+        assert "forward: pipelined over gloo" in forced and "torch-blocks selects other kernels" in forced
 
 
 def own_group() -> Any:
@@ -269,5 +269,5 @@ def of_two_minds(group: Any) -> tuple[str, str]:
 def test_ranks_take_the_same_ring() -> None:
     for rank, (said, mismatch) in enumerate(interpreted_ranks(4, of_two_minds)):
         assert "forward: pipelined over gloo" in said
-        assert "rank 1: FUSED_TP_ATTENTION=torch-blocks asks for other kernels" in said
+        assert "rank 1: FUSED_TP_ATTENTION=torch-blocks selects other kernels" in said
         assert f"ring {'pipelined' if rank == 1 else 'fused_kernel'}" in mismatch

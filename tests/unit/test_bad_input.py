@@ -60,7 +60,7 @@ def linear_cases(op: Callable[..., Any], x: str) -> list[Refusal]:
     """Refusals of every op with x, weight and bias."""
     return [
         (lambda: op([1.0]), TypeError, f"{x} must be a Tensor, not list."),
-        (lambda: op(X.long()), TypeError, f"{x} has dtype torch.int64; the op takes float16, bfloat16"),
+        (lambda: op(X.long()), TypeError, f"{x} has dtype torch.int64; the op supports float16, bfloat16"),
         (lambda: op(weight=None), TypeError, "weight must be a Tensor, not NoneType."),
         (lambda: op(weight=W.double()), TypeError, f"weight has dtype torch.float64, but {x} has torch.float32"),
         (lambda: op(weight=W.to("meta")), ValueError, f"weight is on meta, but {x} is on cpu; move one of them."),
@@ -97,7 +97,7 @@ def dim_cases(op: Callable[..., Any], dim: str, x: str) -> list[Refusal]:
         (
             lambda: op(**{dim: 1}),
             ValueError,
-            f"{dim}=1 is the last dim of {x}, its features; pass a dim of tokens, 0 to 0",
+            f"{dim}=1 is the last dim of {x}, the feature dim; pass a token dim, 0 to 0",
         ),
         (lambda: op(**{dim: -1}), ValueError, f"{dim}=1 is the last dim of {x}"),
         (lambda: op(**{dim: 2}), ValueError, f"{dim}=2 is out of range for {x} of shape (3, 4)."),
@@ -115,17 +115,17 @@ CASES: list[Refusal] = [
     (
         lambda: ag(gather_size=7),
         ValueError,
-        "gather_size=7 sharded over 1 ranks as torch.chunk does gives rank 0 7, but",
+        "gather_size=7 sharded over 1 ranks by torch.chunk assigns 7 to rank 0, but",
     ),
     (lambda: ag(gather_size=-1), ValueError, "gather_size=-1 sharded over 1 ranks"),
     (lambda: ag(return_gathered=1), TypeError, "return_gathered must be a bool, not int."),
     (lambda: ce(ignore_index=2**63), ValueError, "ignore_index is 9223372036854775808; it must fit in 64 bits."),
-    (lambda: ar(X.to_sparse()), TypeError, "x is a sparse_coo tensor; pass a dense one (x.to_dense(), or a nested"),
-    (lambda: ar(X.to_mkldnn()), TypeError, "x is a mkldnn tensor; pass a dense one"),
-    (lambda: ar(weight=torch.nested.as_nested_tensor([W])), TypeError, "weight is a nested tensor; pass a dense one"),
+    (lambda: ar(X.to_sparse()), TypeError, "x is a sparse_coo tensor; pass a dense tensor (x.to_dense(), or"),
+    (lambda: ar(X.to_mkldnn()), TypeError, "x is a mkldnn tensor; pass a dense tensor"),
+    (lambda: ar(weight=torch.nested.as_nested_tensor([W])), TypeError, "weight is a nested tensor; pass a dense"),
     (lambda: fused_tp.shard_sequence(quantized(X), 0, group=None), TypeError, "x is quantized; pass x.dequantize()."),
     (lambda: ar(weight=freed(W)), ValueError, "weight of shape (5, 4) has no memory: its storage was freed"),
-    (lambda: ar(escaped(X)), TypeError, "x has left a transform of torch.func"),
+    (lambda: ar(escaped(X)), TypeError, "x was created in a torch.func transform that has exited"),
     (lambda: ag(gather_size=3.0), TypeError, "gather_size must be an int, not float."),
     *linear_cases(rs, "x"),
     *bias_cases(rs),
@@ -166,7 +166,7 @@ CASES: list[Refusal] = [
     (lambda: ce(label_smoothing=None), TypeError, "label_smoothing must be a float, not NoneType."),
     (lambda: ce(ignore_index=0.5), TypeError, "ignore_index must be an int, not float."),
     (lambda: ce(reduction="max"), ValueError, "reduction is 'max'; it must be one of mean, sum, none."),
-    (lambda: ce(vocab_size=9), ValueError, "vocab_size=9 sharded over 1 ranks as torch.chunk does gives rank 0 9, but"),
+    (lambda: ce(vocab_size=9), ValueError, "vocab_size=9 sharded over 1 ranks by torch.chunk assigns 9 to rank 0, but"),
 ]
 
 
@@ -205,16 +205,16 @@ for gather, scatter, reduce in (
     ]
     CASES += [(partial(gather, X, 0, group=None, gather_size=4), ValueError, "gather_size=4 sharded over 1 ranks")]
 CASES += [
-    (lambda: explain("matmul"), ValueError, "op is 'matmul'; explain knows all_gather, all_gather_grouped"),
+    (lambda: explain("matmul"), ValueError, "op is 'matmul'; it must be one of all_gather, all_gather_grouped"),
     (lambda: explain("matmul_all_reduce", (1, 2)), ValueError, "matmul_all_reduce needs 2 shapes (x, weight)"),
     (lambda: explain("matmul_all_reduce", (1, 2), (3, 3)), ValueError, "weight has shape (3, 3); it must be"),
     (lambda: explain("all_gather", (2, 3), dim=2), ValueError, "dim=2 is out of range for x_shard of shape (2, 3)"),
-    (lambda: explain("all_reduce", (2, 3), dim=0), ValueError, "dim=0 is for all_gather, reduce_scatter; all_reduce"),
+    (lambda: explain("all_reduce", (2, 3), dim=0), ValueError, "dim=0 is supported for all_gather, reduce_scatter"),
     (lambda: explain("ring_attention", (1, 4, 2, 8)), ValueError, "ring_attention needs 3 shapes (q, k, v), got 1."),
     (
         lambda: explain("ring_attention", (1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)),
         ValueError,
-        "k has 2 heads, of which the 3 heads of q are not a multiple.",
+        "k has 2 heads; the 3 heads of q must be a multiple of them.",
     ),
     (lambda: explain("all_reduce_rms_norm", 3), TypeError, "The shape of partial must be a sequence of ints"),
     (lambda: explain("all_reduce_rms_norm", (-1,)), ValueError, "The shape of partial is (-1,); it needs"),
@@ -273,7 +273,7 @@ def test_one_of_several_processes_is_not_the_world(monkeypatch: pytest.MonkeyPat
 
 def test_functions_of_functions_are_refused() -> None:
     for transform in (torch.func.grad, torch.func.vmap):
-        with pytest.raises(RuntimeError, match=r"fused_tp::matmul_all_reduce cannot be transformed by torch\.func"):
+        with pytest.raises(RuntimeError, match=r"fused_tp::matmul_all_reduce does not support torch\.func transforms"):
             transform(lambda x: fused_tp.matmul_all_reduce(x, W, group=None).sum())(X.clone())
 
 

@@ -192,8 +192,8 @@ def test_explain_where_a_table_prefers_messages_to_shared_memory(
 
 FORCED = [  # FUSED_TP_SCHEDULE, options, output for an all_reduce: an error except in the last three
     ("nonsense", "", "FUSED_TP_SCHEDULE names schedule 'nonsense'; there are plain, "),
-    ("two_shot", "", "Schedule 'two_shot' cannot serve this group: it is for cuda, not cpu."),
-    ("two_shot", "--arch sm_90 --ranks 64", "this group: it serves up to 63 ranks, and the group has 64."),
+    ("two_shot", "", "Schedule 'two_shot' does not support this group: it is for cuda, not cpu."),
+    ("two_shot", "--arch sm_90 --ranks 64", "this group: it supports at most 63 ranks, and the group has 64."),
     ("one_sided", "--transport gloo", "this group: its transport is gloo."),
     ("one_sided", "--ranks 65", "this group: the group has 65 ranks; shared memory serves at most 64."),
     ("copy_engine", "", "copy engines have nothing for all_reduce; dispatch table as shipped, rule cpu/shm/default"),
@@ -250,8 +250,8 @@ def test_question_that_makes_no_sense(capsys: pytest.CaptureFixture[str]) -> Non
     for shape, given, message in (
         ("2x64", ["--dim", "1"], "all_reduce has none"),
         ("2x64", ["--arch", "hopper"], "it must be cpu, or sm_80"),
-        ("2x64", ["--transport", "bogus"], "'bogus'; it must be one that moves tensors on cpu: shm, gloo, "),
-        ("2x64", ["--transport", "nccl"], "'nccl'; it must be one that moves tensors on cpu: shm, gloo, "),
+        ("2x64", ["--transport", "bogus"], "'bogus'; it must be one that supports tensors on cpu: shm, gloo, "),
+        ("2x64", ["--transport", "nccl"], "'nccl'; it must be one that supports tensors on cpu: shm, gloo, "),
         (f"{2**70}x2", [], "more elements than a tensor"),
     ):
         try:

@@ -1,1 +1,1 @@
-"""Kernels for one step of attention: the native core, Triton, torch, and a reference in plain torch."""
+"""Kernels for one step of attention: the native C++ core, Triton, torch, and a reference in plain torch."""

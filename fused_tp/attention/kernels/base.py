@@ -1,4 +1,4 @@
-"""Interface of the kernels for one step of attention, and the query that decides their availability."""
+"""Interface of the kernels for one step of attention, and the description of a call that decides their availability."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class KernelQuery:
     """Properties of a call that decide which kernels support it.
 
     Attributes:
-        plain: scores are scale * q.k, and nothing is dropped.
-        grad_lse: the log-sum-exp has a gradient.
-        single: there is one step only, in one tile, so that torch's kernels round once; or there are steps of a few
-            tiles, whose sums are in this dtype anyway.
-        positive_scale: scale is above 0.
-        backward: gradients are computed.
+        plain: True if scores are scale * q.k, and nothing is dropped.
+        grad_lse: True if the log-sum-exp has a gradient.
+        single: True if kernels that round after every tile lose no accuracy: either the call is one step of one tile,
+            or sums are accumulated in `dtype` itself (fp32, fp64).
+        positive_scale: True if scale is above 0.
+        backward: True for the backward.
     """
 
     device: torch.device
@@ -40,8 +40,11 @@ class KernelQuery:
 
 
 class StepRows(NamedTuple):
-    """Tensors that the backward of some rows reads: of queries q, out, grad_out [B, Sq, H, D or Dv], lse and row_sums
-    [B, H, Sq]; of keys k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]. lse, row_sums and out cover all keys."""
+    """Tensors that the backward of some rows reads.
+
+    Per query: q [B, Sq, H, D], out and grad_out [B, Sq, H, Dv], lse and row_sums [B, H, Sq]. Per key: k [B, Sk, Hkv, D]
+    and v [B, Sk, Hkv, Dv]. out, lse and row_sums are results over all keys of the sequence, not only over these.
+    """
 
     q: Tensor
     k: Tensor
@@ -52,7 +55,7 @@ class StepRows(NamedTuple):
     row_sums: Tensor
 
     def part(self, rows: slice, keys: slice) -> StepRows:
-        """Views of some rows of queries and of keys."""
+        """Views of the query rows `rows` and the key rows `keys`."""
         q, out, grad_out = (x[:, rows] for x in (self.q, self.out, self.grad_out))
         return StepRows(
             q, self.k[:, keys], self.v[:, keys], out, self.lse[..., rows], grad_out, self.row_sums[..., rows]
@@ -60,7 +63,7 @@ class StepRows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums of gradients in fp32 (fp64 for fp64), shaped like q, k, v and the slopes."""
+    """Gradients to accumulate in, in fp32 (fp64 for fp64), shaped like q, k, v and the ALiBi slopes."""
 
     dq: Tensor
     dk: Tensor
@@ -68,22 +71,23 @@ class Sums(NamedTuple):
     d_slopes: Tensor | None
 
     def part(self, rows: slice, keys: slice) -> Sums:
-        """Views of some rows of queries and of keys."""
+        """Views of the query rows `rows` and the key rows `keys`."""
         return Sums(self.dq[:, rows], self.dk[:, keys], self.dv[:, keys], self.d_slopes)
 
 
 class AttentionKernel(ABC):
-    """Computes one non-empty step, on its rows alone.
+    """Kernel that computes one non-empty step of attention.
 
-    q and state hold queries [q_start, q_stop), k and v keys [k_start, k_stop).
+    q and state hold the queries [q_start, q_stop) of the step, and k and v its keys [k_start, k_stop).
 
-    q [B, Sq, H, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]: any strides, last dim dense; query head h reads key head
-    h // (H / Hkv), and K/V are never repeated in memory. State and sums may be views of larger ones.
+    q is [B, Sq, H, D], k is [B, Sk, Hkv, D] and v is [B, Sk, Hkv, Dv]. Their last dim is contiguous; other strides are
+    arbitrary. Query head h reads key head h // (H / Hkv). Kernels must not copy K/V to repeat key heads. State and sums
+    may be views of larger tensors.
 
     Attributes:
-        name: value of FUSED_TP_ATTENTION that selects it.
-        reason: why it is chosen, for `explain`.
-        devices: device types on which `explain` says why another kernel was chosen.
+        name: value of FUSED_TP_ATTENTION that selects this kernel.
+        reason: why this kernel is chosen, for `explain`.
+        devices: device types on which `explain` reports why this kernel was not chosen.
     """
 
     name: str
@@ -91,29 +95,37 @@ class AttentionKernel(ABC):
     devices: tuple[str, ...] = ()
 
     def available(self, query: KernelQuery) -> Availability:
-        """Available if this kernel can compute such steps."""
+        """Available if this kernel supports calls like `query`."""
         return AVAILABLE
 
     def deprioritized(self, query: KernelQuery) -> str:
-        """The reason to prefer another available kernel; empty if there is none."""
+        """The reason to prefer another available kernel for `query`; empty if there is no such reason."""
         return ""
 
     @abstractmethod
     def forward(
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
     ) -> None:
-        """Fold these keys into `state`; `fresh`: it is uninitialised, and is treated as empty."""
+        """Add the attention of q to the keys k with values v to `state`. With `fresh`, `state` is uninitialized memory,
+        and is overwritten."""
 
     def forward_once(self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (out, lse) as `SoftmaxState.result` does, for a call of this step alone; None if no way is faster than
-        through a state."""
+        """Return (out, lse), like `SoftmaxState.result`, for a call that consists of `step` only.
+
+        Return None if this kernel has no faster path than `forward` with a state.
+        """
         return None
 
     @abstractmethod
     def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
-        """Add this step's terms to `sums`: with p = exp(score - lse) over these keys and p' = p after dropout,
+        """Add the gradients of this step to `sums`.
 
-            dv = p'^T grad_out,  dscore = p' * (grad_out v^T) - p * row_sums,  dq = scale * dcap * dscore k, and so on.
+        With p = exp(score - lse), p' = p after dropout, and dcap = the derivative of the softcap:
+
+            dv = p'^T grad_out
+            dscore = p' * (grad_out v^T) - p * row_sums
+            dq = scale * (dcap * dscore) k
+            dk = scale * (dcap * dscore)^T q
 
         (Dao et al., FlashAttention, arXiv:2205.14135, section 3.1; Liu et al., Ring Attention, arXiv:2310.01889.)
         """

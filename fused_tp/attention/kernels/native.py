@@ -1,7 +1,7 @@
-"""The native core's flash attention (csrc/attention): every mask and score, on any CPU.
+"""Flash attention of the native C++ core (csrc/attention): supports every mask and score, on any CPU.
 
-Probabilities are multiplied with the values in the dtype of the values. All sums are fp32 (fp64 for fp64) and stay so
-from step to step, so a ring rounds no more often than one rank.
+Probabilities are multiplied with the values in the dtype of the values. All sums are fp32 (fp64 for fp64) and are not
+rounded between steps, so a ring rounds no more often than one rank.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ try:
     import fused_tp._core as _core
 
     _BUILT = True
-except ImportError:  # a pure Python install
+except ImportError:  # the package was installed without its native core
     _BUILT = False
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # csrc/dtype.h
 
 
 class NativeCpu(AttentionKernel):
-    """Attention of CPU tensors on torch's number of threads; the result has the same bits for any number.
+    """Attention of CPU tensors on `torch.get_num_threads()` threads. The result is bitwise equal for any thread count.
 
     Args:
-        isa: the highest instruction set to use (plain, avx2, avx512, avx512_bf16). Empty: that of FUSED_TP_ISA, else
-            the best available.
+        isa: the highest instruction set to use (plain, avx2, avx512, avx512_bf16). Empty: the value of FUSED_TP_ISA if
+            it is set, else the best available.
 
     (Dao, "FlashAttention-2", arXiv:2307.08691.)
     """
 
     name = "native-cpu"
-    reason = "the native kernels have every mask and score"
+    reason = "the native kernels support every mask and score"
     devices = ("cpu",)
 
     def __init__(self, isa: str = "") -> None:
@@ -51,18 +51,22 @@ class NativeCpu(AttentionKernel):
         if not _BUILT:
             return unavailable("the native core is not built")
         if query.device.type != "cpu":
-            return unavailable(f"it takes CPU tensors, not tensors on {query.device}")
-        settings.isa()  # raises for an invalid value before anything is sent; the core reads it by itself
+            return unavailable(f"it supports CPU tensors only, got tensors on {query.device}")
+        settings.isa()  # raises if FUSED_TP_ISA is invalid, before anything is sent; the C++ core reads the variable
         if query.dtype not in _DTYPES:
             kind = str(query.dtype).removeprefix("torch.")
-            return unavailable(f"it takes float32, bfloat16, float16 or float64, not {kind}")
+            return unavailable(f"it supports float32, bfloat16, float16 and float64, got {kind}")
         return AVAILABLE
 
     def deprioritized(self, query: KernelQuery) -> str:
         return self.slower_because(query) if query.single and plain_enough(query) else ""
 
     def slower_because(self, query: KernelQuery) -> str:
-        """Reason that torch's kernels are faster here, from the dispatch table or matrix tiles (AMX); empty if not."""
+        """The reason why torch's kernels are faster for `query` on this CPU; empty if they are not.
+
+        The dispatch table decides if it has an entry; otherwise torch is faster in bf16 if the CPU has matrix tiles
+        (AMX).
+        """
         head_dim = max(query.head_dim, query.v_head_dim)
         measured = dispatch.attention_kernel(query.dtype, head_dim, query.backward)
         if measured is not None:
@@ -87,7 +91,7 @@ class NativeCpu(AttentionKernel):
 
     def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
         q = saved.q
-        # Autograd may pass gradients that are expanded, or of another dtype.
+        # Autograd may pass gradients with stride 0 (expanded), or of another dtype.
         grad_out = saved.grad_out.to(q.dtype)
         if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
@@ -109,14 +113,15 @@ class NativeCpu(AttentionKernel):
             sums.d_slopes.add_(slope_terms)
 
 
-# Addresses of a step's int32 vectors, 0 for those that are not needed, and the tensors that hold them: two threads may
-# create tensors of a step at once, of which the step keeps only one.
+# Addresses of a step's int32 vectors (0 for a vector that is not needed), and the tensors that own this memory. The
+# tensors are kept here because the step may not keep them: if two threads create a step's tensors at the same time, the
+# step keeps only those of one thread.
 _Vectors = tuple[list[int], list[Tensor]]
 _CPU = torch.device("cpu")
 
 
 def _vectors(step: Step, scores: Scores) -> _Vectors:
-    """Intervals of seen keys, and positions of tokens if scores depend on them; cached with the step."""
+    """Addresses of the intervals of seen keys, and of the positions if scores depend on them; cached in `step`."""
     placed = scores.alibi_slopes is not None or scores.dropout is not None
     known: _Vectors | None = step.addresses.get(placed)
     if known is None:
@@ -127,13 +132,13 @@ def _vectors(step: Step, scores: Scores) -> _Vectors:
 
 
 def _slopes(scores: Scores, dtype: torch.dtype) -> Tensor | None:
-    """The slopes in the dtype of the sums."""
+    """ALiBi slopes in the accumulation dtype; None without ALiBi."""
     slopes = scores.alibi_slopes
     return None if slopes is None else slopes.detach().to(accumulate_dtype(dtype)).contiguous()
 
 
 def _problem(scores: Scores, slopes: Tensor | None, vectors: _Vectors, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """Arguments of the forward and the backward; they are addresses, so callers must keep the tensors alive.
+    """Build the arguments that forward and backward share. They hold addresses, so callers must keep the tensors alive.
 
     q, k and v [batch, rows, heads, dim] are passed as address and strides of all dims but the last.
     """
@@ -156,7 +161,7 @@ def _problem(scores: Scores, slopes: Tensor | None, vectors: _Vectors, q: Tensor
 
 
 def _heads_first(x: Tensor) -> tuple[int, int, int, int]:
-    """Address and strides (batch, rows, heads) of [batch, heads, rows]."""
+    """Address and strides (batch, rows, heads) of `x` [batch, heads, rows]."""
     return x.data_ptr(), x.stride(0), x.stride(2), x.stride(1)
 
 

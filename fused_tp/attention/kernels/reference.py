@@ -1,7 +1,7 @@
-"""Reference kernel in plain torch, a block of queries and keys at a time: every device, dtype and kind of score.
+"""Reference kernel in plain torch, for every device, dtype and score. It computes blocks of queries and keys.
 
-Computes in fp32 (fp64 for fp64) throughout, preferring accuracy to speed. Finite numbers do not affect queries that do
-not see their key; a NaN or an infinity reaches all queries of its block.
+All computation is in fp32 (fp64 for fp64), preferring accuracy to speed. A masked key with finite values does not
+affect the result; a NaN or an infinity in a key or value reaches all queries of its block.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from fused_tp.attention.ring_plan import Step
 from fused_tp.attention.softmax import SoftmaxState
 from fused_tp.attention.spec import Scores
 
-_MOST_SCORES = 1 << 22  # held at a time (at least 16 rows): a few times 16 MB in fp32; with dropout 16 times
-_KEYS = 1024
+# Maximum number of scores per block (but at least 16 rows): 16 MB in fp32. A block needs a few tensors of this size;
+# with dropout about 16.
+_MOST_SCORES = 1 << 22
+_KEYS = 1024  # maximum number of keys per block
 
 
 class Shape(Enum):
-    """Seen part of a tile: all; for row i the keys up to i; for row i the keys from i on; any."""
+    """Unmasked part of a tile.
+
+    FULL: all keys. LOWER: for row i the keys up to i. UPPER: for row i the keys from i on. MASKED: any other mask.
+    """
 
     FULL = "full"
     LOWER = "lower"
@@ -51,7 +56,10 @@ class ReferenceTile:
 
 
 def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[ReferenceTile]:
-    """Yield FULL or MASKED tiles of at most these sizes that cover all seen keys; skip tiles without any."""
+    """Yield FULL or MASKED tiles of at most `row_limit` rows and `key_limit` keys that cover all seen keys of `step`.
+
+    Tiles in which no query sees a key are skipped.
+    """
     for q_start in range(0, step.rows, row_limit):
         q_stop = min(q_start + row_limit, step.rows)
         starts, stops = step.starts[q_start:q_stop], step.stops[q_start:q_stop]
@@ -64,20 +72,26 @@ def blocks(step: Step, row_limit: int, key_limit: int) -> Iterator[ReferenceTile
 
 @dataclass(frozen=True)
 class _Probabilities:
-    """Values of one block, [B, Hkv, G, rows, keys]: scores, -inf where not seen; the factor of each probability by
-    dropout, and the derivative of the cap (None: 1)."""
+    """Tensors [B, Hkv, G, rows, keys] of one block.
+
+    Attributes:
+        scores: the scores; -inf where a query does not see the key.
+        kept: dropout factor of each probability, 0 or 1 / (1 - p); None without dropout.
+        d_cap: derivative of the softcap; None without softcap.
+        distance: [rows, keys], distance of query and key for ALiBi; None without ALiBi.
+    """
 
     scores: Tensor
     kept: Tensor | None
     d_cap: Tensor | None
-    distance: Tensor | None  # [rows, keys]
+    distance: Tensor | None
 
 
 class Reference(AttentionKernel):
-    """Serves every call."""
+    """Attention in plain torch operations. Supports every call."""
 
     name = "torch-blocks"
-    reason = "plain torch serves every device, dtype and score"
+    reason = "plain torch supports every device, dtype and score"
 
     def forward(
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False

@@ -1,9 +1,9 @@
-"""Choice of the kernel for a call: the first suitable one in the order of KERNELS, or that of FUSED_TP_ATTENTION.
+"""Choice of the kernel for a call: the kernel that FUSED_TP_ATTENTION names, else the first suitable one in KERNELS.
 
-On CPUs the order follows measurements: the native kernels are the fastest, except for bf16 where torch's kernels use
-matrix tiles (AMX), or where a dispatch table says otherwise (`fused-tp bench --tune` measures it). On GPUs nothing has
-been measured yet: Triton's kernels round once for any number of steps, torch's once per tile of a step, so torch's
-serve calls of a single step.
+On CPUs the order follows measurements. The native kernels are the fastest, except for bf16 if torch's kernels use
+matrix tiles (AMX). A dispatch table, which `fused-tp bench --tune` measures, overrides this. On GPUs the order is not
+based on measurements: the Triton kernels round once for any number of steps, and torch's kernels once per tile of a
+step. So torch's kernels are used only for calls of a single step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ KERNELS: dict[str, AttentionKernel] = {
 
 
 def choose_kernel(query: KernelQuery) -> tuple[AttentionKernel, str]:
-    """The kernel for such calls, and the reason for the choice.
+    """Return the kernel for calls like `query`, and the reason for the choice.
 
     Raises:
-        ValueError: FUSED_TP_ATTENTION names no kernel, or one that cannot serve the call.
+        ValueError: FUSED_TP_ATTENTION is not the name of a kernel, or that kernel does not support the call.
     """
     return _choose(query, forced_kernel(), settings.table_path())
 
@@ -39,18 +39,18 @@ def forced_kernel() -> str | None:
     """The kernel name in FUSED_TP_ATTENTION, or None.
 
     Raises:
-        ValueError: there is no such kernel.
+        ValueError: FUSED_TP_ATTENTION is not the name of a kernel.
     """
     forced = settings.forced_attention()
     if forced is not None and forced not in KERNELS:
-        raise ValueError(f"FUSED_TP_ATTENTION names {forced!r}; there are {', '.join(KERNELS)}.")
+        raise ValueError(f"FUSED_TP_ATTENTION must be one of {', '.join(KERNELS)}, got {forced!r}.")
     return forced
 
 
 def kernel_for(
     q: Tensor, v: Tensor, scores: Scores, *, grad_lse: bool = False, single: bool = True, backward: bool = False
 ) -> AttentionKernel:
-    """The kernel for q and v [B, S, H, D]."""
+    """Return the kernel for attention with `q`, `v` [B, S, H, D] and `scores`; other arguments as in `KernelQuery`."""
     dims = q.shape[-1], v.shape[-1]
     return choose_kernel(
         KernelQuery(q.device, q.dtype, *dims, scores.plain, grad_lse, single, scores.scale > 0, backward)
@@ -59,12 +59,13 @@ def kernel_for(
 
 @lru_cache(maxsize=256)
 def _choose(query: KernelQuery, forced: str | None, table: str | None) -> tuple[AttentionKernel, str]:
-    """Implement `choose_kernel`; `table`, the dispatch table, is only a cache key: kernels read it by themselves."""
+    """Implement `choose_kernel`. `table`, the path of the dispatch table, is only a cache key: the kernels read it."""
     if forced is not None:
-        # Only ranks whose log-sum-exp has a gradient know this, in the backward; they must not raise alone.
+        # In the backward, lse may have a gradient on some ranks only. A forced kernel that does not support this
+        # gradient must not raise on those ranks only: they use another kernel (below).
         available = KERNELS[forced].available(replace(query, grad_lse=False))
         if not available:
-            raise ValueError(f"FUSED_TP_ATTENTION={forced} cannot serve this call: {available.reason}.")
+            raise ValueError(f"FUSED_TP_ATTENTION={forced} does not support this call: {available.reason}.")
         if KERNELS[forced].available(query):
             return KERNELS[forced], f"FUSED_TP_ATTENTION={forced} forces it"
     notes = ""
@@ -74,4 +75,4 @@ def _choose(query: KernelQuery, forced: str | None, table: str | None) -> tuple[
             return kernel, kernel.reason + notes
         if query.device.type in kernel.devices:
             notes += f"; no {name}: {reason}"
-    raise AssertionError("torch-blocks serves everything")
+    raise AssertionError("unreachable: torch-blocks supports every call")

@@ -1,15 +1,15 @@
-"""torch's own flash kernels, tile by tile: plain scores, and `Reference` for tiles of irregular shape.
+"""Attention with torch's flash kernels, tile by tile, for plain scores. `Reference` computes tiles of irregular shape.
 
-These kernels round the output and the gradients of every tile to the dtype of q, so each term of a sum is rounded
-once; kernels that keep fp32 from tile to tile round less.
+The kernels round the output and the gradients of every tile to the dtype of q, so each term of a sum is rounded once.
+Kernels that accumulate in fp32 from tile to tile round less.
 
-They compute rectangles and lower triangles. If the ends of the intervals advance by zero or one from row to row, n rows
-of a band are
+The kernels support rectangles and lower triangles. Each query sees an interval of keys. If both ends of the interval
+advance by a constant 0 or 1 per row, n rows consist of
 
-    upper triangle of n - 1, rectangle, lower triangle of n          (sliding window: both ends go up)
-    rectangle, lower triangle of n                                   (causal: the end goes up)
+    upper triangle of n - 1, rectangle, lower triangle of n          (sliding window: both ends advance)
+    rectangle, lower triangle of n                                   (causal mask: the stop advances)
 
-and an upper triangle is a lower one with queries and keys in reverse order.
+An upper triangle is computed as a lower triangle, with queries and keys in reverse order.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ from fused_tp.attention.spec import Scores
 from fused_tp.core.availability import AVAILABLE, Availability, unavailable
 
 _CUDA_MAX_HEAD_DIM = 256
-# Shorter runs of rows are not worth calls of their own; with their neighbours they form one masked tile.
+# Runs of fewer rows are not computed by separate kernel calls: neighboring short runs form one MASKED tile.
 _FEWEST_ROWS = 64
-_MOST_ROWS = 2048  # of a band whose ends both go up: kernels that cannot skip waste half of its triangles
+# Maximum rows per band if both ends of the interval advance: a kernel that does not skip masked blocks wastes half of
+# the work of the two triangles, which grows with the square of this number.
+_MOST_ROWS = 2048
 
 
-_known: WeakKeyDictionary[Step, tuple[ReferenceTile, ...]] = WeakKeyDictionary()
+_tiles_of_step: WeakKeyDictionary[Step, tuple[ReferenceTile, ...]] = WeakKeyDictionary()
 
 
 def tiles(step: Step) -> tuple[ReferenceTile, ...]:
     """Disjoint tiles that together cover all seen keys of a step; cached."""
-    found = _known.get(step)
+    found = _tiles_of_step.get(step)
     if found is None:
-        found = _known[step] = tuple(_tiles(step))
+        found = _tiles_of_step[step] = tuple(_tiles(step))
     return found
 
 
@@ -53,7 +55,7 @@ def _tiles(step: Step) -> Iterator[ReferenceTile]:
     if step.is_full:
         yield ReferenceTile(Shape.FULL, 0, step.rows, 0, step.keys)
         return
-    waiting = 0  # the first row of short runs that no tile covers yet
+    waiting = 0  # first row that no tile covers yet: short runs wait here, to form one MASKED tile
     for start, stop in _runs(step):
         if stop - start < _FEWEST_ROWS:
             continue
@@ -64,11 +66,12 @@ def _tiles(step: Step) -> Iterator[ReferenceTile]:
 
 
 def _runs(step: Step) -> Iterator[tuple[int, int]]:
-    """Yield maximal runs of rows whose interval ends both advance by a constant 0 or 1 per row."""
+    """Yield maximal runs [start, stop) of rows in which both interval ends advance by a constant 0 or 1 per row."""
     slopes = np.stack([np.diff(step.starts), np.diff(step.stops)])
     regular = ((slopes == 0) | (slopes == 1)).all(0)
-    # A run begins after an irregular step. If a different step follows a regular one, the row between them still
-    # belongs to the run before.
+    # slopes[:, i] is the difference of rows i and i + 1. After an irregular difference i a run begins at row i + 1. If
+    # differences i and i + 1 are unequal but i is regular, row i + 1 still belongs to the run before; the next run
+    # begins at row i + 2.
     changed = (slopes[:, 1:] != slopes[:, :-1]).any(0) & regular[:-1]
     begins = np.union1d(np.flatnonzero(~regular) + 1, np.flatnonzero(changed) + 2)
     bounds = [0, *map(int, begins), step.rows]
@@ -108,17 +111,20 @@ def _masked(step: Step, start: int, stop: int) -> Iterator[ReferenceTile]:
 def plain_enough(query: KernelQuery) -> Availability:
     """Available if torch's flash kernels support such scores."""
     if not query.plain:
-        return unavailable("torch's kernels know no softcap, ALiBi and dropout by position")
+        return unavailable("torch's kernels do not support softcap, ALiBi and dropout by position")
     if not query.positive_scale:
-        return unavailable("torch's kernels mask scores before they scale them, which takes a scale above 0")
-    return unavailable("torch's kernels take no gradient of the log-sum-exp") if query.grad_lse else AVAILABLE
+        return unavailable("torch's kernels mask scores before scaling them, so scale must be above 0")
+    return unavailable("torch's kernels do not support a gradient of the log-sum-exp") if query.grad_lse else AVAILABLE
 
 
 class TorchFlash(AttentionKernel):
-    """Base of torch's flash kernels: [B, H, S, D], one head_dim for q, k and v (padding with zeros changes no score,
-    and the extra columns are dropped), and a causal mask that starts at the first key."""
+    """Base of torch's flash kernels.
 
-    multiple = 1  # head_dim must be a multiple of this
+    The kernels read [B, H, S, D], and their causal mask is aligned to the first key. q, k and v must have the same
+    head_dim: smaller ones are padded with zeros, which does not change scores, and the extra columns are dropped.
+    """
+
+    multiple = 1  # the kernels require a head_dim that is a multiple of this
 
     def forward(
         self, step: Step, scores: Scores, q: Tensor, k: Tensor, v: Tensor, state: SoftmaxState, *, fresh: bool = False
@@ -146,7 +152,10 @@ class TorchFlash(AttentionKernel):
         return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse.contiguous()
 
     def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
-        """Add this step's terms. The kernels compute `row_sums` from grad_out and out, so lse must have no gradient."""
+        """Add the gradients of this step to `sums`.
+
+        The kernels do not read `row_sums`: they compute it from grad_out and out, so lse must not have a gradient.
+        """
         sums = sums._replace(d_slopes=None)
         for tile in tiles(step):
             part, totals = saved.part(tile.rows, tile.keys), sums.part(tile.rows, tile.keys)
@@ -163,7 +172,7 @@ class TorchFlash(AttentionKernel):
                 total += turn(term[..., : total.shape[-1]].transpose(1, 2))
 
     def _ready(self, x: Tensor, q: Tensor, v: Tensor) -> Tensor:
-        """Convert [B, S, H, D] to [B, H, S, head_dim of the kernel]."""
+        """Convert `x` [B, S, H, D] to [B, H, S, head_dim of the kernel]."""
         width = -(-max(q.shape[-1], v.shape[-1]) // self.multiple) * self.multiple
         x = x.transpose(1, 2)
         return x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
@@ -184,19 +193,19 @@ def _part(step: Step, tile: ReferenceTile) -> Step:
 
 
 def _turner(tile: ReferenceTile) -> Callable[[Tensor], Tensor]:
-    """Function that reverses the tokens (dim 1) of an upper triangle, which makes it a lower one; else the identity."""
+    """Return a function that reverses the tokens (dim 1) if `tile` is an upper triangle; otherwise the identity."""
     return (lambda x: x.flip(1)) if tile.shape is Shape.UPPER else (lambda x: x)
 
 
 class TorchCpuFlash(TorchFlash):
-    """torch's flash attention for CPUs: float16, bfloat16, float32, float64, and GQA without repeated keys."""
+    """torch's flash attention for CPUs: float16, bfloat16, float32, float64, and GQA without repeated key heads."""
 
     name = "torch-cpu"
-    reason = "torch's flash attention serves plain scores"
+    reason = "torch's flash attention supports plain scores"
     devices = ("cpu",)
 
     def available(self, query: KernelQuery) -> Availability:
-        return unavailable("it takes CPU tensors") if query.device.type != "cpu" else plain_enough(query)
+        return unavailable("it supports CPU tensors only") if query.device.type != "cpu" else plain_enough(query)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -215,18 +224,18 @@ class TorchCudaFlash(TorchFlash):
     """torch's FlashAttention-2: float16 and bfloat16, head_dim up to 256."""
 
     name = "torch-cuda"
-    reason = "torch's FlashAttention serves plain scores"
+    reason = "torch's FlashAttention supports plain scores"
     devices = ("cuda",)
     multiple = 8
 
     def available(self, query: KernelQuery) -> Availability:
         if query.device.type != "cuda":
-            return unavailable("it takes CUDA tensors")
+            return unavailable("it supports CUDA tensors only")
         if query.dtype not in (torch.float16, torch.bfloat16):
             kind = str(query.dtype).removeprefix("torch.")
-            return unavailable(f"torch's attention on GPUs takes float16 and bfloat16, not {kind}")
+            return unavailable(f"torch's attention on GPUs supports float16 and bfloat16, got {kind}")
         if max(query.head_dim, query.v_head_dim) > _CUDA_MAX_HEAD_DIM:
-            return unavailable(f"torch's attention on GPUs takes a head_dim of at most {_CUDA_MAX_HEAD_DIM}")
+            return unavailable(f"torch's attention on GPUs supports a head_dim of at most {_CUDA_MAX_HEAD_DIM}")
         return plain_enough(query)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -236,10 +245,10 @@ class TorchCudaFlash(TorchFlash):
     def _backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Without dropout no random numbers are drawn, so the state that the forward returned need not be kept.
+        # Without dropout the kernel draws no random numbers, so the RNG state of the forward is not needed.
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)
         offset = torch.empty((), dtype=torch.uint64, device=q.device)
-        with _deterministic():  # otherwise terms of dq are added in the order of arrival
+        with _deterministic():  # otherwise the kernel sums dq with atomics, in an order that differs between runs
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad_out,
                 q,
@@ -247,7 +256,7 @@ class TorchCudaFlash(TorchFlash):
                 v,
                 out,
                 lse.contiguous(),
-                None,  # cumulative lengths of packed sequences: there are none
+                None,  # cumulative lengths of packed sequences: not packed
                 None,
                 q.shape[2],
                 k.shape[2],
@@ -262,7 +271,7 @@ class TorchCudaFlash(TorchFlash):
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Context in which torch launches deterministic kernels."""
+    """Context manager in which torch launches deterministic kernels."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

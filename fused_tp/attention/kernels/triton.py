@@ -1,4 +1,4 @@
-"""The package's own Triton kernels: every mask and kind of score, and a state that is never rounded."""
+"""Attention with this package's Triton kernels: they support every mask and score, and do not round between steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fused_tp.core.availability import AVAILABLE, Availability, has_triton, unav
 
 
 def launchable(query: KernelQuery) -> Availability:
-    """Available if `TritonFlash` can compute such steps, for any `plain` and `grad_lse`."""
+    """Available if `TritonFlash` supports calls like `query`; `plain` and `grad_lse` do not matter."""
     if not has_triton():
         return unavailable("Triton is not installed")
     here = None if query.device.type == "cuda" and not torch.cuda.is_available() else query.device
@@ -27,16 +27,17 @@ def launchable(query: KernelQuery) -> Availability:
     except ImportError as error:
         return unavailable(f"the Triton kernels cannot be loaded ({error})")
     if not query.positive_scale:
-        return unavailable("the Triton kernels of attention take a scale above 0")
+        return unavailable("the Triton attention kernels require a scale above 0")
     reason = kernels.obstacle(query.dtype, query.head_dim, query.v_head_dim, here)
     return AVAILABLE if reason is None else unavailable(reason)
 
 
 class TritonFlash(AttentionKernel):
-    """Serves every query that is `launchable`. Products of fp32 are exact."""
+    """Attention with the Triton kernels, for every query that is `launchable`. fp32 is multiplied as IEEE fp32, not
+    TF32."""
 
     name = "triton"
-    reason = "the Triton kernels round once in all steps"
+    reason = "the Triton kernels round once, after all steps"
     devices = ("cuda",)
 
     def available(self, query: KernelQuery) -> Availability:
@@ -44,11 +45,11 @@ class TritonFlash(AttentionKernel):
 
     def deprioritized(self, query: KernelQuery) -> str:
         if query.device.type != "cuda":
-            return "interpreted kernels are for tests"
+            return "Triton's interpreter is for tests only"
         if query.single and TORCH_CUDA.available(query):
-            return "torch's FlashAttention serves what is a single step"
+            return "torch's FlashAttention is preferred for a single step"
         if query.dtype == torch.float32:
-            return "in float32, exact, its kernels multiply without tensor cores in small tiles"
+            return "its float32 kernels do not use tensor cores and have small tiles"
         return ""
 
     def forward(
@@ -62,7 +63,7 @@ class TritonFlash(AttentionKernel):
         return result
 
     def backward(self, step: Step, scores: Scores, saved: StepRows, sums: Sums) -> None:
-        """Add this step's terms, with the same bits in every run."""
+        """Add the gradients of this step to `sums`; bitwise equal in every run."""
         _kernels().flash_backward(
             saved.grad_out,
             saved.q,
@@ -89,7 +90,7 @@ def _kernels() -> ModuleType:
 
 
 def terms_of(scores: Scores) -> Any:
-    """Convert `scores` to the type that the kernels take."""
+    """Convert `scores` to `triton_kernels.attention.Terms`, the argument type of the Triton kernels."""
     kernels = _kernels()
     drop = scores.dropout
     dropout = None if drop is None else kernels.DropoutArguments(drop.p, drop.seed, drop.first_head)
