@@ -227,7 +227,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["check", f"{here}:make_llama", "--tp", "2", "--no-sequence-parallel", "--build", f"{here}:without_sum"])
         == 1
     )
-    assert f"WRONG: look at {LATTER}.self_attn.o_proj first" in capsys.readouterr().out
+    assert f"WRONG: check {LATTER}.self_attn.o_proj first" in capsys.readouterr().out
     for line, said in {
         "llama --tp 3": "num_attention_heads=4",
         "no-such-model --tp 2": "MODEL is no-such-model; it must be a model type of transformers",

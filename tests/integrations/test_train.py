@@ -171,7 +171,7 @@ def test_runs_that_cannot_be(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(-1, 1000))
     says = ("did you mean 'llama'?", "'num_hiden_layers' is no key", "expected int", "cannot be had")
     says += ("tp must be an int", "does not exist", "fewer than a row", "fewer than global_batch")
-    says += ("are no multiple of 2", "does not go into 2 microbatches", "the model's vocabulary is 0 to 49")
+    says += ("must be a multiple of 2", "cannot be split into 2 microbatches", "the model's vocabulary is 0 to 49")
     says += ("The text of data.evaluation has token -1", "data.seq is 64, and the model has 32 positions")
     says += ("its 3 key/value heads do not divide", "hidden_act cannot be 'foo'", "num_attention_heads cannot be 0")
     (found,) = run_fresh(1, refusals, tmp_path)
