@@ -46,7 +46,7 @@ BAD_ARGUMENTS = {
     "--parallel tp=2": "--parallel tp=2 is no JSON",
     "--parallel [2]": 'is no mapping; write {"tp": 2}',
     '--parallel {"tq":2}': "tq",
-    "--set stepz=3": "'stepz' is no key of a training configuration",
+    "--set stepz=3": "'stepz' is not a key of a training configuration",
     "--set model.config.num_hidden_layers": "has no '='",
     "--config no/such.yaml": "no/such.yaml",
     f"--out {__file__}/new": "test_compare.py/new cannot be made or written to (Not a directory); name another",
