@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("fused-tp", *DIALECTS),
         default="fused-tp",
-        help="whose words --write uses; the best plan that has them (default fused-tp)",
+        help="library whose config keys --write uses, for the best plan that it supports (default fused-tp)",
     )
 
 
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
             if arguments.model is None:
                 return 0
         if arguments.model is None or arguments.gpus is None:
-            raise ValueError("a plan needs --model and --gpus; without them, --measure FILE measures this machine.")
+            raise ValueError("a plan needs --model and --gpus; pass only --measure FILE to measure this machine.")
         if arguments.write is not None:
             make_place("--write", arguments.write)
         shape = find_shape(arguments.model)
@@ -137,7 +137,7 @@ def _write(plans: list[Plan], path: Path, form: str) -> int:
             continue
         path.write_text(json.dumps(config, indent=1) + "\n")
         return number
-    raise ValueError(f"none of the {len(plans)} plans can be written for {form}; take a larger --top. {refused}")
+    raise ValueError(f"{form} supports none of the {len(plans)} plans; use a larger --top. {refused}")
 
 
 _HEAD = (
@@ -190,6 +190,6 @@ def _print_table(plans: list[Plan]) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console()
-    # On a pipe rich assumes 80 columns, and would truncate cells.
+    # For a pipe, rich assumes 80 columns and truncates cells.
     wide = console if console.is_terminal else Console(width=150)
     wide.print(table)

@@ -219,8 +219,8 @@ class TrainingRun:
         skipped = not math.isfinite(norm)
         if skipped and not self._scale.can_fall:
             raise FloatingPointError(
-                f"the gradients of step {self.done + 1} are not finite (loss {loss}, norm {norm}), and fp16 overflow is not "
-                "the cause; lower the learning rate, or check the rows of this step. The model was not changed."
+                f"the gradients of step {self.done + 1} are not finite (loss {loss}, norm {norm}), and fp16 overflow "
+                "is not the cause; lower the learning rate, or check the rows of this step. The model was not changed."
             )
         if not skipped:
             self.optimizer.step()

@@ -168,7 +168,7 @@ class TrainSettings(_SettingsPart):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise ValueError("; ".join(_said(one).rstrip(".") for one in error.errors()) + ".") from None
+            raise ValueError("; ".join(_error_text(one).rstrip(".") for one in error.errors()) + ".") from None
 
     def least_ranks(self) -> int:
         """Return the least number of ranks: the product of the sizes in `parallel`."""
@@ -217,7 +217,7 @@ def changed(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def _said(error: Any) -> str:
+def _error_text(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         return f"{name!r} is not a key of a training configuration"

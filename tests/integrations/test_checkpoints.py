@@ -378,7 +378,7 @@ def refusals(group: dist.ProcessGroup, folder: Path) -> None:
         ("data must be DistributedBatches", model, {"data": []}),
         ("keep is 0", model, {"keep": 0}),
         ("async_save must be a bool", model, {"async_save": 1}),
-        ("has a parameter (67, 32)", model, {"optimizer": torch.optim.SGD(make("plain").parameters())}),
+        ("has a parameter of shape (67, 32)", model, {"optimizer": torch.optim.SGD(make("plain").parameters())}),
     ]
     for says, given, keywords in cases:
         error = error_of(CheckpointManager, folder, given, **keywords)

@@ -271,7 +271,7 @@ def test_what_a_rank_prints_to_or_writes_to_may_go_away(
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        assert "what it printed to has been closed" in process.stderr.read() and process.wait() == 1
+        assert "its stdout was closed" in process.stderr.read() and process.wait() == 1
     log = RunLog.__new__(RunLog)
     log._file = Path("/dev/full")
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
@@ -337,7 +337,7 @@ def test_logs(tmp_path: Path) -> None:
     out.mkdir()
     (out / "train.jsonl").write_text('{"kind": "step", "number": 9}\n')  # of another run; this one starts the file anew
     (said,) = run_fresh(1, logged, given)
-    assert "are not finite" in said and "fp16 overflow is not the cause" in said, said
+    assert "are not finite" in said and "overflow is not the cause" in said, said
     log = read_log(out)
     assert [step["number"] for step in log["step"]] == [1, 2, 3, 4]
     assert [one["number"] for one in log["evaluation"]] == [4]

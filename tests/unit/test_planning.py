@@ -419,8 +419,8 @@ def test_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "file").touch()
     plan = ["--model", "llama-3-8b", "--gpus", "8"]
     for wrong, says in (
-        ([*plan, "--write", str(tmp_path)], f"--write: {tmp_path} is a folder"),
-        ([*plan, "--write", str(tmp_path / "file" / "a")], "cannot be made or written to"),
+        ([*plan, "--write", str(tmp_path)], f"--write must be a file, got the folder {tmp_path}"),
+        ([*plan, "--write", str(tmp_path / "file" / "a")], "cannot be created or written to"),
         (["--model", "no-such", "--gpus", "8"], "'no-such' is not a known model name"),
         (
             ["--model", "reformer", "--gpus", "8"],

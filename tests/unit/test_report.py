@@ -181,10 +181,7 @@ def test_groups_that_are_not_known(tmp_path: Path) -> None:
     """Gloo's n-th collective on a 2-D mesh may belong to either group."""
     groups = [TP, {"pg_name": "2", "pg_desc": "undefined", "ranks": [0, 2]}]
     report = report_of(write(tmp_path, late(150), late(450), groups=groups))
-    assert (
-        all(rank.waited_for == 0 for rank in report.ranks)
-        and "all_reduce (of ranks that the traces do not tell)" in report.notes[0]
-    )
+    assert all(rank.waited_for == 0 for rank in report.ranks) and "all_reduce (ranks unknown)" in report.notes[0]
 
 
 def test_pipeline_waits(tmp_path: Path) -> None:
@@ -346,6 +343,6 @@ def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     twice = write(tmp_path / "twice", late(150), late(150))
     (twice / "copy.json").write_bytes((twice / "rank1.json").read_bytes())
     assert "a second trace of rank 1" in says(twice)
-    assert "name either traces, or a configuration by --live" in says()
+    assert "pass either traces, or a configuration by --live" in says()
     assert main(["report", str(folder), "--steps", "2", "--out", str(tmp_path / "out")]) == 2
-    assert "--steps and --set say what --live trains" in capsys.readouterr().err
+    assert "--steps and --set need --live" in capsys.readouterr().err
