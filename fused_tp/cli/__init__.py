@@ -16,8 +16,8 @@ from types import ModuleType
 def shipped_module(folder: str, name: str) -> ModuleType:
     """Import module `name` of a folder next to this package, such as benchmarks.
 
-    An installation contains the folder as `fused_tp.benchmarks`, since a top-level package `benchmarks` could clash
-    with others. In a checkout the folder is imported from its place.
+    An installation contains the folder as `fused_tp.benchmarks`, because a top-level package `benchmarks` could clash
+    with another project's. In a checkout the folder is imported from the root of the checkout.
 
     Raises:
         FileNotFoundError: the module is neither installed nor in a checkout around this package.
@@ -26,14 +26,16 @@ def shipped_module(folder: str, name: str) -> ModuleType:
         return importlib.import_module(f"fused_tp.{folder}.{name}")
     checkout = Path(__file__).resolve().parents[2]
     if not (checkout / folder / f"{name}.py").exists():
-        raise FileNotFoundError(f"the {folder} are not part of this installation; run this from a checkout of fused_tp")
+        raise FileNotFoundError(
+            f"this installation does not contain the {folder}; run this from a checkout of fused_tp"
+        )
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))  # precedes other packages named `benchmarks` or `examples`
     return importlib.import_module(f"{folder}.{name}")
 
 
 def cpu_name() -> str:
-    """Name of the processor from /proc/cpuinfo (Linux), elsewhere from the `platform` module."""
+    """Return the name of the processor from /proc/cpuinfo (Linux), or else from the `platform` module."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -41,7 +43,7 @@ def cpu_name() -> str:
 
 
 def make_folder(option: str, path: Path) -> None:
-    """Create folder `path` for the results of a command: an unwritable one fails before minutes of work, not after.
+    """Create folder `path` for the results of a command, and check that it is writable before minutes of work.
 
     Raises:
         ValueError: `path` cannot be created or written to.
@@ -51,7 +53,7 @@ def make_folder(option: str, path: Path) -> None:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ValueError(
-            f"{option}: the folder {path} cannot be made or written to ({error.strerror}); name another."
+            f"{option}: the folder {path} cannot be created or written to ({error.strerror}); use another folder."
         ) from None
 
 
@@ -62,7 +64,7 @@ def make_place(option: str, path: Path) -> None:
         ValueError: the folder cannot be created or written to, or `path` is a folder.
     """
     if path.is_dir():
-        raise ValueError(f"{option}: {path} is a folder; name a file in it.")
+        raise ValueError(f"{option} must be a file, got the folder {path}.")
     make_folder(option, path.parent)
 
 
@@ -72,7 +74,7 @@ def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str
     def number(text: str) -> float:
         value = kind(text)
         if not value >= lowest:
-            raise argparse.ArgumentTypeError(f"is {value}; it must be at least {lowest}")
+            raise argparse.ArgumentTypeError(f"must be at least {lowest}, got {value}")
         return value
 
     return number
@@ -81,5 +83,5 @@ def at_least(lowest: float, kind: Callable[[str], float] = int) -> Callable[[str
 def positive(text: str) -> float:
     """Argparse type: a finite number above 0."""
     if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"is {value}; it must be positive and finite")
+        raise argparse.ArgumentTypeError(f"must be positive and finite, got {value}")
     return value

@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 _ONE = at_least(1)
 _SIZES = {
     "pp": "pipeline ranks",
-    "dp_replicate": "data parallel ranks with all parameters",
-    "dp_shard": "data parallel ranks with a part of the parameters (FSDP2)",
-    "ep": "ranks that whole experts are distributed over",
+    "dp_replicate": "data parallel ranks that replicate parameters",
+    "dp_shard": "data parallel ranks that shard parameters (FSDP2)",
+    "ep": "ranks that experts are distributed over",
     "cp": "context parallel ranks",
     "tp": "tensor parallel ranks",
-    "ulysses_size": "context parallel ranks that share out heads",
-    "virtual_stages": "stages of a pipeline rank",
-    "microbatches": "parts of a rank's batch",
+    "ulysses_size": "context parallel ranks that shard attention by heads",
+    "virtual_stages": "stages per pipeline rank",
+    "microbatches": "microbatches of a rank's batch",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fused-tp check`."""
-    parser.epilog = "Exit status: 0 where all is right, 1 where something differs, 2 where the arguments do not fit."
+    parser.epilog = "Exit status: 0: everything is right; 1: something differs, or a rank failed; 2: invalid arguments."
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a transformers model type (a small one is made), a folder or file with a config.json, or "
-        "module:function that makes a model whose forward takes tokens and labels and returns something with a loss",
+        help="a transformers model type (a small model is created), a config.json or its folder, or "
+        "module:function that creates a model whose forward takes tokens and labels and returns an object with a loss",
     )
     group = parser.add_argument_group("parallelism")
     group.add_argument("--config", type=Path, metavar="FILE", help="YAML or JSON of a ParallelConfig")
@@ -59,23 +59,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             _option(name), action=argparse.BooleanOptionalAction, default=None, help="on when --tp is above 1"
         )
-    group.add_argument("--schedule", help="of the pipeline, such as 1F1B or ZBV")
+    group.add_argument("--schedule", help="pipeline schedule, such as 1F1B or ZBV")
     group.add_argument("--recompute", choices=("none", "full"), help="activation checkpointing of layers")
     group.add_argument(
-        "--build", metavar="MODULE:FUNCTION", help="function(model, config, mesh) that makes it parallel in another way"
+        "--build", metavar="MODULE:FUNCTION", help="function(model, config, mesh) to use instead of fused_tp.build"
     )
     group = parser.add_argument_group("model")
-    group.add_argument("--layers", type=_ONE, metavar="N", help="so many layers")
-    group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of the model's config")
+    group.add_argument("--layers", type=_ONE, metavar="N", help="number of layers")
+    group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change the model's config")
     group.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32")
     group = parser.add_argument_group("batch and steps")
-    group.add_argument("--seq", type=at_least(2), default=24, help="tokens of a row (24)")
-    group.add_argument("--batch-size", type=_ONE, metavar="ROWS", help="of all ranks (two for each microbatch)")
+    group.add_argument("--seq", type=at_least(2), default=24, help="tokens per row (24)")
+    group.add_argument("--batch-size", type=_ONE, metavar="ROWS", help="rows over all ranks (two per microbatch)")
     group.add_argument("--packed", action="store_true", help="two documents in each row, by position_ids")
     group.add_argument("--batch", metavar="MODULE:FUNCTION", help="function(model, config) -> keywords of forward")
-    group.add_argument("--steps", type=_ONE, default=1, help="of gradient descent, whose losses are compared (1)")
-    group.add_argument("--tolerance", type=positive, help="of relative errors (1e-3 in fp32, 1e-5 in fp64)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here, too")
+    group.add_argument("--steps", type=_ONE, default=1, help="steps of gradient descent to compare losses of (1)")
+    group.add_argument("--tolerance", type=positive, help="allowed relative error (1e-3 in fp32, 1e-5 in fp64)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -102,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def parallel_config(arguments: argparse.Namespace) -> ParallelConfig:
-    """ParallelConfig of --config, overridden by the other options.
+    """Return the ParallelConfig of --config, overridden by the other options.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -145,8 +145,8 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
 
     if ":" in model:
         if layers is not None or changes:
-            raise ValueError(f"--layers and --set change a config, and {model} makes the model by itself.")
-        return partial(_called, model)
+            raise ValueError(f"--layers and --set change a config, but the function {model} has none; omit them.")
+        return partial(_call_model_function, model)
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if Path(model).exists():
@@ -158,21 +158,21 @@ def model_maker(model: str, *, layers: int | None, changes: dict[str, Any]) -> C
         changes = changes if layers is None else at_depth(small_config(kind), layers) | changes
         config = small_config(kind, **changes)
     else:
-        raise ValueError(f"MODEL is {model}; it must be a model type of transformers, a path, or module:function.")
+        raise ValueError(f"MODEL must be a model type of transformers, a path, or module:function, got {model}.")
     return partial(_from_config, config)
 
 
-def _called(name: str) -> nn.Module:
+def _call_model_function(name: str) -> nn.Module:
     from torch import nn
 
     function = named(name)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise ValueError(f"{name} is called without arguments, to make the model: {error}.") from error
+        raise ValueError(f"{name} must be callable without arguments: {error}.") from error
     model = function()
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{name} has returned a {type(model).__name__}; it must make the model, an nn.Module.")
+        raise ValueError(f"{name} must return an nn.Module, got {type(model).__name__}.")
     return model
 
 
@@ -187,7 +187,7 @@ def _from_config(config: Any) -> nn.Module:
 
 
 def named(name: str) -> Any:
-    """Import the function `module:function`; modules in the working directory are found, too.
+    """Import the function `module:function`; the module may be in the working directory.
 
     Raises:
         ValueError: there is no such function.
@@ -198,7 +198,7 @@ def named(name: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name} cannot be had: {error}") from error
+        raise ValueError(f"{name} cannot be imported: {error}") from error
     return found
 
 
@@ -206,7 +206,7 @@ def _setting(text: str) -> tuple[str, Any]:
     """Parse `hidden_size=64` into ("hidden_size", 64)."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ValueError(f"--set {text}: write NAME=VALUE, the value as in JSON.")
+        raise ValueError(f"--set must be NAME=VALUE with VALUE in JSON, got {text!r}.")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:

@@ -1,6 +1,6 @@
 """`fused-tp compare`: train the same model in several ways for a few steps, and print their costs side by side.
 
-| way         | ranks | variants that alternate step by step on these ranks  |
+| way         | ranks | variants that run in turn, step by step              |
 |-------------|-------|------------------------------------------------------|
 | one process | 1     | one thread; a thread per rank of the largest way     |
 | tp, cp, ... | n     | fused_tp; plain collectives, if it uses tp or cp     |
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run all ways; exit code 0: all train alike, 1: one failed or trains differently, 2: invalid settings."""
-    # Imported here, not above, so that `fused-tp --help` and a wrong argument need not wait for them.
+    # Imported here, so that `fused-tp --help` and invalid arguments do not wait for the import of torch.
     import torch
 
     from fused_tp.cli.compare_report import Comparison
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
 
     try:
         if under_torchrun():
-            raise ValueError("it starts the ranks of each way by itself, on this machine; leave torchrun out.")
+            raise ValueError("it starts the ranks of each way itself, on this machine; run it without torchrun.")
         given = changed(read_mapping(arguments.config) if arguments.config else SMALL, arguments.set)
         # A way must not resume from another's checkpoint, and a process supports one profiler only.
         given |= {"steps": arguments.steps, "checkpoints": None, "profile": None, "export": None}
@@ -141,9 +141,9 @@ def ways_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
         try:
             way = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"--parallel {text} is no JSON: {error}.") from None
+            raise ValueError(f"--parallel {text} is not valid JSON: {error}.") from None
         if not isinstance(way, dict):
-            raise ValueError(f'--parallel {text} is no mapping; write {{"tp": 2}}.')
+            raise ValueError(f'--parallel must be a JSON mapping such as {{"tp": 2}}, got {text}.')
         ways[" x ".join(f"{name}{size}" for name, size in way.items())] = way
     return ways
 
@@ -158,7 +158,7 @@ def make_jobs(given: dict[str, Any], ways: dict[str, dict[str, Any]], device: st
 
     sizes = {name: ParallelConfig.from_dict(way).world_size for name, way in ways.items()}
     variants = [Variant("one process", {**given, "parallel": {}})]
-    # More threads than cores only slow each other down.
+    # More threads than cores would slow each other down.
     threads = min(max(sizes.values(), default=1), os.cpu_count() or 1)
     if device == "cpu" and threads > 1:
         variants.append(Variant(f"one process, {threads} threads", variants[0].settings, threads=threads))

@@ -39,7 +39,7 @@ STYLE = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """All measurements of a comparison.
+    """Measurements of all ways and variants.
 
     Attributes:
         ways: results of the variants of each way, which alternated step by step; the first way is one process.
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def apart(self) -> float:
-        """Largest difference between a loss and that of one process."""
+        """Largest difference between a loss and the loss of one process."""
         return max(max(self.differences(result)[:ALIKE_STEPS]) for result in self.results)
 
     @property
@@ -69,7 +69,7 @@ class Comparison:
         return [abs(a - b) if math.isfinite(a - b) else math.inf for a, b in pairs]
 
     def __str__(self) -> str:
-        """Table with a line per result, and sentences on speedups and differences of losses."""
+        """Format a table with a line per result, followed by speedups and the largest difference of losses."""
         lines = [
             f"{'':28} {'ranks':>5} {'s/step':>8} {'speed':>6} {'tokens/s':>9} {'waiting':>8} {'GiB/rank':>9} "
             f"{'loss':>8} {'off by':>8}"
@@ -142,7 +142,7 @@ class Comparison:
             result = way[0]
             losses.plot(steps, result.losses, color=f"C{index}", linewidth=7 / (1 + index), label=result.name)
             if index:
-                # A log axis cannot show 0; it is drawn at 1e-8, below one rounding of fp32.
+                # A log axis cannot show 0, so 0 is drawn as 1e-8, which is below the rounding error of fp32.
                 so_far = accumulate(self.differences(result), max, initial=1e-8)
                 differences.plot(steps, list(so_far)[1:], color=f"C{index}")
         losses.set(title="Loss", ylabel="nats per token")

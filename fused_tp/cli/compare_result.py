@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WARMUP = 2  # untimed first steps: they allocate memory, connect ranks and choose schedules
+WARMUP = 2  # the first steps are not timed: they allocate memory, connect ranks and choose schedules
 
 
 @dataclass

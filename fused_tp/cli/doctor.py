@@ -1,8 +1,8 @@
-"""`fused-tp doctor`: report the parts of this installation, how to add missing ones, and the schedules of the ops.
+"""`fused-tp doctor`: report the state of this installation, how to fix problems, and the schedules of the ops.
 
 Example:
-    $ fused-tp doctor          # sentences; exit code 0, or 1 when something should be fixed
-    $ fused-tp doctor --json   # the same as JSON
+    $ fused-tp doctor          # text; exit code 0, or 1 if something should be fixed
+    $ fused-tp doctor --json   # JSON
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _NCCL_FEATURES = {"has_revoke": "communicators that can be stopped", "has_shared
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; `advice` describes how to fix a problem."""
+    """One line of the report; `advice` says how to fix a problem."""
 
     name: str
     value: str
@@ -100,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order of the report."""
+    """Return all findings, in the order of the report."""
     core, why_no_core = native_core()
     sections = {
         "Software": _software(),
@@ -116,7 +116,7 @@ def examine() -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as text."""
+    """Format the findings as text."""
     lines: list[str] = []
     section = ""
     for finding in findings:
@@ -139,7 +139,7 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _software() -> Iterator[Finding]:
-    yield Finding("python", platform.python_version())  # always new enough: an older one cannot parse this file
+    yield Finding("python", platform.python_version())  # needs no check: older versions cannot parse this file
     yield Finding("fused-tp", _installed("fused-tp") or f"not installed, run from {Path(__file__).parents[2]}")
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     too_old = release < MINIMUM_TORCH
@@ -153,7 +153,7 @@ def _software() -> Iterator[Finding]:
 
 
 def _cuda_compiler() -> Finding:
-    """Find nvcc in the places that setup.py searches: only in CUDA_HOME or CUDA_PATH if one of them is set."""
+    """Find nvcc where setup.py searches: only in CUDA_HOME or CUDA_PATH if one of them is set."""
     named = next((name for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
     places = [f"{os.environ[named]}/bin/nvcc"] if named else ["nvcc", TOOLKIT_NVCC]
     lines: list[str] = next(filter(None, (output_of(place, "--version") for place in places)), [])
@@ -180,12 +180,12 @@ def _shared_memory(core: ModuleType | None, why_no_core: str) -> Iterator[Findin
         yield Finding("native core", "none: it needs Linux; ops run on torch.distributed", NOTE)
         return
     if core is None:
-        value = f"not there, so ops run on torch.distributed ({why_no_core})"
+        value = f"missing, so ops run on torch.distributed ({why_no_core})"
         yield Finding("native core", value, PROBLEM, _how_to_build())
         return
     yield Finding("native core", Path(str(core.__file__)).name)
     if not shared_memory_allowed():
-        yield Finding("two processes share", "not tried: FUSED_TP_SHM turns it off", NOTE)
+        yield Finding("two processes share", "not tested: FUSED_TP_SHM disables it", NOTE)
         return
     shared = _try_shared_memory(core)
     if shared:
@@ -224,7 +224,7 @@ def _how_to_build() -> str:
     return "To build it, " + ", then ".join(steps) + "."
 
 
-# Program of the other rank in _try_shared_memory. It loads the core by its path to avoid importing torch.
+# Program of rank 1 in _try_shared_memory. It loads the core by its path, to avoid importing torch.
 _PEER = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("_core", sys.argv[1])
@@ -281,7 +281,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
-    """Findings of the GPU section. `core`: the native core, None if it is missing."""
+    """Yield the findings of the GPU section. `core`: the native core, None if it is missing."""
     on_gpu = torch.cuda.is_available()
     yield from _driver(on_gpu)
     devices = range(torch.cuda.device_count()) if on_gpu else range(0)
@@ -290,7 +290,7 @@ def examine_gpu(core: ModuleType | None) -> Iterator[Finding]:
         try:
             properties = torch.cuda.get_device_properties(device)
         except RuntimeError as error:  # the GPU has fallen off the bus, or its driver has failed
-            advice = "nvidia-smi may say more; CUDA_VISIBLE_DEVICES can leave it out."
+            advice = "Run nvidia-smi for details; exclude the GPU by CUDA_VISIBLE_DEVICES."
             yield Finding(f"cuda:{device}", f"unusable: {str(error).splitlines()[0]}", PROBLEM, advice)
             continue
         archs.append(10 * properties.major + properties.minor)
@@ -312,7 +312,7 @@ def _driver(on_gpu: bool) -> Iterator[Finding]:
     if serves is not None:
         yield Finding("NVIDIA driver", f"{_driver_release() or 'version unknown'}, for CUDA up to {dotted(serves)}")
     elif on_gpu:
-        yield Finding("NVIDIA driver", "unknown: libcuda.so.1 cannot be asked", NOTE)
+        yield Finding("NVIDIA driver", "unknown: libcuda.so.1 cannot be loaded", NOTE)
     else:
         yield Finding("NVIDIA driver", "none", NOTE)
     wants = torch.version.cuda
@@ -321,7 +321,7 @@ def _driver(on_gpu: bool) -> Iterator[Finding]:
         yield Finding("CUDA of torch", "none: this torch was built for CPUs", NOTE, advice)
     elif serves is not None and wants is not None and serves[0] < int(wants.split(".")[0]):
         advice = "Update the driver, or install a torch for that CUDA."
-        yield Finding("CUDA of torch", f"{wants}, which this driver does not serve", PROBLEM, advice)
+        yield Finding("CUDA of torch", f"{wants}, which this driver does not support", PROBLEM, advice)
     else:
         yield Finding("CUDA of torch", wants or "none", OK if wants else NOTE)
 
@@ -410,27 +410,27 @@ def _settings() -> Iterator[Finding]:
 
 
 def _forced_provider() -> str | None:
-    # Imported here, as it loads NumPy and the native core, which the rest of doctor does not need.
+    # Imported here, because it loads NumPy and the native core, which doctor must not require.
     from fused_tp.attention.kernels.select import forced_kernel
 
     return forced_kernel()
 
 
 def _measured_schedules() -> Iterator[Finding]:
-    """Results of earlier runs in the files that this installation would read."""
+    """Yield the results of earlier runs, from the autotune files that this installation would read."""
     for path, kept in kept_files():
         device, ranks = kept["machine"].get("device"), kept["machine"].get("ranks of each host")
         yield Finding(str(device), f"{len(kept['choices'])} choices for ranks {ranks} in {path}")
         for what, why in kept["wrong"].items():
             advice = (
-                f"It is not chosen here. Please report this line, with {path.name} and what `fused-tp tune "
-                "--check-only` and doctor say."
+                f"It is never chosen here. Please report this line, {path.name}, and the output of `fused-tp tune "
+                "--check-only` and doctor."
             )
             yield Finding(what, why, PROBLEM, advice)
 
 
 def _schedules(core: ModuleType | None) -> Iterator[Finding]:
-    """Schedules that two ranks of this machine would use; `fused-tp explain` shows more."""
+    """Yield the schedules that two ranks of this machine would use; `fused-tp explain` prints details."""
     shared = core is not None and shared_memory_allowed()
     ways = [("cpu", "shm" if shared else "gloo", "cpu")]
     if torch.cuda.is_available():
@@ -454,7 +454,7 @@ def _schedules(core: ModuleType | None) -> Iterator[Finding]:
 
 
 def output_of(command: str, *arguments: str) -> list[str]:
-    """Lines that a program prints; empty if it is missing or fails."""
+    """Return the lines that a program prints; empty if it is missing or fails."""
     path = shutil.which(command)
     if path is None:
         return []
@@ -466,5 +466,5 @@ def output_of(command: str, *arguments: str) -> list[str]:
 
 
 def dotted(numbers: Sequence[int]) -> str:
-    """Version in dotted notation, such as "12.4"."""
+    """Format a version in dotted notation, such as "12.4"."""
     return ".".join(map(str, numbers))

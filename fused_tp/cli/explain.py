@@ -37,11 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"ops, and the tensors whose shapes they take:\n{takes}\n\n"
         "x and partial are [..., features], weight is [out, in], q, k and v are [batch, tokens, heads, head_dim].\n"
-        "Shapes are those on one rank; all ranks are taken to hold equally much."
+        "Shapes are local shapes; all ranks are assumed to have equal ones."
     )
-    parser.add_argument("op", metavar="OP", help="such as matmul_all_reduce; all of them are listed below")
-    parser.add_argument("shapes", nargs="+", type=_shape, metavar="SHAPE", help="of its tensors on one rank: 1x2048")
-    parser.add_argument("--dim", type=int, help="that all_gather, reduce_scatter gather or scatter (default 0)")
+    parser.add_argument("op", metavar="OP", help="name of an op listed below, such as matmul_all_reduce")
+    parser.add_argument(
+        "shapes", nargs="+", type=_shape, metavar="SHAPE", help="local shape of a tensor, such as 1x2048"
+    )
+    parser.add_argument("--dim", type=int, help="dim that all_gather or reduce_scatter gathers or scatters (default 0)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--ranks", type=int, default=2, help="size of the group (default 2)")
     parser.add_argument("--transport", help="shm, gloo, nccl, ... (default shm, for GPUs nccl)")
@@ -52,9 +54,9 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the explanation; exit code 2 for invalid arguments."""
     try:
         if arguments.ranks < 1:
-            raise ValueError(f"--ranks is {arguments.ranks}; a group has at least one rank.")
+            raise ValueError(f"--ranks must be at least 1, got {arguments.ranks}.")
         if arguments.arch != "cpu" and not arguments.arch.startswith("sm_"):
-            raise ValueError(f"--arch is {arguments.arch!r}; it must be cpu, or sm_80, sm_90 and the like for GPUs.")
+            raise ValueError(f"--arch must be cpu, or sm_80, sm_90, ... for GPUs, got {arguments.arch!r}.")
         explanation = explain_for(
             arguments.op,
             *arguments.shapes,

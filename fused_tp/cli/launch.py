@@ -5,11 +5,11 @@ Example:
     $ fused-tp launch --hostfile hosts --nodes 2 -m package.train
     $ fused-tp launch --nodes 2 --per-node 8 --sbatch job.sh train.py && sbatch job.sh
 
-Each host runs fused_tp.cli.launch_node, which is torchrun. This module builds its arguments, starts it on every host,
-and ends it on every host when one fails.
+Each host runs fused_tp.cli.launch_node, which runs torchrun. This module builds the arguments of launch_node, starts it
+on every host, and stops it on every host when one fails.
 
-Rejected: --rdzv-backend static, which numbers hosts in the order of the file. Its ranks do not restart together, nor
-on other numbers of hosts; c10d's do, and are numbered by the names of the hosts.
+Rejected: --rdzv-backend static, which numbers hosts in the order of the file. It cannot restart all ranks together, or
+with another number of hosts. c10d can; it numbers hosts by their names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fused_tp.cli.launch_hosts import ANSWER, Host, read_hostfile, run
 
 LAUNCH_NODE = [sys.executable, "-m", "fused_tp.cli.launch_node"]
 CORES = "cores"
-PORT = 29400  # torchrun's own
+PORT = 29400  # torchrun's default
 CONNECT_SECONDS = 30.0
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout={timeout}"
 # Variables to export, since ssh does not pass them on. FUSED_TP_HOST differs between hosts.
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, one for each host")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
-    parser.add_argument("script", help="what each rank runs; all that follows belongs to it")
+    parser.add_argument("script", help="script that each rank runs; all following arguments are passed to it")
     parser.add_argument("script_arguments", nargs=argparse.REMAINDER, metavar="...")
 
 
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         _check(arguments)
         if arguments.sbatch is not None:
-            return _write(arguments, sbatch_text(arguments, variables))
+            return _write_sbatch(arguments, sbatch_text(arguments, variables))
         if arguments.hostfile is not None:
             hosts, minimum = choose_hosts(arguments)
             commands = host_commands(arguments, hosts, minimum, {**_exported(os.environ), **variables})
@@ -105,7 +105,7 @@ def main(arguments: argparse.Namespace) -> int:
         return run(names, commands, minimum, arguments.connect_timeout or CONNECT_SECONDS, arguments.grace)
     os.environ.update(variables)
     if commands[0][0] == "srun":
-        os.execvp("srun", commands[0])  # srun then receives this process's signals
+        os.execvp("srun", commands[0])  # exec, so that srun receives the signals sent to this process
     return launch_node.main(commands[0][len(LAUNCH_NODE) :])
 
 
@@ -114,22 +114,24 @@ def _nodes(text: str) -> tuple[int, int]:
     try:
         found = int(minimum), int(maximum or minimum)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor MIN:MAX") from None
+        raise argparse.ArgumentTypeError(f"must be a number or MIN:MAX, got {text!r}") from None
     if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least one host is needed, and MAX must not be below MIN")
+        raise argparse.ArgumentTypeError(f"must satisfy 1 <= MIN <= MAX, got {text!r}")
     return found
 
 
 def _local_ranks(text: str) -> str:
     if not all(rank.isdecimal() for rank in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers of ranks like 0,1")
+        raise argparse.ArgumentTypeError(f"must be rank numbers such as 0,1, got {text!r}")
     return text
 
 
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not (equals or name in os.environ):
-        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=VALUE, or the NAME of a variable that is set here")
+        raise argparse.ArgumentTypeError(
+            f"must be NAME=VALUE, or the NAME of a variable that is set here, got {text!r}"
+        )
     return name, value if equals else os.environ[name]
 
 
@@ -137,32 +139,34 @@ def _check(arguments: argparse.Namespace) -> None:
     """Reject contradicting options and a missing script.
 
     Raises:
-        ValueError: the problem as a sentence.
+        ValueError: options contradict each other, or the script does not exist.
     """
     script = arguments.script
     if arguments.module:
         package = script.partition(".")[0]
         if find_spec(package) is None and PathFinder.find_spec(package, [os.getcwd()]) is None:
             raise ValueError(
-                f"-m {script}: there is no module or package {package} here; install it, or change folder."
+                f"-m {script}: no module or package {package} is found; install it, or change the working directory."
             )
     elif not Path(script).is_file():
-        raise ValueError(f"There is no script {script} in {Path.cwd()}; for a module, write -m before it.")
+        raise ValueError(f"There is no script {script} in {Path.cwd()}; use -m to run a module.")
     if arguments.hostfile is not None and arguments.sbatch is not None:
-        raise ValueError("--hostfile names hosts, and --sbatch has SLURM choose them; give one of them.")
+        raise ValueError(
+            "--hostfile and --sbatch cannot be combined: with --sbatch, SLURM chooses the hosts. Omit one."
+        )
     for option in ("ssh", "connect_timeout"):
         if arguments.hostfile is None and getattr(arguments, option) is not None:
             name = option.replace("_", "-")
-            raise ValueError(f"--{name} is about the hosts of a --hostfile; give that too, or leave --{name} out.")
+            raise ValueError(f"--{name} needs --hostfile. Pass --hostfile, or omit --{name}.")
     if not 0 < (arguments.port or PORT) < 2**16:
-        raise ValueError(f"--port is {arguments.port}; a port is between 1 and 65535.")
+        raise ValueError(f"--port must be between 1 and 65535, got {arguments.port}.")
 
 
 # -- arguments of torchrun --------------------------------------------------------------------------------------------
 
 
 def node_arguments(arguments: argparse.Namespace, ranks: int | str, meeting: Sequence[str]) -> list[str]:
-    """Arguments of launch_node for `ranks` ranks on one host; the options `meeting` describe the rendezvous."""
+    """Return the arguments of launch_node for `ranks` ranks on one host; `meeting`: options of the rendezvous."""
     options = [*meeting, "--nproc-per-node", str(ranks), "--max-restarts", str(arguments.max_restarts), "--tee", "3"]
     if arguments.bind is not None:
         options += ["--bind-cores"] if arguments.bind == CORES else ["--numa-binding", arguments.bind]
@@ -176,19 +180,19 @@ def node_arguments(arguments: argparse.Namespace, ranks: int | str, meeting: Seq
 
 
 def local_command(arguments: argparse.Namespace) -> list[str]:
-    """Command that starts ranks on this machine.
+    """Return the command that starts ranks on this machine.
 
     Raises:
         ValueError: the options request other hosts, or the number of ranks is unknown.
     """
     if arguments.nodes not in (None, (1, 1)):
-        raise ValueError("--nodes: this is one machine; name the others in a --hostfile, or start this under SLURM.")
+        raise ValueError("--nodes above 1 needs --hostfile, or a SLURM allocation.")
     if arguments.port is not None:
-        raise ValueError("--port is where hosts meet, and this is one machine; leave it out.")
+        raise ValueError("--port needs --hostfile or SLURM: one machine has no rendezvous port. Omit it.")
     ranks = arguments.per_node or torch.cuda.device_count()
     if ranks == 0:
-        raise ValueError("This machine has no GPUs to count; give --per-node P.")
-    # The machine's own name need not resolve.
+        raise ValueError("This machine has no GPUs, so the number of ranks is unknown; pass --per-node P.")
+    # localhost, because the machine's name may not resolve.
     return [*LAUNCH_NODE, *node_arguments(arguments, ranks, ["--standalone", "--local-addr", "localhost"])]
 
 
@@ -196,7 +200,7 @@ def local_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def choose_hosts(arguments: argparse.Namespace) -> tuple[list[Host], int]:
-    """First --nodes hosts of the file, with one slot per rank, and the minimum number of hosts.
+    """Return the first --nodes hosts of the file, with one slot per rank, and the minimum number of hosts.
 
     Raises:
         ValueError: the file lists fewer hosts, or one of them has fewer slots.
@@ -204,20 +208,20 @@ def choose_hosts(arguments: argparse.Namespace) -> tuple[list[Host], int]:
     hosts = read_hostfile(arguments.hostfile)
     minimum, maximum = arguments.nodes or (len(hosts), len(hosts))
     if maximum > len(hosts):
-        raise ValueError(f"--nodes asks for {maximum} hosts, and {arguments.hostfile} names {len(hosts)}.")
+        raise ValueError(f"--nodes={maximum} exceeds the {len(hosts)} hosts of {arguments.hostfile}; lower --nodes.")
     hosts = hosts[:maximum]
     if arguments.per_node is None:
         return hosts, minimum
     for host in hosts:
         if host.slots < arguments.per_node:
-            raise ValueError(f"--per-node is {arguments.per_node}, and {host.name} has {host.slots} slots.")
+            raise ValueError(f"--per-node={arguments.per_node} exceeds the {host.slots} slots of {host.name}.")
     return [Host(host.name, arguments.per_node) for host in hosts], minimum
 
 
 def host_commands(
     arguments: argparse.Namespace, hosts: Sequence[Host], minimum: int, variables: Mapping[str, str]
 ) -> list[list[str]]:
-    """Commands, one per host, that reach the host and start its ranks in this folder and with `variables`."""
+    """Return one command per host, which connects to it and starts its ranks in this folder with `variables`."""
     count = str(len(hosts)) if minimum == len(hosts) else f"{minimum}:{len(hosts)}"
     first, job = hosts[0].name, uuid.uuid4().hex
     ssh = arguments.ssh or SSH.format(timeout=max(1, round(arguments.connect_timeout or CONNECT_SECONDS)))
@@ -226,7 +230,8 @@ def host_commands(
     together += ["--rdzv-endpoint", f"{first}:{arguments.port or PORT}"]
     exports = [f"{name}={value}" for name, value in variables.items()]
     for host in hosts:
-        # is_host, because torchrun would compare this name with the machine's own, which may differ.
+        # Set is_host explicitly: torchrun would compare the name in the hostfile with the machine's name, and they may
+        # differ.
         is_host = f"is_host={int(host == hosts[0])}"
         meeting = [*together, "--rdzv-conf", is_host, "--local-addr", host.name]
         runs = ["env", *exports, *LAUNCH_NODE, *node_arguments(arguments, host.slots, meeting)]
@@ -243,7 +248,7 @@ def _exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 # -- SLURM ------------------------------------------------------------------------------------------------------------
 
-# Without --cpu-bind=none SLURM may bind a task to one processor, which all ranks of the host would share.
+# --cpu-bind=none: SLURM may otherwise bind the task to one processor, which all ranks of the host would share.
 SRUN = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
 
 
@@ -253,29 +258,32 @@ def _slurm_arguments(arguments: argparse.Namespace, nodes: int, first: str, job:
     return [*SRUN, f"--nodes={nodes}", *LAUNCH_NODE, *node_arguments(arguments, arguments.per_node or "gpu", meeting)]
 
 
-def _fixed(nodes: tuple[int, int]) -> int:
+def _single_count(nodes: tuple[int, int]) -> int:
     if nodes[0] != nodes[1]:
         raise ValueError(
-            "SLURM ends a job that loses a host; give --nodes N, and have sbatch --requeue start it again."
+            "--nodes MIN:MAX is not supported under SLURM, which ends a job that loses a host. Pass --nodes N, and use "
+            "sbatch --requeue to restart the job."
         )
     return nodes[1]
 
 
 def _in_allocation(environment: Mapping[str, str]) -> bool:
-    # In a job step, srun has already started this process, once per host.
+    # Within a job step (SLURM_STEP_ID is set), srun has already started this process on every host.
     return "SLURM_JOB_NODELIST" in environment and "SLURM_STEP_ID" not in environment
 
 
 def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
-    """Command that starts ranks in the SLURM allocation that `environment` describes.
+    """Return the command that starts ranks in the SLURM allocation that `environment` describes.
 
     Raises:
         ValueError: the allocation has fewer hosts than requested, or scontrol cannot name them.
     """
     there = int(environment["SLURM_JOB_NUM_NODES"])
-    nodes = _fixed(arguments.nodes or (there, there))
+    nodes = _single_count(arguments.nodes or (there, there))
     if nodes > there:
-        raise ValueError(f"--nodes asks for {nodes} hosts, and the SLURM allocation has {there}.")
+        raise ValueError(
+            f"--nodes={nodes} exceeds the {there} hosts of the SLURM allocation. Lower --nodes or allocate more hosts."
+        )
     try:
         names = subprocess.run(
             ["scontrol", "show", "hostnames", environment["SLURM_JOB_NODELIST"]],
@@ -289,14 +297,14 @@ def srun_command(arguments: argparse.Namespace, environment: Mapping[str, str]) 
 
 
 def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> str:
-    """Content of an sbatch file whose job runs the script on --nodes hosts.
+    """Return the content of an sbatch file whose job runs the script on --nodes hosts.
 
     Raises:
         ValueError: --nodes is missing, or is a range.
     """
     if arguments.nodes is None:
-        raise ValueError("--sbatch needs --nodes N: how many hosts SLURM is to give.")
-    nodes = _fixed(arguments.nodes)
+        raise ValueError("--sbatch needs --nodes N, the number of hosts.")
+    nodes = _single_count(arguments.nodes)
     first, job = "${head}", "${SLURM_JOB_ID}"
     command = shlex.join(_slurm_arguments(arguments, nodes, first, job))
     for word in (f"{first}:{arguments.port or PORT}", job):
@@ -319,7 +327,7 @@ def sbatch_text(arguments: argparse.Namespace, variables: Mapping[str, str]) -> 
     return "\n".join(lines) + "\n"
 
 
-def _write(arguments: argparse.Namespace, text: str) -> int:
+def _write_sbatch(arguments: argparse.Namespace, text: str) -> int:
     if arguments.dry_run:
         print(text, end="")
         return 0
@@ -327,6 +335,6 @@ def _write(arguments: argparse.Namespace, text: str) -> int:
         with arguments.sbatch.open("x") as file:
             file.write(text)
     except OSError as error:
-        raise ValueError(f"--sbatch: {arguments.sbatch} cannot be written ({error.strerror}); name another.") from None
+        raise ValueError(f"--sbatch: cannot write {arguments.sbatch} ({error.strerror}); use another file.") from None
     print(f"Submit it by: sbatch {shlex.quote(str(arguments.sbatch))}")
     return 0

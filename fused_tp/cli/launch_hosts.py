@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ANSWER = "fused-tp launch: this host answers"  # the line that a host prints before its ranks run
-SHUTDOWN_SECONDS = 30.0  # torchrun's own
-LATER = 10.0  # seconds beyond the time that a host has to kill its ranks, after which its connection is closed
+ANSWER = "fused-tp launch: this host answers"  # line that a host prints before it starts its ranks
+SHUTDOWN_SECONDS = 30.0  # torchrun's default
+LATER = 10.0  # seconds to wait for a host beyond its shutdown time, before its connection is killed
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def read_hostfile(path: Path) -> list[Host]:
             case _:
                 raise ValueError(f"Line {number} of {path} is {line.strip()!r}; write it like `node1 slots=8`.")
         if host.slots == 0:
-            raise ValueError(f"Line {number} of {path} gives {name} 0 slots; leave the host out, or give it some.")
+            raise ValueError(f"Line {number} of {path} has slots=0 for {name}; remove the line, or set slots >= 1.")
         if name in hosts:
-            raise ValueError(f"Line {number} of {path} names {name} a second time; add its slots up on one line.")
+            raise ValueError(f"Line {number} of {path} repeats {name}; put all its slots on one line.")
         hosts[name] = host
     if not hosts:
         raise ValueError(f"The hostfile {path} names no host; write lines like `node1 slots=8`.")
@@ -56,11 +56,11 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 class Node:
-    """Connection to the launch_node of one host; launch_node ends when its stdin is closed."""
+    """Connection to the launch_node process of one host, which exits when its stdin is closed."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name, self.answers = name, False
-        # ssh runs in a separate session: Ctrl-C would otherwise end it, and this process could not signal the host.
+        # A separate session: Ctrl-C would otherwise kill ssh, and this process could no longer signal the host.
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, errors="replace", start_new_session=True
         )
@@ -77,7 +77,7 @@ class Node:
                 self.answers = True
 
     def exit_code(self) -> int | None:
-        """Exit code of the connection once all its output has been printed; None while it runs."""
+        """Return the exit code of the connection after printing all its output; None while it runs."""
         code = self.process.poll()
         if code is not None:
             self._reader.join(1)  # bounded, as a process left behind by the host may keep the pipe open
@@ -104,33 +104,34 @@ def run(
     connect_timeout: float,
     grace: float | None,
 ) -> int:
-    """Run a command for each named host until all are done, or end all once one has failed; return the exit code.
+    """Run a command for each host until all are done, or stop all after one has failed; return the exit code.
 
-    A host counts as lost if it does not answer, or if its connection or torchrun is ended from outside. The others
-    continue if at least `minimum` are left and the lost host is not the first, which serves the rendezvous.
+    A host counts as lost if it does not answer, or if a signal kills its connection or its torchrun. The remaining
+    hosts continue if there are at least `minimum` and the lost host is not the first, which serves the rendezvous.
 
     Args:
         names: names of the hosts.
-        commands: commands that reach each host; the program there prints ANSWER first, and ends when stdin is closed.
-        minimum: number of hosts that must be left.
+        commands: commands that connect to each host; the program there first prints ANSWER, and exits when its stdin is
+            closed.
+        minimum: minimum number of hosts that must remain.
         connect_timeout: seconds within which a host must answer.
         grace: seconds that ranks have to end after a signal.
 
     Returns:
-        0: done; 1: hosts are lost; 2: nothing could be started; 128 + n: signal n ended the run; else the exit code of
-        the host that failed first.
+        0: done; 1: a host was lost; 2: nothing could be started; 128 + n: stopped by signal n; otherwise the exit code
+        of the host that failed first.
     """
     signals: list[signal.Signals] = []
-    with _collected(signals):
+    with _signals_collected(signals):
         began, end_at, code = time.monotonic(), float("inf"), 0
         try:
             nodes = [Node(name, command) for name, command in zip(names, commands, strict=True)]
-        except OSError as error:  # nodes already started end when this process ends, as it holds their stdin
+        except OSError as error:  # hosts already started exit with this process, which closes their stdin
             print(f"fused-tp launch: {commands[0][0]} cannot be run ({error.strerror}); see --ssh.", file=sys.stderr)
             return 2
         running, left = list(nodes), len(nodes)
         while running:
-            time.sleep(0.05)  # polls, as no call waits for exits of processes, signals and deadlines together
+            time.sleep(0.05)  # poll: no system call waits for process exits, signals and deadlines together
             while signals:
                 number = signals.pop(0)
                 code = code or 128 + number
@@ -146,7 +147,7 @@ def run(
                 if found is None:
                     continue
                 running.remove(node)
-                if found == 0 or code != 0:  # the host is done, or ends because all end
+                if found == 0 or code != 0:  # the host is done, or was stopped with all others
                     continue
                 left -= 1
                 lost = not node.answers or found >= 128 or found < 0
@@ -171,7 +172,7 @@ def _deadline(grace: float | None) -> float:
 
 
 @contextlib.contextmanager
-def _collected(signals: list[signal.Signals]) -> Iterator[None]:
+def _signals_collected(signals: list[signal.Signals]) -> Iterator[None]:
     """Append each SIGINT and SIGTERM that arrives to `signals`, instead of handling it."""
     before = {
         number: signal.signal(number, lambda number, _: signals.append(signal.Signals(number)))

@@ -1,15 +1,15 @@
 """torchrun on one host, with the additions of `fused-tp launch`: `python -m fused_tp.cli.launch_node ARGUMENTS`.
 
-It takes torchrun's arguments, and
+It accepts torchrun's arguments, and
 
 - does not handle signals that are ignored, such as SIGHUP under nohup;
-- creates a new store for the ranks of each restart: in a store that outlives them, ranks find addresses of dead ones;
+- creates a new store for each restart, because an old store contains the addresses of dead ranks;
 - sets OMP_NUM_THREADS to a rank's share of the host's processors, where torchrun sets it to 1;
 - prefixes each line of a log with [host:rank], and shows the last lines of the rank that failed first;
-- ends its ranks when it ends, even by SIGKILL (on Linux), and when stdin is closed (--stop-with-stdin): a process that
-  ssh has started outlives ssh, and receives no signal.
+- kills its ranks when it exits, even by SIGKILL (on Linux), and when stdin is closed (--stop-with-stdin): a process
+  started by ssh outlives ssh and receives no signal.
 
-Variables that are already set are kept.
+Environment variables that are already set are not changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from fused_tp.cli import launch_rank
 
-FAILED = 1  # exit code for failed ranks; a code of 128 + n means that signal n has ended the host's ranks
+FAILED = 1  # exit code if ranks failed; 128 + n means that signal n stopped the ranks of this host
 LAST_LINES = 20
 
 
@@ -75,12 +75,12 @@ def run_ranks(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.stop_with_stdin:
         _stop_with_stdin()
-    with _own_process_as_before():
+    with _environment_and_handlers_restored():
         return _run_ranks(arguments)
 
 
 @contextmanager
-def _own_process_as_before() -> Iterator[None]:
+def _environment_and_handlers_restored() -> Iterator[None]:
     """Restore this process's environment, which ranks inherit, and its signal handlers, which torchrun replaces."""
     environment = dict(os.environ)
     in_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
@@ -97,12 +97,12 @@ def _own_process_as_before() -> Iterator[None]:
 
 def _run_ranks(arguments: argparse.Namespace) -> int:
     host = arguments.local_addr or socket.gethostname()
-    _prepare(arguments, host)
+    _adjust_arguments(arguments, host)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)  # over ssh these streams are pipes
     temporary = arguments.log_dir is None
-    # A subfolder per host: hosts may share the folder, and local ranks are numbered equally on all of them.
+    # One subfolder per host: hosts may share the folder, and every host has a local rank 0, 1, ...
     logs = Path(tempfile.mkdtemp(prefix="fused-tp-logs-") if temporary else arguments.log_dir, host)
     arguments.log_dir = str(logs)
     keep = has_logs = (arguments.redirects, arguments.tee) != ("0", "0")
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(arguments: argparse.Namespace, host: str) -> None:
+def _adjust_arguments(arguments: argparse.Namespace, host: str) -> None:
     ranks = run.determine_local_world_size(arguments.nproc_per_node)
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -144,9 +144,9 @@ def _prepare(arguments: argparse.Namespace, host: str) -> None:
     names = arguments.signals_to_handle.split(",")
     arguments.signals_to_handle = ",".join(name for name in names if name.strip() not in ignored)
     if arguments.bind_cores and sys.platform != "linux":
-        raise ValueError("--bind cores needs Linux; leave it out.")
+        raise ValueError("--bind cores needs Linux; omit it.")
     if arguments.bind_cores and ranks > len(cpus):
-        raise ValueError(f"--bind cores: {host} has {len(cpus)} processors for {ranks} ranks; leave it out.")
+        raise ValueError(f"--bind cores needs a processor per rank; {host} has {len(cpus)} for {ranks} ranks. Omit it.")
     if sys.platform == "linux":
         python = [] if arguments.no_python else [sys.executable, "-u", *(["-m"] if arguments.module else [])]
         program = [*python, arguments.training_script, *arguments.training_script_args]
@@ -171,7 +171,7 @@ def _stop_with_stdin() -> None:
 
 
 def _last_lines(logs: Path, local_rank: int) -> str:
-    """Last lines that a rank wrote in its latest attempt: to stderr, or if empty to stdout."""
+    """Return the last lines that a rank wrote in its latest attempt: to stderr, or if that is empty to stdout."""
     for name in ("stderr.log", "stdout.log"):
         files = sorted(logs.glob(f"*/attempt_*/{local_rank}/{name}"), key=lambda file: file.stat().st_mtime)
         lines = files[-1].read_text(errors="replace").splitlines()[-LAST_LINES:] if files else []

@@ -18,16 +18,16 @@ from fused_tp.core.errors import FusedTPError
 
 COMMANDS = {
     "train": "pretrain or finetune a transformers model on text, over any ranks",
-    "compare": "train the same model in several ways, and print what each costs",
-    "report": "say from traces how much communication is hidden, who is late, and what to change",
+    "compare": "train the same model with several parallel configurations, and compare time, memory and loss",
+    "report": "report from traces how much communication is hidden, which ranks are late, and what to change",
     "bench": "measure the ops against plain collectives; with --tune, write this machine's dispatch table",
-    "selftest": "prove, measure and report what the GPUs of this machine do, in minutes",
-    "tune": "check every schedule on this machine, then measure, and keep what FUSED_TP_AUTOTUNE uses",
+    "selftest": "check and measure the kernels on the GPUs of this machine, in minutes",
+    "tune": "check and measure every schedule on this machine, and save the results for FUSED_TP_AUTOTUNE",
     "launch": "run a script on the ranks of this machine, of other hosts or of SLURM, over torchrun",
-    "check": "run a parallel model on CPU ranks against one process, and say where it differs",
-    "doctor": "check this installation and say what is missing and how to get it",
-    "plan": "find the fastest ways to spread a model over GPUs, by a cost model",
-    "explain": "say which schedule an op would run on, and why",
+    "check": "compare a parallel model on CPU ranks with the same model on one process, and locate differences",
+    "doctor": "check this installation, and report what is missing and how to install it",
+    "plan": "find the fastest parallel configurations of a model on GPUs, by a cost model",
+    "explain": "print the schedule that an op would use, and the reason",
 }
 
 # Extra that installs each module that a subcommand may need.
@@ -73,16 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fused-tp {name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"fused-tp {name}: interrupted before it was done.", file=sys.stderr)
+        print(f"fused-tp {name}: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `fused-tp doctor | head`
+    except BrokenPipeError:  # the reader of stdout has exited, as in `fused-tp doctor | head`
         sys.stderr.close()
         return 0
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fused-tp", description="Tensor and context parallelism whose communication hides."
+        prog="fused-tp", description="Tensor and context parallelism with overlapped communication."
     )
     parser.add_argument("--version", action="version", version=f"fused-tp {_version()}")
     subparsers = parser.add_subparsers(dest="command", metavar="command")

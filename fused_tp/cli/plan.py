@@ -213,6 +213,6 @@ def _print_table(plans: list[Plan]) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console()
-    # On a pipe rich assumes 80 columns, and would truncate cells.
+    # For a pipe, rich assumes 80 columns and truncates cells.
     wide = console if console.is_terminal else Console(width=150)
     wide.print(table)

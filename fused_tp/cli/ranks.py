@@ -1,7 +1,7 @@
 """Ranks on this machine: start them, run one function on each, and return the result of rank 0.
 
-Starting a rank takes seconds, mostly for imports. So ranks are forked from one process that has imported the modules
-that all need, and this module imports torch only where a rank runs, or is about to.
+Starting a rank takes seconds, mostly for imports. So ranks are forked from one process that has already imported the
+modules that all ranks need. This module imports torch only when a rank runs or is about to be started.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Settings = TypeVar("Settings")
-# Ranks of one host need no network. Otherwise gloo resolves the host's name, which can fail.
+# Ranks of one host need no network. Without this setting gloo resolves the host's name, which can fail.
 LOOPBACK = "lo"
-_LONGEST_FOLDER = 64  # a socket's path has 104 bytes at most, of which names in the folder take some 35
-# Files in a folder that only this user can read and write. Rejected: keys of the ranks' store, which others may reach
-# over the network.
-_REFUSAL = "refusal-of-rank-"  # message of a ValueError or OSError of a rank
+_MAX_FOLDER_BYTES = 64  # a socket's path is limited to 104 bytes, and the name within the folder takes about 35
+# Ranks return messages and results in files, in a folder that only this user can access. Rejected: keys in the ranks'
+# TCP store, which other users may reach over the network.
+_ERROR_FILE = "refusal-of-rank-"  # message of a ValueError or OSError of a rank
 _RESULT = "result"
 
 
 @dataclass(frozen=True)
 class Job(Generic[Settings]):
-    """Call that ranks make: `function(settings)`, both of which can be pickled.
+    """Call `function(settings)` that each rank makes; function and settings must be picklable.
 
     Attributes:
         threads: CPU threads of each rank.
@@ -56,10 +56,10 @@ def under_torchrun() -> bool:
 def start_method(device: str) -> str:
     """Choose "forkserver", which imports modules once for all ranks and so saves seconds per rank, or "spawn".
 
-    Ranks on GPUs are spawned: a library that uses a GPU while it is imported would break it for all forks. So are ranks
-    where the path of the server's socket, in the folder for temporary files, would be too long for the system.
+    Ranks on GPUs are spawned: a library that initializes CUDA on import would break CUDA in all forked ranks. Ranks are
+    also spawned if the path of the fork server's socket, in the folder for temporary files, would be too long.
     """
-    too_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER
+    too_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
     if too_long or device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
     return "forkserver"
@@ -68,7 +68,7 @@ def start_method(device: str) -> str:
 def preload(modules: Sequence[str]) -> None:
     """Start the fork server, which imports `modules` for the ranks in parallel with this process.
 
-    From then on SIGTERM raises SystemExit in this process, since otherwise the server's folder would remain.
+    From then on SIGTERM raises SystemExit in this process, so that the server's folder is removed.
     """
     in_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
     if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -79,7 +79,7 @@ def preload(modules: Sequence[str]) -> None:
 
 
 def _exit(number: int, _: Any) -> None:
-    print(f"fused-tp: {signal.Signals(number).name} has ended this before it was done.", file=sys.stderr)
+    print(f"fused-tp: stopped by {signal.Signals(number).name}.", file=sys.stderr)
     sys.exit(128 + number)
 
 
@@ -90,8 +90,8 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
         Result of the function on rank 0; under torchrun on this rank.
 
     Raises:
-        ValueError: a rank has raised ValueError or OSError: invalid arguments, or a file that cannot be written.
-        ChildProcessError: a rank has failed, or a signal has ended it.
+        ValueError: a rank raised ValueError or OSError, for invalid arguments or a file that cannot be written.
+        ChildProcessError: a rank failed, or was killed by a signal.
     """
     import torch.distributed as dist
     import torch.multiprocessing as mp
@@ -100,25 +100,25 @@ def launch(job: Job[Any], start_method: str | None) -> Any:
         return _run_rank(job, int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0")), None)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    # This process serves the store of the ranks, so that no other process can take its port before they use it.
+    # This process serves the ranks' store: a port chosen here for rank 0 to serve could be taken in the meantime.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="fused-tp-") as name:
         folder = Path(name)
         try:
-            # Daemons, so that an interrupt ends them and does not wait for them.
+            # Daemon processes, so that an interrupt kills them instead of waiting for them.
             arguments = (job, store.port, os.getpid(), folder)
-            mp.start_processes(_started, arguments, job.ranks, daemon=True, start_method=start_method)
+            mp.start_processes(_rank_process, arguments, job.ranks, daemon=True, start_method=start_method)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            # The rank with the actual error may not exit first, as its peers lose their connection to it.
-            for refusal in sorted(folder.glob(f"{_REFUSAL}*")):
+            # The first rank to exit may be a peer that only lost its connection, so look for the actual error first.
+            for refusal in sorted(folder.glob(f"{_ERROR_FILE}*")):
                 raise ValueError(refusal.read_text(encoding="utf-8")) from None
             if isinstance(error, mp.ProcessExitedException) and error.signal_name:
-                raise ChildProcessError(f"{error.signal_name} has ended rank {error.error_index}.") from None
-            raise ChildProcessError(f"A rank has failed. {error}") from None
+                raise ChildProcessError(f"rank {error.error_index} was killed by {error.signal_name}.") from None
+            raise ChildProcessError(f"A rank failed. {error}") from None
         return pickle.loads((folder / _RESULT).read_bytes())
 
 
-def _started(rank: int, job: Job[Any], port: int, launcher: int, folder: Path) -> None:
+def _rank_process(rank: int, job: Job[Any], port: int, launcher: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from fused_tp.core.settings import timeout_seconds
@@ -131,7 +131,7 @@ def _started(rank: int, job: Job[Any], port: int, launcher: int, folder: Path) -
 
 
 def end_with(process: int) -> None:
-    """Make this rank exit when `process` ends, even by a signal that it cannot handle. On Linux only."""
+    """Make this rank exit when process number `process` exits, even by SIGKILL. Has an effect on Linux only."""
     if not hasattr(os, "pidfd_open"):
         return
     try:
@@ -147,7 +147,7 @@ def end_with(process: int) -> None:
 
 
 def _run_rank(job: Job[Any], rank: int, local_rank: int, launched: tuple[dist.Store, Path] | None) -> Any:
-    """Run the job on one rank. `launched`: the store of the ranks and the folder of `launch`; None under torchrun."""
+    """Run `job` on one rank. `launched`: the ranks' store and the folder of `launch`; None under torchrun."""
     import torch
     import torch.distributed as dist
 
@@ -167,7 +167,7 @@ def _run_rank(job: Job[Any], rank: int, local_rank: int, launched: tuple[dist.St
         return job.function(job.settings)
     except (ValueError, OSError) as error:
         if launched is not None:
-            (launched[1] / f"{_REFUSAL}{rank}").write_text(str(error), encoding="utf-8")
+            (launched[1] / f"{_ERROR_FILE}{rank}").write_text(str(error), encoding="utf-8")
         raise
     finally:
         dist.destroy_process_group()

@@ -22,7 +22,7 @@ from fused_tp.cli.train import start_ranks
 if TYPE_CHECKING:
     from fused_tp.training.exposure import ExposureReport
 
-_PARTS = ("compute", "hidden", "exposed", "bubble", "idle")
+_COMPONENTS = ("compute", "hidden", "exposed", "bubble", "idle")
 _BARS = ("compute", "exposed", "bubble", "idle")  # parts of a step; hidden communication is part of compute
 
 
@@ -46,9 +46,9 @@ def main(arguments: argparse.Namespace) -> int:
 
     try:
         if (arguments.live is None) == (not arguments.paths):
-            raise ValueError("name either traces, or a configuration by --live.")
+            raise ValueError("pass either traces, or a configuration by --live.")
         if arguments.live is None and (arguments.steps or arguments.set):
-            raise ValueError("--steps and --set say what --live trains; traces are reported on as they are.")
+            raise ValueError("--steps and --set need --live. Omit them to report on existing traces.")
         make_folder("--out", arguments.out)
         if arguments.live is not None and not _train(arguments):
             return 1
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> bool:
-    """Train in --out, with a profile; False if a rank has failed, whose output is then printed."""
+    """Train with a profile in --out. Return False if a rank failed; its output is then printed."""
     from fused_tp.planning.config import read_mapping
     from fused_tp.training.settings import TrainSettings, changed
 
@@ -79,10 +79,10 @@ def _train(arguments: argparse.Namespace) -> bool:
 def table(report: ExposureReport) -> str:
     """Format the report: ranks, communication by op and by group, late ranks, advice."""
     rows = [(str(rank.rank), asdict(rank)) for rank in report.ranks]
-    rows.append(("mean", {name: fmean(row[name] for _, row in rows) for name in ("step", *_PARTS, "waited_for")}))
-    lines = [f"{'rank':>5} {'s/step':>9}{''.join(f'{part:>9}' for part in _PARTS)}   others wait"]
+    rows.append(("mean", {name: fmean(row[name] for _, row in rows) for name in ("step", *_COMPONENTS, "waited_for")}))
+    lines = [f"{'rank':>5} {'s/step':>9}{''.join(f'{part:>9}' for part in _COMPONENTS)}   others wait"]
     for name, row in rows:
-        shares = "".join(f"{row[part] / row['step']:9.1%}" for part in _PARTS)
+        shares = "".join(f"{row[part] / row['step']:9.1%}" for part in _COMPONENTS)
         lines.append(f"{name:>5} {row['step']:9.4f}{shares} {row['waited_for']:11.4f} s")
     lines.append(f"\n{'communication of a step':36} {'group':14} {'calls':>7} {'exposed':>10} {'hidden':>10}")
     for one in (*report.ops, *report.groups):

@@ -1,12 +1,12 @@
 """`fused-tp selftest`: check and measure the kernels on this machine's GPUs, in minutes.
 
 Example:
-    $ fused-tp selftest                        # eight minutes; the table and all logs go to out/selftest
+    $ fused-tp selftest                        # eight minutes; writes the table and all logs to out/selftest
     $ fused-tp selftest --minutes 3
     $ fused-tp selftest --only '^sums|^smoke'
     $ fused-tp selftest --list
 
-A checkout without `pip install` takes `python3 -m fused_tp selftest` in its root.
+In a checkout without `pip install`, run `python3 -m fused_tp selftest` in its root.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from fused_tp.selftest.machine import versions
 from fused_tp.selftest.steps import LEFT_OUT, RESULT, RIGHT, Outcome, SelftestStep, run_steps, table
 
 MINUTES = 8.0
-# Ranks are threads and need a hardware queue per stream; a hang must end within seconds; kernels are not interpreted.
+# Ranks are threads and need a hardware queue per stream. Waits time out within seconds. Kernels run on the GPU, even if
+# the caller's environment selects Triton's interpreter.
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "FUSED_TP_TIMEOUT": "15",
@@ -41,12 +42,12 @@ ENVIRONMENT = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fused-tp selftest`."""
     parser.epilog = (
-        "Exit status: 0 if all that ran is right, 1 if something is not, 2 if nothing of it can run here, 130 or "
-        "143 if it is interrupted, with all results so far in the report. Nothing else should use the GPUs meanwhile."
+        "Exit status: 0: all steps that ran are right; 1: a step failed; 2: no step can run here; 130 or 143: "
+        "interrupted, with all results so far in the report. No other program should use the GPUs meanwhile."
     )
     parser.add_argument("--out", type=Path, default=Path("out/selftest"), metavar="DIR", help="(out/selftest)")
     parser.add_argument(
-        "--minutes", type=positive, default=MINUTES, metavar="X", help=f"leave out what does not fit ({MINUTES:g})"
+        "--minutes", type=positive, default=MINUTES, metavar="X", help=f"time limit; skip steps beyond it ({MINUTES:g})"
     )
     parser.add_argument("--only", default="", metavar="REGEX", help="only steps whose name contains a match")
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="archive of compiled kernels (make gpu-kernels)")
@@ -68,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
         if not chosen:
             raise ValueError(f"--only {arguments.only!r} matches no step; --list names them.")
         if arguments.kernels is not None and not arguments.kernels.is_file():
-            raise ValueError(f"--kernels {arguments.kernels} is no file.")
+            raise ValueError(f"--kernels must be an existing file, got {arguments.kernels}.")
         make_place("--out", arguments.out / "selftest.json")
     except (ValueError, re.error) as error:
         print(f"fused-tp selftest: {error}", file=sys.stderr)
@@ -85,10 +86,10 @@ def main(arguments: argparse.Namespace) -> int:
         "gpus": machine.number,
         "versions": versions(),
     }
-    in_main = threading.current_thread() is threading.main_thread()  # which alone may have handlers
+    in_main = threading.current_thread() is threading.main_thread()  # only the main thread may set signal handlers
     caught = (signal.SIGTERM, signal.SIGHUP) if in_main else ()
     handlers = {number: signal.signal(number, _exit) for number in caught}
-    write_report(arguments.out, report, [])  # none of an earlier run is left
+    write_report(arguments.out, report, [])  # replaces the report of an earlier run
     try:
         for outcome in run_steps(chosen, arguments.out, 60 * arguments.minutes, _say, machine.obstacle):
             outcomes.append(outcome)
@@ -106,7 +107,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def write_report(out: Path, report: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """Write all that is known so far, each file as a whole: the next step may be the last."""
+    """Write all results so far, each file by an atomic rename: the next step may crash the machine."""
     whole = {**report, "steps": [vars(one) for one in outcomes]}
     for name, text in (("selftest.json", json.dumps(whole, indent=1)), ("selftest.md", table(outcomes))):
         unfinished = out / f"{name}.part"
@@ -119,7 +120,7 @@ def _exit(number: int, _: object) -> None:
 
 
 def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[SelftestStep]:
-    """All steps in execution order: the most valuable first, so that lesser ones cannot use up their minutes."""
+    """Return all steps in execution order, the most valuable first, so that a time limit skips the least valuable."""
     from fused_tp.selftest.kernel_cache import TIMED
     from fused_tp.selftest.kernels import ALONE, GROUPS
 
@@ -132,7 +133,7 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Selftes
 
     two = ("sums, 2 ranks", "gathers, 2 ranks", "attention", "rings, 2 ranks", "collectives, 2 ranks")
     rest = [group for group in GROUPS if group not in (*two, ALONE)]
-    rest.sort(key=lambda group: "other dtypes" in group)  # the others are stable
+    rest.sort(key=lambda group: "other dtypes" in group)  # other dtypes last; the sort keeps the order of the rest
 
     def checks(group: str, rank: int) -> SelftestStep:
         return SelftestStep(group, body("kernels", group), 15, 90, rank, environment=ENVIRONMENT)
@@ -151,7 +152,7 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Selftes
     timed = benchmark("speed-1", 1.3, alone)
     found.append(SelftestStep("speed of matmuls and attention", timed, 30, 110, 5, environment=ENVIRONMENT))
     if gpus > 1:
-        # Includes torch's own fused ops, which are schedules, too.
+        # Also measures torch's fused ops, which are among the schedules.
         measured = [*tune, "1", "--tokens", "16", "512", "4096"]
         found.append(SelftestStep("speed of schedules, processes", measured, 60, 240, 5, environment=among))
     found += [checks(group, 6) for group in rest]
@@ -160,14 +161,14 @@ def steps(arch: int, archive: Path | None, gpus: int, out: Path) -> list[Selftes
     if ncu := cuda_tool("ncu"):
         found.append(SelftestStep("counters", body("counters", ncu), 20, 75, 8, environment=ENVIRONMENT))
     if memcheck := cuda_tool("compute-sanitizer"):
-        # One driver allocation per tensor: memcheck finds no access out of bounds within torch's large blocks.
+        # One driver allocation per tensor: memcheck cannot detect out-of-bounds accesses inside torch's large blocks.
         one_by_one = {**ENVIRONMENT, "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         found.append(SelftestStep("memory accesses", body("memory", memcheck), 60, 180, 9, environment=one_by_one))
     return found
 
 
 def cuda_tool(name: str) -> str | None:
-    """Path of a program of the CUDA toolkit; None if it is missing."""
+    """Return the path of a program of the CUDA toolkit; None if it is missing."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
     return shutil.which(name, path=os.pathsep.join(folders))
@@ -177,7 +178,7 @@ class Gpus(NamedTuple):
     """GPUs of this machine.
 
     Attributes:
-        obstacle: reason why no step can use them, as a sentence; empty if steps can.
+        obstacle: message that says why no step can use them; empty if steps can.
         arch: architecture of their kernels, such as 90 for sm_90; 0 without one.
         number: number of GPUs.
         name: name of the first one.
@@ -197,7 +198,7 @@ def _gpus() -> Gpus:
     try:
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     except RuntimeError as error:
-        return Gpus(f"torch finds a GPU and cannot use it ({str(error).splitlines()[0]})")
+        return Gpus(f"torch finds a GPU but cannot use it ({str(error).splitlines()[0]})")
     count = torch.cuda.device_count()
     if major < 8:
         return Gpus(f"{name} is older than sm_80", 0, count, name)

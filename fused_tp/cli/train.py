@@ -20,7 +20,7 @@ from fused_tp.core.settings import timeout_seconds
 if TYPE_CHECKING:
     from fused_tp.training.settings import TrainSettings
 
-REFUSED = 2  # exit code for invalid settings, also from ranks, as only they can check some of them
+REFUSED = 2  # exit code for invalid settings; ranks use it, too, because some settings can be checked only there
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         return REFUSED
     except BrokenPipeError:
         print(
-            "fused-tp train: what it printed to has been closed, so it ends; `> FILE` keeps its lines.", file=sys.stderr
+            "fused-tp train: stopped, because its stdout was closed. Use `> FILE` to keep the output.", file=sys.stderr
         )
         return 1
     except (FloatingPointError, OSError) as error:
@@ -71,7 +71,7 @@ def start_ranks(
     max_restarts: int = 0,
     quiet: bool = False,
 ) -> int:
-    """Train on `ranks` ranks of this machine, which torchrun starts; the exit code is that of `main`.
+    """Train on `ranks` ranks of this machine, which torchrun starts. Return the exit code of `main`.
 
     Args:
         quiet: hide the ranks' output, except the last lines of a failed rank.

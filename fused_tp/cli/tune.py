@@ -27,25 +27,27 @@ if TYPE_CHECKING:
 
 _ONE = at_least(1)
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-# (m, k, n) of a check: few rows, a prime number of rows, and many: kernels choose their code path by size.
+# (m, k, n) of a check. Kernels choose their code path by size: few rows, a prime number of rows, and many rows.
 CHECKED = ((16, 256, 192), (83, 72, 56), (640, 256, 384))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fused-tp tune`."""
     parser.epilog = (
-        "Exit status: 0 where every schedule is right, 1 where one is not, which is then never chosen, 2 where the "
-        "arguments do not fit. The machine should be idle."
+        "Exit status: 0: all schedules are right; 1: a schedule is wrong (it is then never chosen), or a rank failed; "
+        "2: invalid arguments. The machine should be idle."
     )
-    parser.add_argument("--ranks", type=at_least(2), metavar="W", help="on this machine (all its GPUs, or 2)")
+    parser.add_argument("--ranks", type=at_least(2), metavar="W", help="ranks on this machine (all its GPUs, or 2)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bf16"], help="(bf16)")
-    parser.add_argument("--calls", type=_ONE, default=100, metavar="N", help="of each op in a check (100)")
+    parser.add_argument("--calls", type=_ONE, default=100, metavar="N", help="calls of each op in a check (100)")
     parser.add_argument("--check-only", action="store_true", help="measure nothing")
-    group = parser.add_argument_group("what is measured, without --check-only")
-    group.add_argument("--model", default="llama-3-8b", help="whose matmuls are measured: a name or a config.json")
+    group = parser.add_argument_group("measurements (without --check-only)")
+    group.add_argument(
+        "--model", default="llama-3-8b", help="model whose matmuls are measured: a name or a config.json"
+    )
     group.add_argument("--tokens", nargs="+", type=_ONE, default=[16, 256, 4096], metavar="M", help="(16 256 4096)")
-    parser.add_argument("--folder", type=Path, help="for what is kept (FUSED_TP_AUTOTUNE, or ~/.cache/fused_tp)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found here, too")
+    parser.add_argument("--folder", type=Path, help="folder for the results (FUSED_TP_AUTOTUNE, or ~/.cache/fused_tp)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -58,13 +60,13 @@ def main(arguments: argparse.Namespace) -> int:
         if under_torchrun():
             ranks = int(os.environ["WORLD_SIZE"])
             if arguments.ranks not in (None, ranks):
-                raise ValueError(f"--ranks is {arguments.ranks}; torchrun has started {ranks}. Leave it out.")
+                raise ValueError(f"--ranks is {arguments.ranks}, but torchrun has started {ranks}. Omit --ranks.")
         if ranks < 2:
-            raise ValueError("one rank has nothing to send; start two at least.")
+            raise ValueError(f"at least two ranks are needed, got {ranks}.")
         if device == "cuda" and not under_torchrun() and torch.cuda.device_count() == 1:
             return check_on_one_gpu(arguments)
         if device == "cuda" and not under_torchrun() and ranks > torch.cuda.device_count():
-            raise ValueError(f"--ranks is {ranks}; torch sees {torch.cuda.device_count()} GPUs.")
+            raise ValueError(f"--ranks must be at most {torch.cuda.device_count()}, the number of GPUs, got {ranks}.")
         if not arguments.check_only:
             matmuls_of(_shape(arguments.model), ranks)
         for option in ("folder", "json"):
@@ -78,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"fused-tp tune: {error}", file=sys.stderr)
         return 2
     except ChildProcessError as error:
-        print(f"fused-tp tune: {error} A check that was under way is kept as wrong.", file=sys.stderr)
+        print(f"fused-tp tune: {error} A check that was running is recorded as wrong.", file=sys.stderr)
         return 1
     if arguments.json is not None and os.environ.get("RANK", "0") == "0":
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -86,8 +88,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def check_on_one_gpu(arguments: argparse.Namespace) -> int:
-    """Check the fused kernels with ranks as threads of the only GPU, as `fused-tp selftest` does, and measure nothing:
-    times of ranks that share a GPU do not predict those of ranks with a GPU each.
+    """Check the fused kernels with ranks as threads on the only GPU, like `fused-tp selftest`.
+
+    Nothing is measured: times of ranks that share a GPU do not predict times of ranks with a GPU each.
 
     Raises:
         ValueError: no kernel has a check with this number of ranks and these dtypes.
@@ -101,8 +104,8 @@ def check_on_one_gpu(arguments: argparse.Namespace) -> int:
     cases = [case for case in CASES if case.dtype in dtypes and case.world in wanted]
     if not cases:
         raise ValueError(
-            f"this machine has one GPU, on which 2 to 4 ranks are checked as threads in bf16 and 2 in fp16 and fp32; "
-            f"--ranks is {arguments.ranks} and --dtypes is {' '.join(arguments.dtypes)}."
+            f"on one GPU, --ranks must be 2 to 4 for bf16, or 2 for fp16 and fp32, got --ranks {arguments.ranks} "
+            f"--dtypes {' '.join(arguments.dtypes)}."
         )
     print_now("This machine has one GPU: kernels are checked with ranks as threads, and nothing is measured.")
     found: dict[str, Any] = {"ranks": "threads of one GPU", "right": [], "wrong": {}, "choices": {}}
@@ -148,7 +151,7 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
                         right.append(verdict.schedule)
                         found["right"].append(what)
                 say(f"{op} in {name} is right on {', '.join(right) or 'none'}")
-        # After all checks, as wrong schedules are not measured.
+        # Measure after all checks, because wrong schedules are not measured.
         for name in [] if arguments.check_only else arguments.dtypes:
             for words, told in measured(arguments.model, arguments.tokens, getattr(torch, DTYPES[name]), device):
                 say(f"{words}: {told}")
@@ -158,7 +161,7 @@ def tune(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield (call in words, schedule with times) for the matmuls of a layer, forward and backward."""
+    """Yield (description of a call, schedule with times) for the matmuls of a layer, forward and backward."""
     import torch
     import torch.distributed as dist
 
@@ -180,7 +183,7 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
         share = -(-m // world)
         mine = min(share, max(0, m - rank * share))
         for k, n in columns:
-            # Backward also runs ops that are measured.
+            # Autotuning measures an op in its first call; backward calls the ops of backward.
             all_gather_matmul(made(mine, k), made(n, k), group=group, gather_size=m).sum().backward()
         for k, n in rows:
             matmul_reduce_scatter(made(m, k), made(n, k), group=group).sum().backward()
@@ -191,8 +194,9 @@ def measured(model: str, tokens: list[int], dtype: torch.dtype, device: torch.de
 
 
 def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Local sizes (k, n) of the matmuls sharded by columns, and of those sharded by rows; experts are left out, as they
-    run by other ops.
+    """Return the local sizes (k, n) of the column-parallel matmuls, and of the row-parallel ones, without experts.
+
+    Experts run on other ops, which are not measured.
 
     Raises:
         ValueError: `world` does not divide the features, or the model has no such matmuls.
@@ -204,9 +208,9 @@ def matmuls_of(shape: ModelShape, world: int) -> tuple[list[tuple[int, int]], li
     sizes = list(dict.fromkeys((one.wide, one.narrow) for one in blocks))
     for size in (size for pair in sizes for size in pair):
         if size % world:
-            raise ValueError(f"{world} ranks do not divide the {size:g} features of {shape.name}; name another model.")
+            raise ValueError(f"{world} ranks do not divide the {size:g} features of {shape.name}; use another model.")
     if not sizes:
-        raise ValueError(f"{shape.name} has no layers that tensor parallel ranks share out; name another model.")
+        raise ValueError(f"{shape.name} has no layers that tensor parallelism shards; use another model.")
     columns = [(shape.hidden, int(wide) // world) for wide, _ in sizes]
     return columns, [(int(narrow) // world, shape.hidden) for _, narrow in sizes]
 

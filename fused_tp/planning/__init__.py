@@ -1,1 +1,1 @@
-"""Parallel configurations of a model: description, checks, building, and prediction of time and memory."""
+"""Parallel configurations: describe, check and build them, and predict their step time and memory."""

@@ -34,15 +34,15 @@ def build(
 ) -> nn.Module | Pipeline:
     """Parallelize `model` over the ranks of `config`: in place, or with pp > 1 as a `Pipeline`.
 
-    A collective call of all ranks. After backward, gradients are those of the mean loss over all data parallel ranks.
+    A collective call of all ranks. Backward computes gradients of the loss averaged over all data parallel ranks.
     Pass `parameters()` of the returned model to optimizers.
 
     Args:
-        model: a transformers causal language model, or any nn.Module that `parallelize` takes; the same on all ranks.
+        model: a transformers causal language model, or any nn.Module that `parallelize` accepts; equal on all ranks.
         config: its sizes multiply to the number of ranks.
         mesh: result of `make_mesh(None, **config.mesh_sizes)`; None: `build` creates it.
         plan: see `parallelize`.
-        layers: name of the nn.ModuleList of layers, which pp, recompute and FSDP2 need; None: as `pipeline` finds it.
+        layers: name of the nn.ModuleList of layers, which pp, recompute and FSDP2 need; None: search for it.
         loss_fn: loss of a pipeline; see `pipeline`.
 
     Raises:
@@ -54,12 +54,12 @@ def build(
         >>> loss = parallel.step({"input_ids": tokens, "labels": tokens})
     """
     if not isinstance(config, ParallelConfig):
-        raise TypeError(f"config must be a ParallelConfig, not {type(config).__name__}.")
+        raise TypeError(f"config must be a ParallelConfig, got {type(config).__name__}.")
     sizes: Any = config.mesh_sizes
     mesh = make_mesh(**sizes) if mesh is None else mesh
     for name, size in config.mesh_sizes.items():
         if name not in (mesh.mesh_dim_names or ()) or mesh[name].size() != size:
-            raise ValueError(f"mesh is {mesh}, and config needs {name}={size}; use make_mesh(**config.mesh_sizes).")
+            raise ValueError(f"config needs a mesh with {name}={size}, got {mesh}; use make_mesh(**config.mesh_sizes).")
     needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
     container = container_name(model, layers) if needs_layers else ""
     if config.recompute == "full":
@@ -81,13 +81,13 @@ def build(
     elif max(config.cp, config.tp, config.ep) > 1:
         parallelize(model, mesh, plan=plan, **config.inside)
     if config.is_sharded:
-        # Parameters are freed between forward and backward, as in ZeRO 3, except in a pipeline, which would have to
-        # gather them again for each microbatch.
+        # Without a pipeline, gathered parameters are freed between forward and backward, as in ZeRO 3. A pipeline
+        # keeps them: it would have to gather them again for each microbatch.
         parts = [stage.model for stage in built.stages.values()] if isinstance(built, Pipeline) else [model]
         for part in parts:
             _shard(part, container, experts, mesh, reshard_after_forward=config.pp == 1)
         if isinstance(built, Pipeline):
-            for stage in built.stages.values():  # torch's pipelines check for FSDP on the module that they call
+            for stage in built.stages.values():  # torch's schedules recognize FSDP only on the module that they call
                 fully_shard(stage, mesh=fsdp_mesh(mesh), reshard_after_forward=False)
     elif config.world_size == 1:
         model.to(mesh.device_type)
@@ -95,7 +95,7 @@ def build(
 
 
 def recompute_layers(model: nn.Module, container: str) -> None:
-    """Make each layer of `container` save only its input and recompute the rest in backward."""
+    """Make each layer of `container` save only its input and recompute its forward in backward."""
     if is_transformers_model(model):
         enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -108,7 +108,7 @@ def _shard(
     model: nn.Module, container: str, experts: Iterable[str], mesh: DeviceMesh, *, reshard_after_forward: bool
 ) -> None:
     how: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": _placement}
-    if experts:  # not sharded over ep: its ranks hold different experts
+    if experts:  # experts are sharded over dp_shard only: ep ranks hold different experts
         over = _with_replicas(mesh, mesh["dp_shard", "ep"]._flatten("dp_ep"))
         for name in experts:
             fully_shard(model.get_submodule(name), mesh=_with_replicas(mesh, mesh["dp_shard"]), **how)
@@ -121,18 +121,21 @@ def _shard(
 
 
 def _with_replicas(mesh: DeviceMesh, over: DeviceMesh) -> DeviceMesh:
-    """Mesh that shards parameters over `over` and replicates them along dp_replicate."""
+    """Return the mesh for FSDP2: parameters are sharded over `over` and replicated along dp_replicate."""
     if mesh["dp_replicate"].size() == 1:
         return over
     return DeviceMesh._concatenate([mesh["dp_replicate"], over])
 
 
 def _placement(parameter: nn.Parameter) -> Placement | None:
-    """Shard packed parameters [parts, out, in] by rows: they have too few parts for many ranks."""
+    """Return the dim along which FSDP2 shards `parameter`; None: the first.
+
+    Packed parameters [parts, out, in] are sharded by `out`, because there are fewer parts than ranks.
+    """
     return Shard(1) if parameter.ndim == 3 and parameter.shape[0] <= 3 else None
 
 
 def _distributed_experts(model: nn.Module, plan: str | Mapping[str, Style]) -> list[str]:
-    """Names of the modules whose experts are distributed over the ranks of "ep"."""
+    """Names of the modules whose experts are distributed over the ranks of mesh dim "ep"."""
     found = resolve_plan(model, plan)
     return [name for name, style in found.modules.items() if style in EXPERTS]

@@ -1,13 +1,13 @@
-"""`ParallelConfig`: the sizes of each kind of parallelism, the schedule, recomputation; checked before anything starts.
+"""`ParallelConfig`: mesh sizes, pipeline schedule and recomputation, checked before any rank starts.
 
-| field          | ranks along it                                            | a rank holds                       |
+| field          | kind of parallelism                                       | each rank holds                    |
 |----------------|-----------------------------------------------------------|------------------------------------|
 | `pp`           | pipeline (Narayanan et al., arXiv:2104.04473)             | some of the layers                 |
-| `dp_replicate` | data parallel, copies of all                              | batches of its own                 |
-| `dp_shard`     | data parallel, parameters sharded (FSDP2, ZeRO)           | batches of its own                 |
-| `ep`           | data parallel, whole experts distributed                  | batches of its own, some experts   |
-| `cp`           | context parallel (ring attention, arXiv:2310.01889)       | a part of each sequence            |
-| `tp`           | tensor parallel (Megatron-LM, arXiv:1909.08053)           | a part of each layer               |
+| `dp_replicate` | data parallel, parameters replicated                      | a different batch                  |
+| `dp_shard`     | data parallel, parameters sharded (FSDP2, ZeRO)           | a different batch                  |
+| `ep`           | data parallel, experts distributed                        | a different batch, some experts    |
+| `cp`           | context parallel (ring attention, arXiv:2310.01889)       | a shard of each sequence           |
+| `tp`           | tensor parallel (Megatron-LM, arXiv:1909.08053)           | a shard of each layer              |
 """
 
 from __future__ import annotations
@@ -74,26 +74,25 @@ class ParallelConfig:
                 object.__setattr__(self, name, self.tp > 1)
             check_bool(**{name: getattr(self, name)})
             if getattr(self, name) and self.tp == 1:
-                raise ValueError(f"{name}=True shards over tensor parallel ranks, and tp=1; leave it out.")
+                raise ValueError(f"{name}=True needs tp > 1, got tp=1; omit it.")
         if self.recompute not in RECOMPUTE:
-            raise ValueError(f"recompute={self.recompute!r}; it must be one of {', '.join(map(repr, RECOMPUTE))}.")
+            raise ValueError(f"recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {self.recompute!r}.")
         if self.cp % self.ulysses_size:
-            raise ValueError(f"ulysses_size={self.ulysses_size} does not divide cp={self.cp}.")
-        kind_of(self.schedule)  # raises for an unknown schedule, also where pp is 1
+            raise ValueError(f"ulysses_size={self.ulysses_size} must divide cp={self.cp}.")
+        kind_of(self.schedule)  # raises for an unknown schedule, even if pp is 1 and the schedule is not used
         if self.pp > 1:
             kind, stages = find_schedule(self.schedule, self.pp, self.microbatches, self.virtual_stages)
             object.__setattr__(self, "schedule", kind.name)
             object.__setattr__(self, "virtual_stages", stages)
             if self.ep > 1:
                 raise ValueError(
-                    f"ep={self.ep} with pp={self.pp}: a pipeline distributes experts over its tp or cp ranks only."
+                    f"ep={self.ep} with pp={self.pp} is not supported: a pipeline distributes experts over its tp or "
+                    "cp ranks only. Omit ep."
                 )
         elif self.ep > 1 and self.cp > 1:
-            raise ValueError(
-                f"ep={self.ep} with cp={self.cp}: experts are not distributed next to context parallel ranks."
-            )
+            raise ValueError(f"ep={self.ep} with cp={self.cp} is not supported. Set ep or cp to 1.")
         elif self.virtual_stages is not None:
-            raise ValueError(f"virtual_stages={self.virtual_stages} is of a pipeline, and pp=1; leave it out.")
+            raise ValueError(f"virtual_stages={self.virtual_stages} needs pp > 1, got pp=1; omit it.")
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 
@@ -104,7 +103,7 @@ class ParallelConfig:
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks with batches of their own."""
+        """Number of ranks with different batches."""
         return self.dp_replicate * self.dp_shard * self.ep
 
     @property
@@ -113,7 +112,7 @@ class ParallelConfig:
         return {name: getattr(self, name) for name in SIZES if name != "ep" or self.ep > 1}
 
     def at_world_size(self, ranks: int) -> ParallelConfig:
-        """Copy of this config for `ranks` ranks in all, with `dp_shard` adapted.
+        """Return a copy of this config for `ranks` ranks in total, with `dp_shard` adapted.
 
         Raises:
             ValueError: the other sizes do not divide `ranks`.
@@ -121,13 +120,13 @@ class ParallelConfig:
         rest = self.world_size // self.dp_shard
         if ranks % rest:
             raise ValueError(
-                f"{ranks} ranks are no multiple of {rest}, which {self.shown(without='dp_shard')} needs; "
-                f"{ranks - ranks % rest or rest} would fit."
+                f"the number of ranks must be a multiple of {rest} for {self.shown(without='dp_shard')}, got {ranks}; "
+                f"use {ranks - ranks % rest or rest}."
             )
         return replace(self, dp_shard=ranks // rest)
 
     def shown(self, without: str = "") -> str:
-        """Sizes above 1 for messages, such as "pp2 x tp4"; "one rank" if there are none."""
+        """Format the sizes above 1 for messages, such as "pp2 x tp4"; "one rank" if all are 1."""
         sizes = [f"{name}{getattr(self, name)}" for name in SIZES if getattr(self, name) > 1 and name != without]
         return " x ".join(sizes) or "one rank"
 
@@ -137,12 +136,12 @@ class ParallelConfig:
     def from_dict(cls, given: Mapping[str, Any]) -> ParallelConfig:
         """Read fields by name, or keys of Megatron-Core and ms-swift, accelerate, torchtitan or DeepSpeed.
 
-        All keys must be of one library; `fused_tp.planning.dialects` holds the tables. Some libraries derive a size
+        All keys must belong to one library; `fused_tp.planning.dialects` holds the tables. Some libraries derive a size
         from the number of ranks (Megatron's data parallel size). The key `world_size`, allowed with every library,
-        is that number; without it the derived size is 1.
+        specifies that number; without it the derived size is 1.
 
         Raises:
-            ValueError: an unknown key, by name, or keys of two libraries at once.
+            ValueError: a key is unknown, or keys belong to two libraries.
 
         Example:
             >>> ParallelConfig.from_dict({"tensor_model_parallel_size": 2, "context_parallel_size": 2}).shown()
@@ -155,7 +154,7 @@ class ParallelConfig:
         """Read a YAML or JSON file with the keys of `from_dict`.
 
         Raises:
-            ValueError: the file holds no mapping, or one that `from_dict` rejects.
+            ValueError: the file does not hold a mapping, or `from_dict` rejects the mapping.
         """
         return cls.from_dict(read_mapping(Path(path)))
 
@@ -172,10 +171,9 @@ class ParallelConfig:
     # -- a model ------------------------------------------------------------------------------------------------------
 
     def check(self, shape: ModelShape, *, seq: int | None = None, global_batch: int | None = None) -> None:
-        """Raise ValueError if a model of this shape cannot be sharded so; the message names sizes that fit.
+        """Raise ValueError if a model of `shape` cannot run in this config; the message names sizes that fit.
 
-        `parallelize` and `pipeline` check again. This method rejects the sizes that they would reject, before any rank
-        has started.
+        `parallelize` and `pipeline` repeat these checks. This method needs no ranks, so it can run before they start.
 
         Args:
             seq: tokens of a row.
@@ -184,7 +182,7 @@ class ParallelConfig:
         wrong = []
         for one in shape.attention:
             for what, count in (("attention heads", one.heads), ("key/value heads", one.kv_heads)):
-                # Every rank computes a single key/value head, in models that support it.
+                # A single key/value head (multi-query attention) is replicated: every rank computes it.
                 if one.sharded and count % self.tp and not (what == "key/value heads" and count == 1):
                     wrong.append(f"tp={self.tp} does not divide its {count} {what}; {_divisors(count)} do")
             if one.heads % (one.kv_heads or 1):
@@ -192,7 +190,7 @@ class ParallelConfig:
             if one.heads // self.tp % self.ulysses_size or one.kv_heads // self.tp % self.ulysses_size:
                 wrong.append(f"ulysses_size={self.ulysses_size} does not divide the heads of a tensor parallel rank")
         if self.ep > 1 and not shape.experts:
-            wrong.append(f"ep={self.ep} does not divide its no experts")
+            wrong.append(f"ep={self.ep} needs a model with experts, and it has none")
         for experts in shape.experts:
             if experts % self.ep:
                 wrong.append(f"ep={self.ep} does not divide its {experts} experts; {_divisors(experts)} do")
@@ -200,11 +198,11 @@ class ParallelConfig:
         if stages > shape.layers:
             wrong.append(f"pp={self.pp} makes {stages} stages of its {shape.layers} layers")
         if seq is not None and self.cp > 1 and self.pp > 1 and seq % (2 * self.cp):
-            wrong.append(f"seq={seq} is no multiple of {2 * self.cp}, as cp={self.cp} in a pipeline needs")
+            wrong.append(f"seq={seq} must be a multiple of {2 * self.cp} for cp={self.cp} in a pipeline")
         if global_batch is not None and global_batch % (self.data_parallel * self.microbatches):
             wrong.append(
-                f"a global batch of {global_batch} rows does not go into {self.microbatches} microbatches on each of "
-                f"{self.data_parallel} data parallel ranks"
+                f"a global batch of {global_batch} rows cannot be split into {self.microbatches} microbatches on each "
+                f"of {self.data_parallel} data parallel ranks"
             )
         if wrong:
             raise ValueError(f"{shape.name} cannot run at {self.shown()}: {listed(dict.fromkeys(wrong))}.")
@@ -213,9 +211,9 @@ class ParallelConfig:
 
     @property
     def inside(self) -> dict[str, Any]:
-        """Keywords of `parallelize` and of `pipeline`."""
+        """Keyword arguments for `parallelize` and `pipeline`."""
         found = {name: getattr(self, name) for name in ("sequence_parallel", "loss_parallel", "ulysses_size")}
-        # FSDP2 averages gradients over context parallel ranks, too.
+        # FSDP2 also averages gradients over context parallel ranks, so grad_sync would average them twice.
         return found | {"grad_sync": not self.is_sharded, "ep_dim": "ep" if self.ep > 1 else None}
 
     @property
@@ -228,19 +226,19 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML or JSON file.
 
     Raises:
-        ValueError: the file cannot be read, or holds no mapping.
+        ValueError: the file cannot be read, or does not hold a mapping.
     """
     try:
         text = path.read_text()
-        found = json.loads(text, object_pairs_hook=_with_keys_once) if path.suffix == ".json" else _read_yaml(text)
+        found = json.loads(text, object_pairs_hook=_checked_dict) if path.suffix == ".json" else _read_yaml(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except Exception as error:  # yaml.YAMLError, of a library that may be missing
         if type(error).__module__.startswith("yaml"):
-            raise ValueError(f"{path} is no YAML: {error}") from error
+            raise ValueError(f"{path} is not valid YAML: {error}") from error
         raise
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; it needs a mapping from names to values.")
+        raise ValueError(f"{path} must hold a mapping from names to values, got a {type(found).__name__}.")
     return found
 
 
@@ -256,14 +254,14 @@ def _read_yaml(text: str) -> Any:
     return yaml.load(text, KeysOnce)
 
 
-def _with_keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _checked_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     _check_keys([key for key, _ in pairs])
     return dict(pairs)
 
 
 def _check_keys(keys: list[Any]) -> None:
     if twice := [key for key in keys if keys.count(key) > 1]:
-        raise ValueError(f"the key {twice[0]!r} comes twice, of which only one would count; keep one.")
+        raise ValueError(f"the key {twice[0]!r} appears twice, and only one would be used; remove one.")
 
 
 def field_names() -> tuple[str, ...]:

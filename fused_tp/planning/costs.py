@@ -5,16 +5,16 @@
 | FLOPs               | eq. 3 of Narayanan et al. (arXiv:2104.04473)                                                  |
 | a matmul            | FLOPs / reached peak + bytes / reached bandwidth                                              |
 | memory-bound ops    | bytes read and written / reached bandwidth                                                    |
-| pipeline bubble     | (pp - 1) / v microbatches, v stages of a rank (arXiv:2104.04473, section 2.2); of zero-bubble |
-|                     | schedules less 2 W, the gradients of weights (ZB-H1 of arXiv:2401.10241)                      |
+| pipeline bubble     | (pp - 1) / v microbatches for v stages per rank (arXiv:2104.04473, section 2.2); zero-bubble  |
+|                     | schedules subtract 2 W, W = time of the weight gradients (ZB-H1 of arXiv:2401.10241)          |
 | a collective        | latency x log2(n) + bytes x (n - 1) / n / reached bandwidth of the slowest hop                |
 | fused tp            | pipelined in tp steps: max(matmul, collective) + min(matmul, collective) / tp + tp kernels    |
-| activations         | s b h (10 + 24 / tp), by parts, and 5 a s / h of kept scores (Korthikanti et al., 2205.05198) |
-| weights, optimizer  | 2 of weights, 4 of gradients, 12 of Adam with a copy of the weights: bytes a parameter        |
+| activations         | s b h (10 + 24 / tp), + 5 a s / h if scores are kept (Korthikanti et al., arXiv:2205.05198)   |
+| weights, optimizer  | bytes per parameter: 2 for weights, 4 for gradients, 12 for Adam and its fp32 weights         |
 
-In fp32, elements of 2 bytes take 4, and Adam takes 8 bytes per parameter. Two constants are fitted, on the eight step
-times of table 5 in arXiv:2205.05198 and nothing else: see `fused_tp.planning.hardware.FITTED` and
-`fused_tp.planning.published`. A machine of `fused_tp.planning.measure` has constants of its own.
+In fp32, weights and activations take 4 bytes per element, and Adam takes 8 bytes per parameter. Two constants are
+fitted, only on the eight step times of table 5 in arXiv:2205.05198: see `fused_tp.planning.hardware.FITTED` and
+`fused_tp.planning.published`. `fused_tp.planning.measure` measures the constants of a machine instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OVERLAP_COST = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """Properties of the training program that `ParallelConfig` leaves open; defaults are those of `fused_tp.build`.
+    """Properties of the training program outside `ParallelConfig`; the defaults describe `fused_tp.build`.
 
     Attributes:
         attention: "flash" never keeps scores; "selective" recomputes them in backward (arXiv:2205.05198); "unfused"
@@ -46,9 +46,9 @@ class Software:
         fused_tp: collectives of tp overlap with their matmuls.
         overlap_dp: collectives of data parallelism overlap with compute.
         gradient_bytes: bytes per element of gradients reduced over data parallel ranks.
-        dropout: the model has dropout, whose masks are kept.
-        split_sends: each rank of tp sends 1/tp of the hidden state to the next stage, even if every rank holds all of
-            it (scatter/gather, arXiv:2104.04473, section 4.1).
+        dropout: the model has dropout, and its masks are kept for backward.
+        split_sends: each tp rank sends 1/tp of the hidden state to the next stage, even if every rank holds the full
+            hidden state (scatter/gather, arXiv:2104.04473, section 4.1).
     """
 
     attention: str = "flash"
@@ -62,7 +62,7 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step on the slowest rank, by component; of communication only the exposed part."""
+    """Seconds of a step on the slowest rank, by component; communication counts only where it is exposed."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -78,7 +78,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of one step: the sum of all components."""
         return sum(vars(self).values())
 
     @property
@@ -96,7 +96,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the rank that needs most, by use."""
+    """Bytes on the rank that needs the most memory, by use."""
 
     weights: float
     gradients: float
@@ -106,13 +106,20 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes of all parts together."""
+        """Bytes of all uses together."""
         return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
-class _ParameterPart:
-    """Parameters of a rank, ranks that shard them, ranks that replicate them, and inner ranks between two of these."""
+class _ParameterGroup:
+    """Parameters that are distributed in the same way over data parallel ranks.
+
+    Attributes:
+        count: number of parameters on a rank before data parallelism shards them.
+        shards: number of ranks that shard them.
+        copies: number of ranks that replicate them.
+        inside: distance in ranks between two neighbors of such a group.
+    """
 
     count: float
     shards: int
@@ -122,7 +129,7 @@ class _ParameterPart:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Predicts time and memory of a step.
+    """Prediction of the time and memory of one training step.
 
     Attributes:
         shape, config, machine: the model, its parallelism, and the hardware.
@@ -158,7 +165,7 @@ class CostModel:
 
     @cached_property
     def tokens(self) -> float:
-        """Tokens of a microbatch on one rank of cp."""
+        """Tokens of a microbatch on one context parallel rank."""
         return self.rows * self.seq / self.config.cp
 
     @cached_property
@@ -168,12 +175,12 @@ class CostModel:
 
     @cached_property
     def layers(self) -> int:
-        """Layers of the largest pipeline rank, with all its stages counted as long as the longest."""
+        """Number of layers of the largest pipeline rank, counting each of its stages as long as the longest stage."""
         return -(-self.shape.layers // (self.config.pp * self.stages)) * self.stages
 
     @cached_property
-    def _stages(self) -> list[tuple[int, ...]]:
-        """Layers of each kind in each stage of the pipeline."""
+    def _stage_layers(self) -> list[tuple[int, ...]]:
+        """Number of layers of each kind in each stage of the pipeline."""
         return self.shape.stages(self.config.pp * self.stages)
 
     @cached_property
@@ -187,45 +194,49 @@ class CostModel:
         return 4 if self.precision == "fp32" else 2
 
     @cached_property
-    def _wide(self) -> str:
-        """Precision of matmuls that are never in fp8."""
+    def _dense_precision(self) -> str:
+        """Precision of matmuls that never run in fp8."""
         return "fp32" if self.precision == "fp32" else "bf16"
 
     # -- time of one layer --------------------------------------------------------------------------------------------
 
     @property
     def constants(self) -> HardwareConstants:
-        """Constants of the machine."""
+        """Attained shares of peak rates, and overheads, of the machine."""
         return self.machine.constants
 
-    def _moved(self, count: float, share: float | None = None) -> float:
+    def _memory_seconds(self, count: float, share: float | None = None) -> float:
         return count / (self.machine.memory_bandwidth * (share or self.constants.memory))
 
-    def _pointwise(self, count: float) -> float:
-        """Seconds of the ops between matmuls that would move `count` bytes in bf16."""
-        return self._moved(count * self.element / 2, self.constants.pointwise)
+    def _pointwise_seconds(self, count: float) -> float:
+        """Seconds of pointwise ops between matmuls; `count`: bytes that they would move in bf16."""
+        return self._memory_seconds(count * self.element / 2, self.constants.pointwise)
 
-    def _matmul(self, m: float, n: float, k: float, precision: str | None = None, written: int | None = None) -> float:
-        """Seconds of [m, k] x [k, n]; `written`: bytes moved per element of the result."""
+    def _matmul_seconds(
+        self, m: float, n: float, k: float, precision: str | None = None, written: int | None = None
+    ) -> float:
+        """Seconds of a matmul [m, k] x [k, n]; `written`: bytes moved per element of the result."""
         precision = precision or self.precision
         element = 1 if precision == "fp8" else self.element
         rate = self.machine.matmul_flops[precision] * (self.constants.fused_matmul if self.config.tp > 1 else 1)
         moved = element * (m * k + k * n) + (written or self.element) * m * n
-        return 2 * m * n * k / rate + self._moved(moved) + self.constants.kernel
+        return 2 * m * n * k / rate + self._memory_seconds(moved) + self.constants.kernel
 
-    def _grad_weight(self, wide: float, narrow: float, precision: str | None = None) -> float:
-        """Seconds of a weight's gradient, which is accumulated in fp32."""
-        return self._matmul(wide, narrow, self.tokens, precision, written=8)
+    def _grad_weight_matmul_seconds(self, wide: float, narrow: float, precision: str | None = None) -> float:
+        """Seconds of the gradient of a weight [wide, narrow], which is accumulated in fp32."""
+        return self._matmul_seconds(wide, narrow, self.tokens, precision, written=8)
 
-    def _ring(self, count: float, ranks: int, inside: int, times: int = 1, messages: bool = False) -> float:
+    def _collective_seconds(
+        self, count: float, ranks: int, inside: int, times: int = 1, messages: bool = False
+    ) -> float:
         """Seconds of an all-gather or reduce-scatter.
 
         Args:
             count: bytes of the gathered tensor.
             ranks: number of participating ranks.
-            inside: ranks of inner mesh dims, that is, the distance in ranks between two neighbours.
+            inside: number of ranks of the inner mesh dims, that is, the distance in ranks between two neighbors.
             times: 2 for an all-reduce.
-            messages: torch.distributed sends them; see `Machine`.
+            messages: torch.distributed communicates, at `Machine.message_bandwidth`, not fused_tp's transport.
         """
         if ranks == 1:
             return 0.0
@@ -236,20 +247,20 @@ class CostModel:
             bandwidth, latency = machine.message_bandwidth or bandwidth, machine.message_latency or latency
         bandwidth *= self.constants.links
         if local < ranks:
-            # The ranks of a node share the traffic between nodes: each has a network adapter.
+            # Each GPU has a network adapter, so the local ranks together have `local` times its bandwidth.
             bandwidth = min(bandwidth, machine.network_bandwidth * self.constants.network * local)
             latency = machine.network_latency
         return times * (latency * log2(ranks) + count * (ranks - 1) / ranks / bandwidth)
 
-    def _hidden(self, collective: float, compute: float) -> float:
-        """Seconds of a collective that compute can hide."""
+    def _hidden_seconds(self, collective: float, compute: float) -> float:
+        """Seconds of a collective that overlap with compute of `compute` seconds."""
         return min(collective, compute) if self.machine.overlaps else 0.0
 
-    def _overlapped(self, matmul: float, collective: float) -> float:
-        """Exposed seconds of a collective overlapped with a matmul; both run in tp steps, each with its own kernels."""
+    def _exposed_seconds(self, matmul: float, collective: float) -> float:
+        """Exposed seconds of a collective overlapped with a matmul; both run in tp steps with separate kernels."""
         if not self.software.fused_tp:
             return collective
-        hidden = self._hidden(collective, matmul) * (1 - 1 / self.config.tp)
+        hidden = self._hidden_seconds(collective, matmul) * (1 - 1 / self.config.tp)
         kernels = (self.config.tp - 1) * self.constants.kernel
         return min(collective, collective - (1 - OVERLAP_COST) * hidden + kernels)
 
@@ -257,92 +268,100 @@ class CostModel:
     def layer(self) -> tuple[StepTime, StepTime]:
         """Forward and backward time of a layer and a microbatch, averaged over all layers."""
         (counts,) = self.shape.stages(1)
-        forward, backward = (_weighted(times, counts) for times in zip(*self._times, strict=True))
+        forward, backward = (_sum_over_layers(times, counts) for times in zip(*self._layer_times, strict=True))
         return forward * (1 / self.shape.layers), backward * (1 / self.shape.layers)
 
     @cached_property
-    def _times(self) -> list[tuple[StepTime, StepTime]]:
+    def _layer_times(self) -> list[tuple[StepTime, StepTime]]:
         """Forward and backward time of a microbatch for a layer of each kind."""
-        return [self._layer(kind) for kind in self.shape.kinds]
+        return [self._layer_time(kind) for kind in self.shape.kinds]
 
-    def _layer(self, layer: Layer) -> tuple[StepTime, StepTime]:
+    def _layer_time(self, layer: Layer) -> tuple[StepTime, StepTime]:
         tp, tokens, hidden, kernel = self.config.tp, self.tokens, self.shape.hidden, self.constants.kernel
-        between = (10 + self.software.dropout) * hidden / self.spread  # a norm and a residual sum
+        between = (10 + self.software.dropout) * hidden / self.spread  # bytes per token of a norm and a residual sum
         forward, backward = StepTime(), StepTime()
         for attention in layer.attention:
-            ahead, back = self._attention(attention)
+            ahead, back = self._attention_time(attention)
             forward, backward = forward + ahead, backward + back
         for block in layer.blocks:
-            ahead, back = self._matmuls(block)
+            ahead, back = self._block_time(block)
             inside = block.kept / tp + block.kept_whole
             moved = tokens * (between + (2 * inside if block.pointwise else 0.0))
             outputs, inputs = block.wide / tp + block.whole, block.narrow / tp
             casts = (tokens * 2 * (hidden + inputs), tokens * 4 * (outputs + hidden))
             if self.precision != "fp8":
                 casts = (0.0, 0.0)
-            forward += ahead + StepTime(memory_bound=self._pointwise(moved + casts[0]) + 5 * kernel)
-            backward += back + StepTime(memory_bound=self._pointwise(2 * moved + casts[1]) + 7 * kernel)
+            forward += ahead + StepTime(memory_bound=self._pointwise_seconds(moved + casts[0]) + 5 * kernel)
+            backward += back + StepTime(memory_bound=self._pointwise_seconds(2 * moved + casts[1]) + 7 * kernel)
         if self.config.ep > 1 and layer.experts:
             sent = self.element * tokens * hidden * layer.experts_per_token
-            there_and_back = StepTime(ep=2 * self._ring(sent, self.config.ep, tp * self.config.cp, messages=True))
+            there_and_back = StepTime(
+                ep=2 * self._collective_seconds(sent, self.config.ep, tp * self.config.cp, messages=True)
+            )
             forward, backward = forward + there_and_back, backward + there_and_back
         if self.config.recompute == "full":
             again = StepTime(tp=forward.tp, cp=forward.cp, ep=forward.ep)
             backward += again + StepTime(recompute=forward.total - forward.communication)
         return forward, backward
 
-    def _matmuls(self, block: Block) -> tuple[StepTime, StepTime]:
-        """Forward and backward time of a block: the pair sharded over tp, and the matmuls that every rank computes."""
+    def _block_time(self, block: Block) -> tuple[StepTime, StepTime]:
+        """Forward and backward time of a block: its matmuls sharded over tp, and its replicated matmuls."""
         hidden, tp = self.shape.hidden, self.config.tp
         forward = backward = StepTime()
         if block.wide or block.narrow:
-            forward, backward = self._pair(block.wide / tp, block.narrow / tp)
+            forward, backward = self._sharded_matmuls_time(block.wide / tp, block.narrow / tp)
         if block.whole:
-            one = self._matmul(self.tokens, block.whole, hidden)
+            one = self._matmul_seconds(self.tokens, block.whole, hidden)
             forward += StepTime(matmul=one)
-            backward += StepTime(matmul=one + self._grad_weight(block.whole, hidden))
-            if self.config.sequence_parallel and not (block.wide or block.narrow):  # on the tokens of all ranks
-                gather = StepTime(tp=self._ring(self.element * self.tokens * hidden, tp, 1))
+            backward += StepTime(matmul=one + self._grad_weight_matmul_seconds(block.whole, hidden))
+            # Replicated matmuls run on every rank's tokens, so their sharded input is all-gathered first.
+            if self.config.sequence_parallel and not (block.wide or block.narrow):
+                gather = StepTime(tp=self._collective_seconds(self.element * self.tokens * hidden, tp, 1))
                 forward, backward = forward + gather, backward + gather
         return forward, backward
 
-    def _pair(self, wide: float, narrow: float) -> tuple[StepTime, StepTime]:
+    def _sharded_matmuls_time(self, wide: float, narrow: float) -> tuple[StepTime, StepTime]:
         """Time of an all-gather and a matmul hidden -> wide, then a matmul narrow -> hidden and a reduce-scatter.
 
-        Without sequence parallelism one all-reduce per direction replaces both. In backward that all-reduce overlaps
-        with the gradient of the weight, as the all-gather of backward does with sequence parallelism.
+        Without sequence parallelism, one all-reduce per direction replaces both collectives. In backward, the weight
+        gradient hides this all-reduce; with sequence parallelism it hides the all-gather.
         """
         hidden, tokens, tp = self.shape.hidden, self.tokens, self.config.tp
-        first = self._matmul(tokens, wide, hidden), self._matmul(tokens, hidden, wide), self._grad_weight(wide, hidden)
+        first = (
+            self._matmul_seconds(tokens, wide, hidden),
+            self._matmul_seconds(tokens, hidden, wide),
+            self._grad_weight_matmul_seconds(wide, hidden),
+        )
         last = (
-            self._matmul(tokens, hidden, narrow),
-            self._matmul(tokens, narrow, hidden),
-            self._grad_weight(hidden, narrow),
+            self._matmul_seconds(tokens, hidden, narrow),
+            self._matmul_seconds(tokens, narrow, hidden),
+            self._grad_weight_matmul_seconds(hidden, narrow),
         )
         count = tokens * hidden / self.constants.fused_links
-        gather = self._ring((1 if self.precision == "fp8" else self.element) * count, tp, 1)
-        scatter = self._ring(self.element * count, tp, 1)
+        gather = self._collective_seconds((1 if self.precision == "fp8" else self.element) * count, tp, 1)
+        scatter = self._collective_seconds(self.element * count, tp, 1)
         forward = StepTime(matmul=first[0] + last[0])
         backward = StepTime(matmul=sum(first[1:]) + sum(last[1:]))
         if self.config.sequence_parallel:
-            exposed = self._overlapped(first[0], gather), self._overlapped(last[0], scatter)
-            again = gather - self._hidden(gather, last[1])  # of the input that the gradient of the weight needs
-            back = self._overlapped(last[1], gather) + self._overlapped(first[1], scatter) + again
+            exposed = self._exposed_seconds(first[0], gather), self._exposed_seconds(last[0], scatter)
+            # The weight gradient needs the gathered input, which backward gathers a second time.
+            again = gather - self._hidden_seconds(gather, last[1])
+            back = self._exposed_seconds(last[1], gather) + self._exposed_seconds(first[1], scatter) + again
             return forward + StepTime(tp=sum(exposed)), backward + StepTime(tp=back)
         reduce = 2 * scatter
         if self.software.fused_tp:
-            back = self._overlapped(first[1] + first[2], reduce)
+            back = self._exposed_seconds(first[1] + first[2], reduce)
         else:
-            back = reduce - self._hidden(reduce, first[2])
-        return forward + StepTime(tp=self._overlapped(last[0], reduce)), backward + StepTime(tp=back)
+            back = reduce - self._hidden_seconds(reduce, first[2])
+        return forward + StepTime(tp=self._exposed_seconds(last[0], reduce)), backward + StepTime(tp=back)
 
-    def _weights(self, layer: Layer) -> float:
+    def _weight_grad_seconds(self, layer: Layer) -> float:
         """Seconds of the weight gradients of a layer, which zero-bubble schedules compute separately."""
         tp, hidden = self.config.tp, self.shape.hidden
         sizes = [n for one in layer.blocks for n in (one.wide / tp, one.narrow / tp, one.whole) if n]
-        return sum(self._grad_weight(size, hidden) for size in sizes)
+        return sum(self._grad_weight_matmul_seconds(size, hidden) for size in sizes)
 
-    def _attention(self, attention: Attention) -> tuple[StepTime, StepTime]:
+    def _attention_time(self, attention: Attention) -> tuple[StepTime, StepTime]:
         """Forward and backward time of attention, with the ring of keys and values."""
         cp, tp = self.config.cp, self.config.tp if attention.sharded else 1
         heads, head_dim = attention.heads / tp, attention.head_dim
@@ -354,12 +373,12 @@ class CostModel:
             scores = self.tokens * self.seq * heads
             batch = self.rows * heads
             length = self.seq / cp
-            kernels = 2 * self.constants.kernel  # of a whole batch of products
-            one = self._matmul(length, self.seq, head_dim, self._wide)
-            one += self._matmul(length, head_dim, self.seq, self._wide) - kernels
+            kernels = 2 * self.constants.kernel  # two batched matmuls launch two kernels for all heads and rows
+            one = self._matmul_seconds(length, self.seq, head_dim, self._dense_precision)
+            one += self._matmul_seconds(length, head_dim, self.seq, self._dense_precision) - kernels
             products = batch * one + kernels
-            # Written, softmax, dropout with its mask, read.
-            softmax = self._pointwise((2 + 4 + 5 * self.software.dropout + 2) * scores)
+            # Bytes per score: 2 written, 4 for softmax, 5 for dropout with its mask, 2 read.
+            softmax = self._pointwise_seconds((2 + 4 + 5 * self.software.dropout + 2) * scores)
             forward = StepTime(attention=products + softmax)
             backward = StepTime(attention=2 * (products + softmax))
             if self.software.attention == "selective":
@@ -367,28 +386,32 @@ class CostModel:
         ring = 0.0
         if cp > 1 and self.config.ulysses_size == 1:
             count = 2 * self.element * cp * self.tokens * attention.kv_heads * head_dim / tp
-            step = self._ring(count, cp, tp) / (cp - 1)
-            hidden = self._hidden(step, forward.attention / cp)
+            step = self._collective_seconds(count, cp, tp) / (cp - 1)
+            hidden = self._hidden_seconds(step, forward.attention / cp)
             ring = (cp - 1) * (step - hidden + OVERLAP_COST * hidden)
         elif cp > 1:
             sent = self.tokens * (2 * attention.heads + 2 * attention.kv_heads) * head_dim / tp * self.element
-            ring = self._ring(sent, cp, tp)
+            ring = self._collective_seconds(sent, cp, tp)
         return forward + StepTime(cp=ring), backward + StepTime(cp=2 * ring)
 
     @cached_property
-    def _logits(self) -> float:
-        """Number of features of the logits on a rank."""
+    def _logit_features(self) -> float:
+        """Number of logits per token on a rank."""
         output = self.shape.output
         return self.shape.vocab * output.on_rank(self.config.tp) / max(1, output.count)
 
     @cached_property
-    def _head(self) -> StepTime:
-        """Time of output layer and loss, forward and backward."""
-        width, tokens, hidden = self._logits, self.tokens, self.shape.hidden
-        seconds = self._matmul(tokens, width, hidden, self._wide) + self._matmul(tokens, hidden, width, self._wide)
-        seconds += self._grad_weight(width, hidden, self._wide)
-        gather = self._ring(self.element * tokens * hidden, self.config.tp, 1)
-        loss = self._moved(20 * tokens * width, self.constants.pointwise)  # in fp32 for every precision
+    def _output_layer_time(self) -> StepTime:
+        """Time of the output layer and the loss, forward and backward."""
+        width, tokens, hidden = self._logit_features, self.tokens, self.shape.hidden
+        seconds = self._matmul_seconds(tokens, width, hidden, self._dense_precision) + self._matmul_seconds(
+            tokens, hidden, width, self._dense_precision
+        )
+        seconds += self._grad_weight_matmul_seconds(width, hidden, self._dense_precision)
+        gather = self._collective_seconds(self.element * tokens * hidden, self.config.tp, 1)
+        loss = self._memory_seconds(
+            20 * tokens * width, self.constants.pointwise
+        )  # the loss is fp32 for every precision
         return StepTime(matmul=seconds, memory_bound=loss, tp=2 * gather)
 
     # -- time of a step -----------------------------------------------------------------------------------------------
@@ -398,45 +421,52 @@ class CostModel:
         """Time of one training step by component, in seconds."""
         config, pp, micro = self.config, self.config.pp, self.config.microbatches
         forward, backward = self.layer
-        layers = [ahead + back for ahead, back in self._times]
-        stages = {counts: _weighted(layers, counts) for counts in dict.fromkeys(self._stages)}
+        layers = [ahead + back for ahead, back in self._layer_times]
+        stages = {counts: _sum_over_layers(layers, counts) for counts in dict.fromkeys(self._stage_layers)}
         longest = max(stages.values(), key=lambda stage: stage.total)
-        first, last = longest * self.stages, longest * (self.stages - 1) + stages[self._stages[-1]] + self._head
+        first, last = (
+            longest * self.stages,
+            longest * (self.stages - 1) + stages[self._stage_layers[-1]] + self._output_layer_time,
+        )
         slowest = last if last.total > first.total or pp == 1 else first
         share = self.shape.layers / pp
-        mean = (forward.total + backward.total) * share + self._head.total / pp
-        step = slowest * micro + StepTime(dp=self._data_parallel(forward.total, backward.total))
+        mean = (forward.total + backward.total) * share + self._output_layer_time.total / pp
+        step = slowest * micro + StepTime(dp=self._exposed_dp_seconds(forward.total, backward.total))
         if pp > 1:
             idle = mean
             if SCHEDULES[config.schedule].splits:
-                # Idle time that also remains in torch's orders of ZBV and DualPipeV, since a step begins and ends on
-                # all ranks together.
+                # torch's ZBV and DualPipeV schedules have this idle time, too: all ranks begin and end a step together.
                 (counts,) = self.shape.stages(1)
-                weights = sum(n * self._weights(kind) for n, kind in zip(counts, self.shape.kinds, strict=True)) / pp
+                weights = (
+                    sum(n * self._weight_grad_seconds(kind) for n, kind in zip(counts, self.shape.kinds, strict=True))
+                    / pp
+                )
                 idle = max(forward.total * share, mean - 2 * weights)
             bubble = (pp - 1) / self.stages * idle
             split = config.tp if self.software.split_sends else self.spread
             inside = config.tp * config.cp * config.data_parallel
-            hop = self._ring(2 * self.element * self.tokens * self.shape.hidden / split, 2, inside, messages=True)
-            # Interleaved stages compute for other microbatches meanwhile.
+            hop = self._collective_seconds(
+                2 * self.element * self.tokens * self.shape.hidden / split, 2, inside, messages=True
+            )
+            # Interleaved stages compute other microbatches during a message, which hides it.
             hops = 2 * (micro if self.stages == 1 else 0) + 2 * (pp - 1)
             step += StepTime(bubble=bubble, pp=hops * hop)
-        adam = 28 if self.precision == "fp32" else 32  # without a copy of the weights, and with it
-        optimizer = self._moved(adam * self._owned, self.constants.optimizer)
+        adam = 28 if self.precision == "fp32" else 32  # bytes per parameter; bf16 adds an fp32 copy of the weights
+        optimizer = self._memory_seconds(adam * self._optimized_parameters, self.constants.optimizer)
         if self.config.tp > 1 or self.config.is_sharded:
-            optimizer += (self._most(lambda layer: layer.tensors) + 3) * self.constants.dtensor
+            optimizer += (self._on_largest_rank(lambda layer: layer.tensors) + 3) * self.constants.dtensor
         return step + StepTime(optimizer=optimizer)
 
-    def _data_parallel(self, forward: float, backward: float) -> float:
-        """Exposed seconds of communicating gradients and parameters between data parallel ranks."""
+    def _exposed_dp_seconds(self, forward: float, backward: float) -> float:
+        """Exposed seconds of gradient and parameter communication between data parallel ranks."""
         config, gradient_bytes, micro = self.config, self.software.gradient_bytes, self.config.microbatches
         overlap = self.software.overlap_dp and self.machine.overlaps
-        # Without FSDP2, ranks of cp and ep reduce gradients by the collectives of their other tensors.
-        ring = partial(self._ring, messages=config.is_sharded or self.software.shards == "optimizer")
+        # Without FSDP2, fused_tp's transport reduces gradients over cp and ep ranks; otherwise torch.distributed does.
+        ring = partial(self._collective_seconds, messages=config.is_sharded or self.software.shards == "optimizer")
         if self.software.shards == "optimizer":
             window = self.layers * forward, self.layers * backward
             gradients, weights = 0.0, 0.0
-            for part in self._parts:
+            for part in self._parameter_groups:
                 times = 2 if part.shards == 1 else 1
                 gradients += ring(gradient_bytes * part.count, part.shards * part.copies, part.inside, times)
                 weights += ring(self.element * part.count, part.shards, part.inside)
@@ -446,13 +476,13 @@ class CostModel:
                 max(one / self.layers, one - seconds) for one, seconds in zip((weights, gradients), window, strict=True)
             )
         weights, scatter, over = 0.0, 0.0, 0.0  # per layer
-        for part in self._parts:
+        for part in self._parameter_groups:
             local = part.count / self.layers
             weights += ring(self.element * local, part.shards, part.inside)
             scatter += ring(gradient_bytes * local, part.shards, part.inside)
             over += ring(gradient_bytes * local / part.shards, part.copies, part.inside * part.shards, times=2)
-        # Gradients are reduced after the last microbatch. A pipeline gathers parameters once, every other config
-        # gathers them for each forward and backward.
+        # Gradients are reduced after the last microbatch. A pipeline gathers parameters once per step; without a
+        # pipeline, each forward and each backward gathers them.
         if not overlap:
             return self.layers * ((1 if config.pp > 1 else 2 * micro) * weights + scatter + over)
         if config.pp > 1:
@@ -465,7 +495,7 @@ class CostModel:
 
     @property
     def flops(self) -> float:
-        """FLOPs of a rank in a step, as MFU counts them."""
+        """Model FLOPs of one step per rank, without recomputation."""
         return self.shape.flops(self.global_batch * self.seq, self.seq) / self.config.world_size
 
     @property
@@ -480,90 +510,90 @@ class CostModel:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _most(self, of_layer: Callable[[Layer], float]) -> float:
-        """Sum over the layers of the largest pipeline rank, with all its stages counted as large as the largest."""
+    def _on_largest_rank(self, of_layer: Callable[[Layer], float]) -> float:
+        """Sum of `of_layer` over the layers of the largest pipeline rank; its stages all count as the largest stage."""
         found = [of_layer(kind) for kind in self.shape.kinds]
-        return self.stages * max(sum(map(mul, found, counts)) for counts in set(self._stages))
+        return self.stages * max(sum(map(mul, found, counts)) for counts in set(self._stage_layers))
 
-    def _of_experts(self, layer: Layer) -> float:
-        """Parameters of the experts of a layer on a rank."""
+    def _expert_parameters(self, layer: Layer) -> float:
+        """Number of expert parameters of a layer on a rank."""
         return layer.expert_weights.on_rank(self.config.tp) / self.config.ep
 
-    def _of_layer(self, layer: Layer) -> float:
-        """Parameters of a layer on a rank, before data parallelism shards them."""
-        return layer.weights.on_rank(self.config.tp) + self._of_experts(layer)
+    def _layer_parameters(self, layer: Layer) -> float:
+        """Number of parameters of a layer on a rank, before data parallelism shards them."""
+        return layer.weights.on_rank(self.config.tp) + self._expert_parameters(layer)
 
     @cached_property
-    def _local(self) -> float:
-        """Parameters of the rank that holds most, before data parallelism shards them."""
+    def _parameters_on_rank(self) -> float:
+        """Number of parameters on the rank that holds the most, before data parallelism shards them."""
         ends = [one.on_rank(self.config.tp) for one in (self.shape.embedding, self.shape.output)]
         at_ends = max(ends) if self.config.pp > 1 else ends[0] + (0 if self.shape.tied else ends[1])
-        return self._most(self._of_layer) + at_ends
+        return self._on_largest_rank(self._layer_parameters) + at_ends
 
     @cached_property
-    def _parts(self) -> list[_ParameterPart]:
-        """Parameters of the rank in two parts: experts distributed over ep, without copies there, and all others."""
+    def _parameter_groups(self) -> list[_ParameterGroup]:
+        """Parameters of the rank in two groups: experts distributed over ep, not replicated there, and the rest."""
         config = self.config
-        dealt = self._most(self._of_experts) if config.ep > 1 else 0.0
+        dealt = self._on_largest_rank(self._expert_parameters) if config.ep > 1 else 0.0
         parts = []
-        for count, ep in ((self._local - dealt, config.ep), (dealt, 1)):
+        for count, ep in ((self._parameters_on_rank - dealt, config.ep), (dealt, 1)):
             if self.software.shards == "optimizer":
                 ranks = config.data_parallel // config.ep * ep * config.cp
                 shards, copies = (ranks, 1) if config.dp_shard * config.ep > 1 else (1, ranks)
             elif config.is_sharded:
                 shards, copies = config.dp_shard * config.cp * ep, config.dp_replicate
-            else:  # ranks of cp hold copies, too
+            else:  # cp ranks replicate parameters, too
                 shards, copies = 1, config.cp * ep
             if count:
-                parts.append(_ParameterPart(count, shards, copies, config.tp * config.ep // ep))
+                parts.append(_ParameterGroup(count, shards, copies, config.tp * config.ep // ep))
         return parts
 
     @cached_property
-    def _owned(self) -> float:
-        """Parameters whose optimizer state the rank keeps."""
-        return sum(part.count / part.shards for part in self._parts)
+    def _optimized_parameters(self) -> float:
+        """Number of parameters whose optimizer state the rank keeps."""
+        return sum(part.count / part.shards for part in self._parameter_groups)
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes on the rank that needs most.
+        """Bytes on the rank that needs the most memory.
 
-        In a pipeline this is the first rank, which keeps most microbatches, or the last, which holds the logits.
+        In a pipeline this is the first rank, which keeps the most microbatches, or the last, which holds the logits.
         """
         config, shape = self.config, self.shape
-        weights, gradients = self.element * self._local, 4 * self._local
+        weights, gradients = self.element * self._parameters_on_rank, 4 * self._parameters_on_rank
         if self.software.shards == "parameters" and config.is_sharded and config.pp == 1:
-            # FSDP2 holds three gathered at a time: the running layer, the next one, and the output layer.
-            at_once = 2 * max(map(self._of_layer, shape.kinds)) + shape.output.on_rank(config.tp)
-            weights = self.element * min(self._local, at_once)
-            if config.microbatches == 1:  # else unsharded gradients are accumulated
-                gradients = 4 * self._owned
+            # FSDP2 holds at most three modules gathered: the running layer, the prefetched one, and the output layer.
+            at_once = 2 * max(map(self._layer_parameters, shape.kinds)) + shape.output.on_rank(config.tp)
+            weights = self.element * min(self._parameters_on_rank, at_once)
+            if config.microbatches == 1:  # several microbatches accumulate unsharded gradients
+                gradients = 4 * self._optimized_parameters
         logits = self.tokens * (2 * self.element * shape.hidden / self.spread)
-        logits += self.tokens * (self.element + 4) * self._logits
-        first = self._most(self._activations) * self._in_flight
-        last = self._most(self._activations) + logits
+        logits += self.tokens * (self.element + 4) * self._logit_features
+        first = self._on_largest_rank(self._activation_bytes) * self._microbatches_in_flight
+        last = self._on_largest_rank(self._activation_bytes) + logits
         if config.recompute == "full":
             again = replace(self, config=replace(config, recompute="none"))
-            at_work = max(map(again._activations, shape.kinds))
+            at_work = max(map(again._activation_bytes, shape.kinds))
             first, last = first + at_work, last + at_work
         at_end = last > first or config.pp == 1
         return Memory(
             weights=weights,
             gradients=gradients,
-            optimizer=(8 if self.precision == "fp32" else 12) * self._owned,
+            optimizer=(8 if self.precision == "fp32" else 12) * self._optimized_parameters,
             activations=(last - logits) if at_end else first,
             logits=logits if at_end else 0.0,
         )
 
-    def _activations(self, layer: Layer) -> float:
+    def _activation_bytes(self, layer: Layer) -> float:
         """Bytes that a layer saves per microbatch for backward.
 
-        Table 2 of Korthikanti et al. (arXiv:2205.05198), split into parts, so that it also covers grouped heads, gated
-        MLPs and experts: 34 s b h for ungrouped heads, an MLP of width 4 h, and dropout with masks.
+        The terms of table 2 in Korthikanti et al. (arXiv:2205.05198) are counted separately, to cover grouped heads,
+        gated MLPs and experts. For ungrouped heads, an MLP of width 4 h, and dropout, they sum to the paper's 34 s b h.
         """
         hidden, tp = self.shape.hidden, self.config.tp
         if self.config.recompute == "full":
             return self.tokens * self.element * hidden / self.spread
-        # Per block: the input of its norm, and the norm's output.
+        # Each block keeps the input and the output of its norm.
         kept = len(layer.blocks) * (4 + self.software.dropout) * hidden / self.spread
         kept += sum(2 * (block.kept / tp + block.kept_whole) for block in layer.blocks)
         if self.software.attention == "unfused":
@@ -572,8 +602,8 @@ class CostModel:
         return self.tokens * kept * self.element / 2
 
     @property
-    def _in_flight(self) -> float:
-        """Microbatches whose activations the first rank keeps (arXiv:2205.05198, section 4.2.3)."""
+    def _microbatches_in_flight(self) -> float:
+        """Number of microbatches whose activations the first rank keeps (arXiv:2205.05198, section 4.2.3)."""
         pp, micro = self.config.pp, self.config.microbatches
         if self.config.schedule == "GPipe" and pp > 1:
             return micro
@@ -582,6 +612,6 @@ class CostModel:
         return min(micro, pp * (1 + (pp - 1) / (pp * self.stages)))
 
 
-def _weighted(of_kinds: Iterable[StepTime], counts: Iterable[int]) -> StepTime:
-    """Sum over all layers, given the time of each kind and the number of layers of that kind."""
+def _sum_over_layers(of_kinds: Iterable[StepTime], counts: Iterable[int]) -> StepTime:
+    """Sum of times over all layers; `of_kinds`: time of a layer of each kind, `counts`: number of layers per kind."""
     return sum((time * n for time, n in zip(of_kinds, counts, strict=True) if n), StepTime())

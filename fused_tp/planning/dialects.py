@@ -72,11 +72,11 @@ def _dialect_of(keys: list[str], own: tuple[str, ...]) -> Dialect:
             known = [*own, *(word for d in DIALECTS.values() for word in (*d.words, *d.others))]
             near = difflib.get_close_matches(key, known, 1)
             raise ValueError(
-                f"{key!r} is no key of ParallelConfig, nor of {', '.join(DIALECTS)}."
+                f"{key!r} is not a key of ParallelConfig or of {', '.join(DIALECTS)}."
                 + (f" Did you mean {near[0]!r}?" if near else "")
             )
     a, b = keys[0], next(key for key in keys if not set(homes[key]) & set(homes[keys[0]]))
-    raise ValueError(f"{a!r} is a key of {homes[a][0]} and {b!r} one of {homes[b][0]}; give all in the words of one.")
+    raise ValueError(f"{a!r} is a key of {homes[a][0]}, {b!r} a key of {homes[b][0]}; use the keys of one library.")
 
 
 def _filled(found: dict[str, Any], world_size: int | None, config: type[ParallelConfig]) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _filled(found: dict[str, Any], world_size: int | None, config: type[Parallel
     partial = config(**found)
     if "dp_shard" in found or "dp_replicate" in found:
         if partial.world_size != world_size:
-            raise ValueError(f"{partial.shown()} needs {partial.world_size} ranks, and world_size={world_size}.")
+            raise ValueError(f"{partial.shown()} needs {partial.world_size} ranks, got world_size={world_size}.")
         return found
     return found | {"dp_shard": partial.at_world_size(world_size).dp_shard}
 
@@ -117,17 +117,17 @@ def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     if found.get("pp", 1) > 1 and (found.get("virtual_stages") or 1) > 1:
         fields["schedule"] = "Interleaved1F1B"
     elif found.pop("virtual_stages", None) is not None and found.get("pp", 1) == 1:
-        raise ValueError("virtual_pipeline_model_parallel_size is given, and pipeline_model_parallel_size is 1.")
+        raise ValueError("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1, got 1. Omit it.")
     granularity = given.get("recompute_granularity")
     if granularity == "selective":
-        # It recomputes attention scores, which no kernel here keeps.
+        # Megatron's "selective" recomputes attention scores; fused_tp's kernels never keep them.
         fields["recompute"] = "none"
     elif granularity not in (None, "full"):
-        raise ValueError(f"recompute_granularity={granularity!r}; it must be 'full', 'selective' or None.")
+        raise ValueError(f"recompute_granularity must be 'full', 'selective' or None, got {granularity!r}.")
     elif granularity == "full":
         if given.get("recompute_method", "uniform") != "uniform" or given.get("recompute_num_layers", 1) != 1:
             raise ValueError(
-                "recompute_method and recompute_num_layers other than 'uniform' and 1 are not served: recompute='full' "
+                "recompute_method and recompute_num_layers must be 'uniform' and 1, because recompute='full' "
                 "keeps the input of each layer."
             )
         fields["recompute"] = "full"
@@ -142,12 +142,12 @@ def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
     dp_field = "dp_shard" if given.get("use_distributed_optimizer", True) else "dp_replicate"
     fields[dp_field] = dp // ep
     if ("micro_batch_size" in given) != ("global_batch_size" in given):
-        raise ValueError("micro_batch_size and global_batch_size are to be given together: microbatches follow.")
+        raise ValueError("Pass both micro_batch_size and global_batch_size, or neither: they determine microbatches.")
     if "micro_batch_size" in given:
         rows = given["micro_batch_size"] * dp
         if given["global_batch_size"] % rows:
             raise ValueError(
-                f"global_batch_size={given['global_batch_size']} is no multiple of micro_batch_size="
+                f"global_batch_size={given['global_batch_size']} must be a multiple of micro_batch_size="
                 f"{given['micro_batch_size']} on {dp} data parallel ranks."
             )
         fields["microbatches"] = given["global_batch_size"] // rows
@@ -157,7 +157,9 @@ def _read_megatron(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str,
 def _write_megatron(config: ParallelConfig) -> dict[str, Any]:
     _refuse(config, "Megatron-Core", ulysses_size=1)
     if config.pp > 1 and config.schedule not in ("1F1B", "Interleaved1F1B"):
-        raise ValueError(f"schedule={config.schedule!r} is not one of Megatron-Core's; it has 1F1B and interleaved.")
+        raise ValueError(
+            f"Megatron-Core does not support schedule={config.schedule!r}; use '1F1B' or 'Interleaved1F1B'."
+        )
     written: dict[str, Any] = {key: getattr(config, field) for key, field in _MEGATRON.items()}
     if config.schedule != "Interleaved1F1B" or config.pp == 1:
         written["virtual_pipeline_model_parallel_size"] = None
@@ -183,7 +185,7 @@ def _read_accelerate(given: Mapping[str, Any], found: dict[str, Any]) -> dict[st
     if size == 1:
         return {}
     if found.get("cp", 1) > 1:
-        raise ValueError(f"sp_size={size} and cp_size={found['cp']}: accelerate has one of them at a time.")
+        raise ValueError(f"sp_size={size} and cp_size={found['cp']} cannot be combined in accelerate; set one to 1.")
     return {"cp": size, "ulysses_size": size}  # its sequence parallelism is Ulysses: it shards attention by heads
 
 
@@ -255,12 +257,12 @@ def _read_deepspeed(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str
     dp = 1
     if world:
         if world % inside:
-            raise ValueError(f"world_size={world} is no multiple of the {inside} ranks that share a batch.")
+            raise ValueError(f"world_size={world} must be a multiple of the {inside} ranks that share a batch.")
         dp = world // inside
     elif rows and micro:
         if rows % (micro * steps):
             raise ValueError(
-                f"train_batch_size={rows} is no multiple of train_micro_batch_size_per_gpu={micro} x "
+                f"train_batch_size={rows} must be a multiple of train_micro_batch_size_per_gpu={micro} x "
                 f"gradient_accumulation_steps={steps}."
             )
         dp = rows // (micro * steps)
@@ -273,7 +275,9 @@ def _write_deepspeed(config: ParallelConfig) -> dict[str, Any]:
     if config.cp > 1:
         _refuse(config, "a DeepSpeed configuration", ulysses_size=config.cp)
     if config.dp_shard > 1 and config.dp_replicate > 1:
-        raise ValueError("dp_replicate and dp_shard are both above 1, and ZeRO shards over all data parallel ranks.")
+        raise ValueError(
+            "DeepSpeed does not support dp_replicate > 1 with dp_shard > 1: ZeRO shards over all dp ranks."
+        )
     written: dict[str, Any] = {"zero_optimization": {"stage": 3 if config.dp_shard > 1 else 0}}
     written["gradient_accumulation_steps"] = config.microbatches
     if config.tp > 1:
@@ -286,7 +290,7 @@ def _write_deepspeed(config: ParallelConfig) -> dict[str, Any]:
 def _refuse(config: ParallelConfig, library: str, **wanted: int) -> None:
     for field, value in wanted.items():
         if getattr(config, field) != value:
-            raise ValueError(f"{field}={getattr(config, field)} has no word in {library}; it would need {value}.")
+            raise ValueError(f"{library} does not support {field}={getattr(config, field)}; it needs {field}={value}.")
 
 
 DIALECTS = {

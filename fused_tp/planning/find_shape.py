@@ -14,11 +14,14 @@ from fused_tp.planning.model_shape import SHAPES, ModelShape
 
 
 def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
-    """Return a ModelShape as it is, look one up by a name in SHAPES, or count the model of a transformers config, of a
-    config.json or its folder, or of a model type of transformers with its default config.
+    """Return the ModelShape of `given`.
+
+    Args:
+        given: a ModelShape, which is returned unchanged; a name in SHAPES; a transformers config; a config.json or its
+            folder; or a model type of transformers, which means its default config.
 
     Raises:
-        ValueError: no such name, file or type, or the model cannot be planned; the message gives the reason.
+        ValueError: there is no such name, file or type, or the model cannot be counted; the message says why.
 
     Example:
         >>> find_shape("qwen3-8b").layers
@@ -34,8 +37,8 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
     if not Path(given).exists() and str(given) not in types:
         near = difflib.get_close_matches(str(given).lower(), (*SHAPES, *types), 1)
         raise ValueError(
-            f"{str(given)!r} is no model that is known by name, no model type of transformers, and no file. "
-            + (f"Did you mean {near[0]!r}?" if near else f"Known are {listed(SHAPES)}; or name a config.json.")
+            f"{str(given)!r} is not a known model name, a model type of transformers, or an existing file. "
+            + (f"Did you mean {near[0]!r}?" if near else f"Pass one of {listed(SHAPES)}, or a config.json.")
         )
     from transformers import AutoConfig
 
@@ -45,7 +48,7 @@ def find_shape(given: str | Path | ModelShape | Any) -> ModelShape:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{given} holds no config of a transformers model: {error}") from error
+        raise ValueError(f"{given} does not contain a valid config of a transformers model: {error}") from error
     return replace(count_config(config), name=(path if path.is_dir() else path.parent).name)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ from fused_tp.core.errors import listed
 from fused_tp.planning.config import read_mapping
 
 PRECISIONS = ("bf16", "fp8", "fp32")
-_NUMBERS = ("float", "int", "float | None")  # types of the numeric fields
-_NOT_NEEDED = ("message_bandwidth", "message_latency", "constants.dtensor")
+_NUMERIC_TYPES = ("float", "int", "float | None")  # type annotations of the numeric fields
+_OPTIONAL_FIELDS = ("message_bandwidth", "message_latency", "constants.dtensor")  # may be None or 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +23,17 @@ class HardwareConstants:
         network: share of the bandwidth between nodes that collectives reach.
         kernel: overhead of a kernel in seconds: its launch, and tiles that leave multiprocessors idle.
         memory: share of the memory bandwidth that memory-bound kernels reach.
-        pointwise: the same share for norms, rotations, activations and sums, counted as one kernel each; code that
-            needs many kernels for one of them reaches less.
-        optimizer: the same share for gradient clipping and the optimizer step.
-        dtensor: seconds that clipping and optimizer step add per DTensor parameter, as tp and FSDP2 create them.
+        pointwise: share of the memory bandwidth for norms, rotary embeddings, activations and sums, each counted as
+            one kernel; lower if the model's code launches several kernels for one of them.
+        optimizer: share of the memory bandwidth for gradient clipping and the optimizer step.
+        dtensor: extra seconds of clipping and optimizer step per parameter that is a DTensor (under tp or FSDP2).
         fused_matmul: FLOP/s of matmuls inside fused ops, relative to torch's.
         fused_links: share of `links` that the collectives of fused ops reach, including their copies.
         ring_attention: FLOP/s of attention over context parallel ranks, relative to attention on one rank.
     """
 
     links: float
-    network: float = 0.9  # adapters reach more of their bandwidth than links do (Calculon, SC23)
+    network: float = 0.9  # network adapters reach a larger share of their bandwidth than links (Calculon, SC23)
     kernel: float
     memory: float = 0.92  # measured by torchao on pointwise kernels (roofline_utils.py)
     pointwise: float = 0.92
@@ -44,16 +44,18 @@ class HardwareConstants:
     ring_attention: float = 1.0
 
 
-# Least squares of relative errors of `published.fitted_rows`; tests/unit/test_planning.py checks the minimum.
+# These values minimize the squared relative errors of `published.fitted_rows`; tests/unit/test_planning.py checks it.
 FITTED = HardwareConstants(links=0.73, kernel=18e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes of equal GPUs with one rank each. Bandwidths are bytes/s of one rank in one direction, times are seconds.
+    """Cluster of equal nodes with one rank per GPU.
+
+    Bandwidths are bytes/s of one rank in one direction; times are seconds.
 
     Attributes:
-        name: for messages.
+        name: name for messages.
         peak_flops: dense FLOP/s by precision ("bf16", "fp8", "fp32"), from the data sheet; the denominator of MFU.
         matmul_flops: FLOP/s that large matmuls sustain, by precision.
         attention_flops: FLOP/s of the attention kernel over forward and backward; only the unmasked half of the causal
@@ -61,11 +63,11 @@ class Machine:
         memory: bytes per GPU.
         memory_bandwidth: from the data sheet.
         link_bandwidth, link_latency: between ranks of a node; from the data sheet.
-        message_bandwidth, message_latency: between ranks of a node for torch.distributed messages, that is, data
-            parallelism and pipelines. None: equal to those of links. CPU ranks use shared memory for all else.
+        message_bandwidth, message_latency: between ranks of a node for torch.distributed, which data parallelism and
+            pipelines use. None: equal to those of links. On CPUs it is slower than fused_tp's shared memory.
         network_bandwidth, network_latency: between nodes.
         ranks_per_node: number of ranks that the links connect.
-        overlaps: links transfer data while ranks compute. CPU ranks transfer data with the cores that compute.
+        overlaps: True if links transfer data while ranks compute; False on CPUs, whose cores copy the data.
         constants: see `HardwareConstants`.
         source: origin of the numbers.
 
@@ -101,17 +103,17 @@ class Machine:
                 or set(by_precision) != set(self.peak_flops)
             ):
                 raise ValueError(
-                    f"{name} of machine {self.name} has {list(by_precision)}; peak_flops and matmul_flops need numbers "
-                    f"for the same precisions, of {listed(map(repr, PRECISIONS))}."
+                    f"{name} of machine {self.name} has the precisions {list(by_precision)}; peak_flops and "
+                    f"matmul_flops must have the same ones, out of {listed(map(repr, PRECISIONS))}."
                 )
             numbers |= {f"{name}[{key!r}]": value for key, value in by_precision.items()}
-        numbers |= {one.name: getattr(self, one.name) for one in fields(self) if one.type in _NUMBERS}
+        numbers |= {one.name: getattr(self, one.name) for one in fields(self) if one.type in _NUMERIC_TYPES}
         numbers |= {f"constants.{name}": value for name, value in vars(self.constants).items()}
         for name, value in numbers.items():
-            if name in _NOT_NEEDED and not value:
+            if name in _OPTIONAL_FIELDS and not value:
                 continue
             if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise ValueError(f"{name} of machine {self.name} is {value!r}; it must be positive and finite.")
+                raise ValueError(f"{name} of machine {self.name} must be positive and finite, got {value!r}.")
 
     def peak(self, precision: str) -> float:
         """Peak FLOP/s in `precision`.
@@ -121,20 +123,22 @@ class Machine:
         """
         if precision not in self.peak_flops:
             has = listed([repr(one) for one in self.peak_flops])
-            raise ValueError(f"precision={precision!r} is none of machine {self.name}, which has {has}.")
+            raise ValueError(f"machine {self.name} does not support precision={precision!r}; use {has}.")
         return self.peak_flops[precision]
 
     @classmethod
     def from_file(cls, path: str | Path) -> Machine:
-        """Read a JSON or YAML file with these fields by name.
+        """Read a Machine from a JSON or YAML file with its fields by name.
 
         Raises:
-            ValueError: a field is unknown, missing, or no positive number.
+            ValueError: a field is unknown, missing, or not a positive number.
         """
         given = read_mapping(Path(path))
         known = {one.name for one in fields(cls)}
         if unknown := sorted(set(given) - known):
-            raise ValueError(f"{path} has {unknown[0]!r}, which is no field of Machine; it has {', '.join(known)}.")
+            raise ValueError(f"{path} has {unknown[0]!r}, which is not a field of Machine; use {', '.join(known)}.")
+        if missing := [one.name for one in fields(cls) if one.default is MISSING and one.name not in given]:
+            raise ValueError(f"{path} lacks the Machine fields {listed(missing)}; add them.")
         try:
             if "constants" in given:
                 given["constants"] = HardwareConstants(**given["constants"])
@@ -143,16 +147,16 @@ class Machine:
             raise ValueError(f"{path} does not describe a machine: {error}.") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, in the form that `from_file` reads."""
+        """Return the fields by name, in the form that `from_file` reads."""
         return asdict(self)
 
 
 GIB = 1024**3
 
-# FLOP/s of matmuls: maximum sustainable matmul FLOPS (under load, at the power limit), Stas Bekman, Machine Learning
-# Engineering, compute/accelerator. For fp8 the source lists short bursts only; these are scaled by the bf16 ratio.
-_MATMUL = "matmuls: Bekman, Machine Learning Engineering"
-_ATTENTION = "attention: estimated after arXiv"
+# Sustained matmul FLOP/s (under load, at the power limit): Stas Bekman, Machine Learning Engineering,
+# compute/accelerator. For fp8 the source lists only short bursts, so these are scaled by sustained / burst of bf16.
+_MATMULS_BY = "matmuls: Bekman, Machine Learning Engineering"
+_ATTENTION_BY = "attention: estimated after arXiv"
 
 _H100 = Machine(
     name="h100",
@@ -163,7 +167,7 @@ _H100 = Machine(
     memory_bandwidth=3.35e12,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
-    source=f"NVIDIA H100 SXM data sheet, 400 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2407.08608",
+    source=f"NVIDIA H100 SXM data sheet, 400 Gb/s of network a GPU; {_MATMULS_BY}; {_ATTENTION_BY}:2407.08608",
 )
 
 MACHINES = {
@@ -172,13 +176,13 @@ MACHINES = {
         Machine(
             name="a100",
             peak_flops={"bf16": 312e12},
-            matmul_flops={"bf16": 271e12},  # a burst: the A100 stays below its power limit
+            matmul_flops={"bf16": 271e12},  # burst rate, which the A100 sustains: it stays below its power limit
             attention_flops=190e12,
             memory=80 * GIB,
             memory_bandwidth=2.039e12,
             link_bandwidth=300e9,
             network_bandwidth=25e9,
-            source=f"NVIDIA A100 SXM data sheet, 200 Gb/s of network a GPU; {_MATMUL}; {_ATTENTION}:2307.08691",
+            source=f"NVIDIA A100 SXM data sheet, 200 Gb/s of network a GPU; {_MATMULS_BY}; {_ATTENTION_BY}:2307.08691",
         ),
         _H100,
         replace(
@@ -197,19 +201,19 @@ MACHINES = {
             memory_bandwidth=8e12,
             link_bandwidth=900e9,
             network_bandwidth=50e9,
-            source=f"NVIDIA DGX B200 data sheet, 400 Gb/s of network a GPU; {_MATMUL}; attention: estimated",
+            source=f"NVIDIA DGX B200 data sheet, 400 Gb/s of network a GPU; {_MATMULS_BY}; attention: estimated",
         ),
     )
 }
 
 
 def machine_of_gpu(name: str) -> Machine | None:
-    """Machine of the GPU that torch calls `name`, such as "NVIDIA H100 80GB HBM3"; None if it is unknown."""
+    """Return the Machine for torch's device name, such as "NVIDIA H100 80GB HBM3"; None if it is unknown."""
     return next((machine for key, machine in MACHINES.items() if key in name.lower()), None)
 
 
 def find_machine(name: str | Path | Machine) -> Machine:
-    """Find a Machine by its name, in any case, or read it from a JSON or YAML file.
+    """Return the Machine called `name` (case-insensitive), or read it from the JSON or YAML file `name`.
 
     Raises:
         ValueError: there is no such name or file.
@@ -220,4 +224,4 @@ def find_machine(name: str | Path | Machine) -> Machine:
         return MACHINES[str(name).lower()]
     if Path(name).suffix in (".json", ".yaml", ".yml"):
         return Machine.from_file(name)
-    raise ValueError(f"{str(name)!r} is no machine; there are {listed(MACHINES)}, or name a JSON file of a Machine.")
+    raise ValueError(f"Unknown machine {str(name)!r}; use {listed(MACHINES)}, or a JSON or YAML file of a Machine.")

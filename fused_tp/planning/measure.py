@@ -1,23 +1,23 @@
-"""`measure_machine`: measure a Machine of this host, by microbenchmarks that all of its ranks run at once.
+"""`measure_machine`: measure the Machine of this host by microbenchmarks that all ranks run at the same time.
 
 | number              | measured by                                                                   |
 |---------------------|-------------------------------------------------------------------------------|
 | `matmul_flops`      | a linear layer, forward and backward                                          |
-| `fused_matmul`      | the same products by the matmul that fused ops call                           |
+| `fused_matmul`      | the same matmuls by the kernel that fused ops call                            |
 | `attention_flops`   | torch's attention with the mask of packed documents, as transformers calls it |
-| `ring_attention`    | the same over context parallel ranks                                          |
+| `ring_attention`    | that attention over context parallel ranks                                    |
 | `memory_bandwidth`  | a copy                                                                        |
-| `kernel`            | layers of transformers on few tokens                                          |
-| `pointwise`         | layers on many tokens, less their matmuls, attention and kernels              |
-| `optimizer`         | clipping and AdamW                                                            |
-| `dtensor`           | the same of small layers under FSDP2, less that of these layers               |
+| `kernel`            | small transformers layers on few tokens                                       |
+| `pointwise`         | large layers on many tokens, minus their matmuls, attention and kernels       |
+| `optimizer`         | gradient clipping and AdamW on large layers                                   |
+| `dtensor`           | clipping and AdamW on small layers: time with FSDP2 minus time without        |
 | `link_bandwidth`    | fused_tp's all-gather and reduce-scatter                                      |
-| `link_latency`      | small layers over tensor parallel ranks, less these layers                    |
-| `fused_links`       | larger ones, less their compute; 1 on GPUs, where both overlap                |
-| `message_latency`   | small layers under FSDP2, less these layers                                   |
-| `message_bandwidth` | larger layers on few tokens under FSDP2, less these layers                    |
+| `link_latency`      | small layers: time with tensor parallelism minus time without                 |
+| `fused_links`       | large layers with tensor parallelism, minus compute; 1 on GPUs, which overlap |
+| `message_latency`   | small layers: time with FSDP2 minus time without                              |
+| `message_bandwidth` | large layers on few tokens: time with FSDP2 minus time without                |
 
-Nothing is fitted to training steps.
+No number is fitted to the time of a training step.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from fused_tp.planning.hardware import HardwareConstants, Machine
 from fused_tp.planning.model_count import count_config
 from fused_tp.planning.model_shape import ModelShape
 
-ROUNDS, SECONDS = 8, 0.2  # each round times each case for SECONDS; the best counts, as other programs disturb it least
+ROUNDS, SECONDS = 8, 0.2  # each round times each case for SECONDS; the best round counts: other load only slows it down
 LAYERS, VOCABULARY = 4, 16
 ONE_RANK = ParallelConfig()
-_COPIED = 1 << 26  # bytes, more than caches hold
+_COPY_BYTES = 1 << 26  # bytes; larger than CPU and GPU caches
 Case = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """Sizes of the Llama whose layers are measured."""
+    """Sizes of the Llama model whose layers are measured."""
 
     rows: int
     seq: int
@@ -71,7 +71,7 @@ class LlamaSizes:
 
     @property
     def config(self) -> Any:
-        """LlamaConfig of transformers with these sizes."""
+        """Return transformers' LlamaConfig with these sizes."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -96,31 +96,31 @@ FEW = LlamaSizes(rows=1, seq=16, hidden=64, intermediate=128, heads=4)
 
 
 def measure_machine(name: str = "this machine") -> Machine:
-    """Measure this host, with one rank per process of the default group; a collective call of all of them.
+    """Measure this host with all ranks of the default group, which all must call this function.
 
-    CPU ranks are measured in fp32, GPUs in bf16, with the current number of threads of each; takes some 40 seconds.
+    CPU ranks are measured in fp32, GPUs in bf16. Each rank uses its current number of threads. Takes about 40 seconds.
 
     Args:
-        name: for messages.
+        name: name of the Machine for messages.
 
     Returns:
         The Machine, equal on all ranks.
 
     Raises:
-        ValueError: an odd number of ranks.
+        ValueError: the number of ranks is odd and above 1.
 
     Example:
         >>> machine = measure_machine("workstation")  # under torchrun; or `fused-tp plan --measure FILE`
     """
     ranks = dist.get_world_size()
     if ranks > 1 and ranks % 2:
-        raise ValueError(f"{ranks} ranks cannot be measured, since links join two of them; start an even number.")
+        raise ValueError(f"the number of ranks must be even, because links are measured in pairs, got {ranks}.")
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks)
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     sizes = MANY[device.type]
-    return machine_of(_timed(_cases(sizes, device)), sizes, ranks, Machine(
+    return machine_of(_time_cases(_cases(sizes, device)), sizes, ranks, Machine(
         name=name,
         peak_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
         matmul_flops={"fp32" if device.type == "cpu" else "bf16": 1.0},
@@ -136,11 +136,14 @@ def measure_machine(name: str = "this machine") -> Machine:
 
 
 def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, machine: Machine) -> Machine:
-    """Compute the numbers of `machine` from the seconds of all cases; with one rank, links equal memory bandwidth."""
+    """Return `machine` with the numbers computed from the `seconds` of all cases.
+
+    With one rank there are no links; link and network bandwidth are then set to the memory bandwidth.
+    """
     (precision,) = machine.peak_flops
     element = 4 if precision == "fp32" else 2
     tokens, hidden, wide = sizes.tokens, sizes.hidden, sizes.intermediate
-    bandwidth = 2 * _COPIED / seconds["copy"]
+    bandwidth = 2 * _COPY_BYTES / seconds["copy"]
     moved = 3 * element * (tokens * (hidden + wide) + hidden * wide)
     flops = {precision: 6 * tokens * hidden * wide / (seconds["linear"] - moved / bandwidth)}
     parameters = sum(layer.parameters for layer in sizes.shape.stack)
@@ -152,18 +155,19 @@ def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, mach
         pointwise=1.0,
         optimizer=28 * parameters / bandwidth / seconds["optimizer"],
         fused_matmul=seconds["linear"] / seconds["fused linear"],
-        ring_attention=seconds["attention"] / min(ranks, 2) / seconds["ring"],  # of two ranks, each half
+        ring_attention=seconds["attention"] / min(ranks, 2) / seconds["ring"],  # each of two ranks computes half
     )
     found: dict[str, Any] = {"peak_flops": flops, "matmul_flops": flops, "memory_bandwidth": bandwidth}
     found["attention_flops"] = 3.5 * 2 * tokens * sizes.seq * hidden / seconds["attention"]  # backward: 2.5 times
     machine = replace(machine, **found, constants=constants)
 
-    # Two layers determine two unknowns: matmul + attention + memory_bound / pointwise + kernels x kernel = seconds.
-    small, large = _layer(machine, FEW), _layer(machine, sizes)
+    # Solve for `pointwise` and `kernel` with a small and a large layer:
+    # matmul + attention + memory_bound / pointwise + kernels x kernel = seconds.
+    small, large = _layer_time(machine, FEW), _layer_time(machine, sizes)
     rest = [seconds[name] / LAYERS - one.matmul - one.attention for name, one in (("few", small), ("many", large))]
     more = large.memory_bound - small.memory_bound
     pointwise = more / max(rest[1] - rest[0], more)
-    kernels = _layer(replace(machine, constants=replace(constants, kernel=1.0)), FEW).total - small.total
+    kernels = _layer_time(replace(machine, constants=replace(constants, kernel=1.0)), FEW).total - small.total
     kernel = max(rest[0] - small.memory_bound / pointwise, rest[0] / 10) / kernels
     constants = replace(constants, pointwise=pointwise, kernel=kernel)
     machine = replace(machine, constants=constants)
@@ -173,15 +177,15 @@ def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, mach
     def latency(case: str, alone: str, collectives: int) -> float:
         return max((seconds[case] - seconds[alone]) / LAYERS / collectives, 1e-6)
 
-    # With sequence parallelism a layer gathers and scatters four times in forward and six times in backward. FSDP2
-    # gathers it twice, and scatters gradients.
+    # With sequence parallelism a layer runs 4 collectives in forward and 6 in backward. FSDP2 runs 3 per layer: two
+    # all-gathers of its parameters and one reduce-scatter of its gradients.
     message = latency("few, FSDP2", "few", 3)
     message_bandwidth = element * parameters / LAYERS / 2 / max(latency("short, FSDP2", "short", 3) - message, 1e-6)
     link, once = latency("few, tp", "few", 10), seconds["exchange"] / 2
     dtensor = max(seconds["few optimizer, FSDP2"] - seconds["few optimizer"], 0.0) / (9 * LAYERS + 3)
     constants = replace(constants, dtensor=dtensor)
     if not machine.overlaps:
-        layer = _layer(machine, sizes, ParallelConfig(tp=2))
+        layer = _layer_time(machine, sizes, ParallelConfig(tp=2))
         exposed = (seconds["many, tp"] / LAYERS - layer.total + layer.tp) / 10
         constants = replace(constants, fused_links=once / max(exposed - link, once))
     return replace(
@@ -196,8 +200,8 @@ def machine_of(seconds: Mapping[str, float], sizes: LlamaSizes, ranks: int, mach
     )
 
 
-def _layer(machine: Machine, sizes: LlamaSizes, config: ParallelConfig = ONE_RANK) -> StepTime:
-    """Predicted time of a layer, forward and backward."""
+def _layer_time(machine: Machine, sizes: LlamaSizes, config: ParallelConfig = ONE_RANK) -> StepTime:
+    """Return the predicted time of a layer, forward and backward."""
     (precision,) = machine.peak_flops
     forward, backward = CostModel(
         shape=sizes.shape, config=config, machine=machine, seq=sizes.seq, global_batch=sizes.rows, precision=precision
@@ -206,14 +210,14 @@ def _layer(machine: Machine, sizes: LlamaSizes, config: ParallelConfig = ONE_RAN
 
 
 def _cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
-    """Cases to time, by name."""
+    """Return the cases to time, by name."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
 
     def layers(sizes: LlamaSizes, spread: Callable[[nn.Module], object] = lambda model: None) -> tuple[Case, Case]:
-        """Two cases: forward and backward; clipping and an optimizer step."""
+        """Return two cases: forward and backward; gradient clipping and an optimizer step."""
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)  # the same on all ranks
@@ -234,7 +238,7 @@ def _cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
         optimizer = torch.optim.AdamW(model.parameters())
         return run, update
 
-    source, target = (torch.zeros(_COPIED, device=device, dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.zeros(_COPY_BYTES, device=device, dtype=torch.uint8) for _ in range(2))
     tokens, hidden, wide = sizes.tokens, sizes.hidden, sizes.intermediate
     x, w, dy = random(tokens, hidden), random(wide, hidden), random(tokens, wide)
     leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -282,19 +286,19 @@ def _cases(sizes: LlamaSizes, device: torch.device) -> dict[str, Case]:
     }
 
 
-def _timed(cases: Mapping[str, Case]) -> dict[str, float]:
-    """Seconds of a call of each case on the slowest rank: the least over all rounds of the median of a round."""
+def _time_cases(cases: Mapping[str, Case]) -> dict[str, float]:
+    """Return the seconds per call of each case on the slowest rank: the best round's median."""
     best: dict[str, float] = {}
     for _ in range(ROUNDS):
         for name, run in cases.items():
             run()
-            calls = max(3, int(SECONDS / _slowest(_once(run))))
-            seconds = _slowest(statistics.median(_once(run) for _ in range(calls)))
+            calls = max(3, int(SECONDS / _max_over_ranks(_seconds_of_call(run))))
+            seconds = _max_over_ranks(statistics.median(_seconds_of_call(run) for _ in range(calls)))
             best[name] = min(seconds, best.get(name, seconds))
     return best
 
 
-def _once(run: Case) -> float:
+def _seconds_of_call(run: Case) -> float:
     start = time.perf_counter()
     run()
     if torch.accelerator.is_available():
@@ -302,8 +306,8 @@ def _once(run: Case) -> float:
     return time.perf_counter() - start
 
 
-def _slowest(seconds: float) -> float:
-    """Maximum over all ranks, which synchronize here."""
+def _max_over_ranks(seconds: float) -> float:
+    """Return the maximum over all ranks; a collective call."""
     found = torch.tensor(seconds, dtype=torch.float64, device=torch.accelerator.current_accelerator())
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

@@ -1,12 +1,12 @@
 """Count a transformers model on the meta device, where parameters have sizes but take no memory.
 
-| `ModelShape` part | counted by                                                                                     |
-|-------------------|------------------------------------------------------------------------------------------------|
-| parameters        | the model's own, each once; those of experts separately                                        |
-| operations        | weights of matmuls, once per use; of experts the share that a token is routed to               |
-| heads, windows    | modules whose code contains a softmax over scores, and their features                          |
-| shares of tp      | the plan that `parallelize` would use                                                          |
-| refusals          | the checks of `parallelize`, on one layer of each kind                                         |
+| `ModelShape` part   | counted from                                                                                 |
+|---------------------|----------------------------------------------------------------------------------------------|
+| parameters          | `named_modules`, each parameter once; expert parameters separately                           |
+| operations          | weights of matmuls, once per use; expert weights times the share of experts per token        |
+| heads, windows      | modules whose code contains a softmax over scores, and their features                        |
+| sharding over tp    | the plan that `parallelize` would use                                                        |
+| unsupported configs | the checks of `parallelize`, on one layer of each kind                                       |
 """
 
 from __future__ import annotations
@@ -50,33 +50,38 @@ from fused_tp.pipelining.stages import container_name
 from fused_tp.planning.config import ParallelConfig
 from fused_tp.planning.model_shape import Attention, Block, Layer, ModelShape, Weights
 
-# Names in the code of an attention class that does not get its function from transformers' interface.
+# Names in the code of attention classes that do not call transformers' attention interface.
 _SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_top_k", "moe_topk", "moe_k", "topk"),
     *("top_k_experts", "num_selected_experts"),
 )
-_BACK = ("down", "output", "out_proj", "w2")  # in names of weights that return from experts to the hidden state
+_DOWN_PROJECTIONS = (
+    "down",
+    "output",
+    "out_proj",
+    "w2",
+)  # parts of names of expert weights that map back to the hidden state
 
 
 def count_config(config: Any) -> ModelShape:
     """Count the causal language model that transformers creates from `config`.
 
     Raises:
-        ValueError: transformers cannot create one; the message gives the reason.
+        ValueError: transformers cannot create the model; the message says why.
     """
     try:
         model = make_on_meta(config)
     except Exception as error:  # any error: an invalid config, a missing library
         raise ValueError(
-            f"transformers makes no causal language model of the config of {_name(config)}, so that nothing can be "
-            f"counted: {type(error).__name__}: {' '.join(str(error).split())}"
+            f"transformers cannot create a causal language model from the config of {_model_name(config)}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
     return count_model(model)
 
 
-def _name(config: Any) -> str:
+def _model_name(config: Any) -> str:
     return getattr(config, "name_or_path", "") or config.model_type
 
 
@@ -90,8 +95,8 @@ def make_on_meta(config: Any) -> nn.Module:
 
 
 def count_model(model: Any) -> ModelShape:
-    """Count a model of `make_on_meta`, and remove all but one layer of each kind from it."""
-    name, text = _name(model.config), model.config.get_text_config()
+    """Count a model created by `make_on_meta`. Removes all but one layer of each kind from the model."""
+    name, text = _model_name(model.config), model.config.get_text_config()
     parts = _LayerParts(model)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     hidden = value_of(text, "hidden_size") or embedding.weight.shape[-1]
@@ -107,10 +112,10 @@ def count_model(model: Any) -> ModelShape:
         hidden=hidden,
         vocab=value_of(text, "vocab_size") or (0 if output is None else features_of(output)[1]),
         stack=tuple(kinds[number] for number in parts.order),
-        embedding=counter.weights(_once(around)),
+        embedding=counter.weights(_first_occurrences(around)),
         output=counter.weights(of_output),
         tied=tied,
-        notes=(*parts.notes, *counter.notes(parts, kinds), *_outside_notes(_once(around), output)),
+        notes=(*parts.notes, *counter.notes(parts, kinds), *_outside_notes(_first_occurrences(around), output)),
         check=checked.check,
     )
 
@@ -119,13 +124,13 @@ def count_model(model: Any) -> ModelShape:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldParameter:
     """A parameter and a module that holds it.
 
     Attributes:
         path: path of the module in the model.
-        inside: path of the module in its layer; outside of layers equal to `path`.
-        first: no earlier module holds the same parameter.
+        inside: path of the module in its layer; equal to `path` outside the layers.
+        first: True if no earlier module holds the same parameter.
     """
 
     path: str
@@ -137,15 +142,15 @@ class _Held:
 
     @property
     def is_expert(self) -> bool:
-        """True if it belongs to experts, of which each token uses only some."""
+        """True if the parameter belongs to routed experts."""
         if "experts" in self.path.split("."):
             return True
-        count = _number(_EXPERTS, self.module)
+        count = _first_positive_int(_EXPERTS, self.module)
         return self.parameter.ndim == 3 and not isinstance(self.module, _ConvNd) and count == len(self.parameter)
 
     @property
     def multiplies(self) -> bool:
-        """True if it is the weight of a matmul or of a convolution."""
+        """True if the parameter is the weight of a matmul or of a convolution."""
         return self.parameter.ndim > 1 and not isinstance(self.module, nn.Embedding) and "bias" not in self.key
 
 
@@ -153,13 +158,13 @@ class _LayerParts:
     """Layers of a model with their parameters, and the parameters outside the layers.
 
     Attributes:
-        container: name of the nn.ModuleList of layers; "" if none is found: the whole model then counts as one layer.
-        kinds: the first of each set of equal layers.
+        container: name of the nn.ModuleList of layers; "" if none is found, and the model then counts as one layer.
+        kinds: distinct layers, each represented by its first layer.
         order: index into `kinds` for each layer.
-        outside: parameters in no layer.
-        refusal: reason why no list of layers was found, for features that need it.
+        outside: parameters outside the layers.
+        refusal: reason why no list of layers was found, raised by features that need one.
         modules: the layers.
-        notes: sentences about the choice of layers.
+        notes: messages about the choice of layers.
     """
 
     def __init__(self, model: Any) -> None:
@@ -167,8 +172,8 @@ class _LayerParts:
         self.notes: list[str] = []
         self._find_container(model)
         inside = f"{self.container}."
-        found: dict[int, list[_Held]] = {}
-        self.outside: list[_Held] = []
+        found: dict[int, list[_HeldParameter]] = {}
+        self.outside: list[_HeldParameter] = []
         seen: set[int] = set()
         output = model.get_output_embeddings()
         for path, module in model.named_modules(remove_duplicate=False):
@@ -181,13 +186,13 @@ class _LayerParts:
                     number = int(at)
                 elif not self.container and not isinstance(module, nn.Embedding) and module is not output:
                     number = 0
-                held = _Held(path, within, module, key, parameter, id(parameter) not in seen)
+                held = _HeldParameter(path, within, module, key, parameter, id(parameter) not in seen)
                 seen.add(id(parameter))
                 (self.outside if number < 0 else found.setdefault(number, [])).append(held)
         self.modules = list(model.get_submodule(self.container).children()) if self.container else [model]
         types = value_of(model.config.get_text_config(), "layer_types") or ()
         numbers: dict[object, int] = {}
-        self.kinds: list[_Kind] = []
+        self.kinds: list[_LayerKind] = []
         self.order = []
         for number, module in enumerate(self.modules):
             layer_type = types[number] if self.container and number < len(types) else ""
@@ -200,7 +205,7 @@ class _LayerParts:
             )
             if what not in numbers:
                 numbers[what] = len(self.kinds)
-                self.kinds.append(_Kind(number, module, layer_type, held_by))
+                self.kinds.append(_LayerKind(number, module, layer_type, held_by))
             self.order.append(numbers[what])
 
     def _find_container(self, model: Any) -> None:
@@ -217,23 +222,25 @@ class _LayerParts:
                 except ValueError:
                     continue
                 self.refusal = ""
-                self.notes.append(f"Its layers are those of {self.container}: name these to build (layers=).")
+                self.notes.append(
+                    f"The layers of {self.container} are counted; pass layers={self.container!r} to build."
+                )
                 return
-        self.notes.append(f"All of it is counted as one layer that runs once: {self.refusal}")
+        self.notes.append(f"The model is counted as a single layer that runs once: {self.refusal}")
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Representative of all equal layers."""
+class _LayerKind:
+    """First of a set of equal layers, with its index, module and parameters."""
 
     number: int
     module: nn.Module
     layer_type: str
-    held: list[_Held]
+    held: list[_HeldParameter]
 
 
 def drop_repeated(model: nn.Module, parts: _LayerParts) -> None:
-    """Remove all but one layer of each kind from the model, so that checks are fast for deep models."""
+    """Remove all but one layer of each kind from `model`, so that checks of deep models are fast."""
     if parts.container:
         layers: Any = model.get_submodule(parts.container)
         layers._modules.clear()
@@ -243,7 +250,7 @@ def drop_repeated(model: nn.Module, parts: _LayerParts) -> None:
             kind.held[:] = [replace(one, path=f"{prefix}.{one.inside}" if one.inside else prefix) for one in kind.held]
 
 
-def _once(held: Iterable[_Held]) -> list[_Held]:
+def _first_occurrences(held: Iterable[_HeldParameter]) -> list[_HeldParameter]:
     return [one for one in held if one.first]
 
 
@@ -251,16 +258,16 @@ def _once(held: Iterable[_Held]) -> list[_Held]:
 
 
 class _Counter:
-    """Counts layers and weights."""
+    """Counts the weights, matmuls and attention of layers, as `plan` shards them."""
 
     def __init__(self, hidden: int, text: Any, plan: ShardingPlan) -> None:
         self.hidden, self.text, self.plan = hidden, text, plan
 
-    def weights(self, held: Iterable[_Held]) -> Weights:
+    def weights(self, held: Iterable[_HeldParameter]) -> Weights:
         return sum((Weights(one.parameter.numel(), self.sharded_numel(one)) for one in held), Weights())
 
-    def sharded_numel(self, one: _Held) -> int:
-        """Number of elements of a parameter that are sharded over tensor parallel ranks."""
+    def sharded_numel(self, one: _HeldParameter) -> int:
+        """Return the number of elements of a parameter that are sharded over tensor parallel ranks."""
         name = f"{one.path}.{one.key}" if one.path else one.key
         size = one.parameter.numel()
         if name in self.plan.parameters:
@@ -273,57 +280,57 @@ class _Counter:
             return size * taken // returned
         return size
 
-    def layer(self, kind: _Kind) -> Layer:
+    def layer(self, kind: _LayerKind) -> Layer:
         dense = [one for one in kind.held if not one.is_expert]
         sparse = [one for one in kind.held if one.is_expert]
         experts, per_token = self._routing(kind, sparse) if sparse else (0, 0)
         share = per_token / experts if experts else 1.0
         return Layer(
             name=type(kind.module).__name__,
-            weights=self.weights(_once(dense)),
-            expert_weights=self.weights(_once(sparse)),
+            weights=self.weights(_first_occurrences(dense)),
+            expert_weights=self.weights(_first_occurrences(sparse)),
             experts=experts,
             experts_per_token=per_token,
             blocks=tuple(self._blocks(kind, share)),
             attention=tuple(self._attention(kind)),
-            tensors=len(_once(kind.held)),
+            tensors=len(_first_occurrences(kind.held)),
         )
 
-    def _routing(self, kind: _Kind, sparse: list[_Held]) -> tuple[int, int]:
-        """Number of experts of a layer, and of experts per token; all of them if the config does not state it."""
+    def _routing(self, kind: _LayerKind, sparse: list[_HeldParameter]) -> tuple[int, int]:
+        """Return the number of experts of a layer and the number per token; all experts if the config has no number."""
         lists = {match[0] for one in sparse if (match := re.search(r"experts\.\d+(?=\.|$)", one.path))}
         packed = (len(one.parameter) for one in sparse if one.parameter.ndim == 3)
         around = [module for module in kind.module.modules() if type(module).__name__ != "ModuleList"]
-        experts = len(lists) or next(packed, 0) or _number(_EXPERTS, *around, self.text)
-        return experts, min(experts, _number(_EXPERTS_PER_TOKEN, *around, self.text, default=experts))
+        experts = len(lists) or next(packed, 0) or _first_positive_int(_EXPERTS, *around, self.text)
+        return experts, min(experts, _first_positive_int(_EXPERTS_PER_TOKEN, *around, self.text, default=experts))
 
-    def _blocks(self, kind: _Kind, share: float) -> Iterator[Block]:
-        """Group the matmuls of a layer by the module that holds them."""
-        groups: dict[str, list[_Held]] = {}
+    def _blocks(self, kind: _LayerKind, share: float) -> Iterator[Block]:
+        """Yield the blocks of a layer: its matmuls, grouped by the submodule of the layer that contains them."""
+        groups: dict[str, list[_HeldParameter]] = {}
         for one in kind.held:
             if one.multiplies:
-                groups.setdefault(_group(one.inside), []).append(one)
-        rest: list[_Held] = []
+                groups.setdefault(_block_key(one.inside), []).append(one)
+        rest: list[_HeldParameter] = []
         for number, group in enumerate(groups.values(), 1):
             block = self._block([*rest, *group], share)
-            # Matmuls sharded by columns form a block with later ones sharded by rows.
+            # Column-parallel matmuls without a row-parallel one form a block together with the next group.
             rest = [*rest, *group] if block.wide and not block.narrow and number < len(groups) else []
             if not rest:
                 yield block
 
-    def _block(self, group: list[_Held], share: float) -> Block:
+    def _block(self, group: list[_HeldParameter], share: float) -> Block:
         wide = narrow = whole = kept = kept_whole = 0.0
         for one in group:
             active = share if one.is_expert else 1.0
             sharded = self.sharded_numel(one)
             part = sharded / one.parameter.numel()
             whole += active * (one.parameter.numel() - sharded)
-            if self._returns(one):
+            if self._is_row_parallel(one):
                 narrow += active * sharded
             else:
                 wide += active * sharded
-            kept += active * part * self._kept(one)
-            kept_whole += active * (1 - part) * self._kept(one)
+            kept += active * part * self._kept_features(one)
+            kept_whole += active * (1 - part) * self._kept_features(one)
         return Block(
             wide=wide / self.hidden,
             narrow=narrow / self.hidden,
@@ -333,14 +340,14 @@ class _Counter:
             experts=any(one.is_expert for one in group),
         )
 
-    def _returns(self, one: _Held) -> bool:
-        """True if a sharded weight is sharded by rows."""
+    def _is_row_parallel(self, one: _HeldParameter) -> bool:
+        """True if the weight, if sharded, is row-parallel: it maps back to the hidden state."""
         if one.is_expert:
-            return any(word in f"{one.inside}.{one.key}" for word in _BACK)
+            return any(word in f"{one.inside}.{one.key}" for word in _DOWN_PROJECTIONS)
         return spec_of(self.plan.modules.get(one.path)).shard_dim == 1
 
-    def _kept(self, one: _Held) -> int:
-        """Features of a matmul that backward needs and that are inside the block: not those of the hidden state."""
+    def _kept_features(self, one: _HeldParameter) -> int:
+        """Return the number of features of a matmul that backward needs, excluding the hidden state."""
         *more, returned, taken = one.parameter.shape
         if isinstance(one.module, _ConvNd):
             return int(one.parameter.shape[0])
@@ -349,13 +356,13 @@ class _Counter:
             count *= size
         return count * int(taken if returned == self.hidden else returned)
 
-    def _attention(self, kind: _Kind) -> Iterator[Attention]:
+    def _attention(self, kind: _LayerKind) -> Iterator[Attention]:
         for path, module in kind.module.named_modules():
             if _attends(module):
                 held = [one for one in kind.held if f"{one.inside}.".startswith(f"{path}." if path else "")]
                 yield self._attention_of(module, held, self._window(module, kind.layer_type))
 
-    def _attention_of(self, module: nn.Module, held: list[_Held], window: int | None) -> Attention:
+    def _attention_of(self, module: nn.Module, held: list[_HeldParameter], window: int | None) -> Attention:
         linears = {one.inside.removesuffix(".linear").rpartition(".")[2]: one.module for one in held if one.multiplies}
         linears = {leaf: one for leaf, one in linears.items() if isinstance(one, nn.Linear) or is_conv1d(one)}
         back = [
@@ -364,16 +371,16 @@ class _Counter:
             if features_of(one)[1] == self.hidden and leaf not in HEAD_PROJECTIONS
         ]
         queries = [features_of(one)[1] for leaf, one in linears.items() if leaf in ("q_proj", "query", "q_lin", "q")]
-        of_head = _number(("v_head_dim", "head_dim", "attention_head_size", "head_size"), module)
+        of_head = _first_positive_int(("v_head_dim", "head_dim", "attention_head_size", "head_size"), module)
         own, of_config = head_counts(module), head_counts(getattr(module, "config", None), self.text)
         heads = next((n for key, n in (own or of_config).items() if not is_of_keys(key)), 0)
-        features = next(iter([*back, *queries]), of_head * heads or self.hidden)  # of all heads' values
+        features = next(iter([*back, *queries]), of_head * heads or self.hidden)  # value features of all heads
         if of_head and features % of_head == 0 and not any(not is_of_keys(key) for key in own):
             heads = features // of_head
         values = features / max(heads, 1)
-        scores = _number(("qk_head_dim", "head_dim"), module) or values
+        scores = _first_positive_int(("qk_head_dim", "head_dim"), module) or values
         keys = linears.get("k_proj") or linears.get("key")
-        is_latent = _number(("qk_head_dim", "kv_lora_rank"), module) > 0
+        is_latent = _first_positive_int(("qk_head_dim", "kv_lora_rank"), module) > 0
         if is_latent:
             kv_heads = heads
         elif keys is not None and features_of(keys)[1] % scores == 0:
@@ -389,38 +396,38 @@ class _Counter:
         )
 
     def _window(self, module: nn.Module, layer_type: str) -> int | None:
-        """Window of a layer in tokens; None if each token attends to all tokens before it."""
+        """Return the attention window of a layer in tokens; None for full causal attention."""
         words = {"sliding_attention": ("sliding_window",), "chunked_attention": ("attention_chunk_size",)}
         everywhere = () if value_of(self.text, "layer_types") else ("sliding_window",)
-        found = _number(words.get(layer_type, everywhere), getattr(module, "config", None), self.text)
-        return _number(("sliding_window",), module) or found or None
+        found = _first_positive_int(words.get(layer_type, everywhere), getattr(module, "config", None), self.text)
+        return _first_positive_int(("sliding_window",), module) or found or None
 
     def notes(self, parts: _LayerParts, kinds: list[Layer]) -> Iterator[str]:
-        """Sentences about operations that the costs of layers leave out."""
+        """Yield messages about operations that the cost model omits."""
         counts = Counter(parts.order)
         mixers: Counter[str] = Counter()
         for number, (kind, layer) in enumerate(zip(parts.kinds, kinds, strict=True)):
             mixers.update(dict.fromkeys(_mixers(kind.module), counts[number]))
             if layer.experts and layer.experts_per_token == layer.experts:
-                yield f"Tokens are taken to go through all {layer.experts} experts of {layer.name}."
+                yield f"Each token is assumed to use all {layer.experts} experts of {layer.name}."
         if not mixers and not any(layer.attention for layer in kinds):
             mixers.update(dict.fromkeys((layer.name for layer in kinds), len(parts.order)))
         if mixers:
             named = listed(f"{name} (in {count} of {len(parts.order)} layers)" for name, count in mixers.items())
-            yield f"Of {named} the operations are those of their weights, without what else mixes tokens or features."
-        if chosen := _number(("index_topk",), self.text):
-            yield f"Attention is counted as if each token saw all before it, not index_topk={chosen} of them."
+            yield f"Only matmuls with weights are counted in {named}, not other operations on tokens or features."
+        if chosen := _first_positive_int(("index_topk",), self.text):
+            yield f"Attention is counted over all previous tokens, not over index_topk={chosen} selected ones."
 
 
 def _mixers(layer: nn.Module) -> Iterator[str]:
-    """Names of classes in a layer whose operations do not follow from their weights: convolutions, states, ..."""
+    """Yield names of classes in a layer with operations beyond matmuls: convolutions, state space models, ..."""
     for path, module in layer.named_modules():
         name = type(module).__name__
         if isinstance(module, _ConvNd):
             yield name
         elif not path or _attends(module) or takes_routing(module):
             continue
-        elif "attention" in name.lower():  # only the innermost, not its wrapper
+        elif "attention" in name.lower():  # report the innermost attention class, not its wrappers
             if not any("attention" in type(one).__name__.lower() for one in module.modules() if one is not module):
                 yield name
         elif "expert" not in name.lower() and "activation" not in name.lower():
@@ -429,13 +436,13 @@ def _mixers(layer: nn.Module) -> Iterator[str]:
                 yield name
 
 
-def _group(inside: str) -> str:
+def _block_key(inside: str) -> str:
     head, dot, _ = inside.partition(".")
     return head if dot else ""
 
 
-def _number(names: Iterable[str], *sources: object, default: int = 0) -> int:
-    """Value of the first attribute among `names` that is an integer above 0."""
+def _first_positive_int(names: Iterable[str], *sources: object, default: int = 0) -> int:
+    """Return the first positive integer among the attributes `names` of `sources`; `default` if there is none."""
     found = (value_of(source, name) for source in sources for name in names)
     return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), default)
 
@@ -452,35 +459,35 @@ def _has_softmax(kind: Any) -> bool:
     for base in kind.__mro__:
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
             functions = (inspect.unwrap(one) for one in vars(base).values() if inspect.isfunction(one))
-            read = {name for one in functions for name in _names(one.__code__)}
+            read = {name for one in functions for name in _names_used(one.__code__)}
             if INTERFACE in read or (named and not _SOFTMAX.isdisjoint(read)):
                 return True
     return False
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Names of attributes and globals that code reads."""
+def _names_used(code: CodeType) -> Iterator[str]:
+    """Yield the names of attributes and globals that `code` uses, including nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _names_used(constant)
 
 
-def _outside_notes(around: list[_Held], output: nn.Module | None) -> Iterator[str]:
+def _outside_notes(around: list[_HeldParameter], output: nn.Module | None) -> Iterator[str]:
     others: Counter[str] = Counter()
     for one in around:
         if one.multiplies and one.module is not output:
             others[".".join(one.path.split(".")[:2])] += one.parameter.numel()
     if others:
         names = listed(f"{name} ({count / 1e6:,.1f} million)" for name, count in others.items())
-        yield f"Outside of the layers are weights of {names}: their memory is counted, their operations are not."
+        yield f"Weights outside the layers: {names}. Their memory is counted, their operations are not."
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- unsupported configs ----------------------------------------------------------------------------------------------
 
 
 class PlanCheck:
-    """The checks of `parallelize` and `build` that need no ranks, on a model on the meta device."""
+    """Checks of `parallelize` and `build` that need no ranks, on a model on the meta device."""
 
     def __init__(self, model: Any, parts: _LayerParts, name: str) -> None:
         self.model, self.parts, self.name = model, parts, name
@@ -491,7 +498,7 @@ class PlanCheck:
         self._refusal: Callable[..., str] = cache(self._find_refusal)
 
     def check(self, config: ParallelConfig) -> None:
-        """Raise ValueError with the reason if `build` would reject the model."""
+        """Raise ValueError with the reason if `build` would reject the model in `config`."""
         needs_layers = config.pp > 1 or config.recompute == "full" or config.is_sharded
         refusal = self.parts.refusal if needs_layers else ""
         refusal = refusal or self._refusal(
@@ -502,7 +509,7 @@ class PlanCheck:
 
     def _find_refusal(self, tp: int, over_cp: bool, ep: int, sequence_parallel: bool, loss_parallel: bool) -> str:
         model = self.model
-        mesh: Any = object()  # these checks only test whether there is a mesh
+        mesh: Any = object()  # placeholder: these checks only compare the mesh with None
         parallelism = Parallelism(
             mesh if tp > 1 else None, mesh if over_cp else None, sequence_parallel, loss_parallel, True
         )

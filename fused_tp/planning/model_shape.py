@@ -1,7 +1,7 @@
 """Sizes of a model that determine its costs and its legal shardings, per layer and outside the layers.
 
-`fused_tp.planning.find_shape` counts them in the model itself. Only the models in SHAPES, which are
-known by name without a config, use the formulas of `decoder`.
+`fused_tp.planning.find_shape` counts the sizes in the model that transformers creates. Only the models in SHAPES, which
+are known by name without a config, use the formulas of `decoder`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weights:
-    """Number of parameters.
+    """Number of parameters, total and sharded.
 
     Attributes:
         count: total number.
-        sharded: number of these that are sharded over tensor parallel ranks; all others are replicated.
+        sharded: number of parameters that are sharded over tensor parallel ranks; the rest is replicated.
     """
 
     count: int = 0
@@ -33,7 +33,7 @@ class Weights:
         return Weights(self.count + other.count, self.sharded + other.sharded)
 
     def on_rank(self, tp: int) -> float:
-        """Number of parameters that one of `tp` ranks holds."""
+        """Return the number of parameters that each of `tp` ranks holds."""
         return self.count - self.sharded + self.sharded / tp
 
 
@@ -44,9 +44,9 @@ class Attention:
     Attributes:
         heads, kv_heads: number of query heads and of key/value heads; for latent attention (arXiv:2405.04434) the heads
             computed from the latents.
-        head_dim: features of a head; the mean of those of queries and of values if these differ.
-        window: tokens that a token attends to; None: all before it.
-        sharded: heads are sharded over tensor parallel ranks.
+        head_dim: features of a head; if queries and values differ, the mean of both.
+        window: number of tokens that a token attends to; None: all previous tokens.
+        sharded: True if heads are sharded over tensor parallel ranks.
     """
 
     heads: int
@@ -56,23 +56,23 @@ class Attention:
     sharded: bool = True
 
     def seen(self, seq: int) -> float:
-        """Mean number of tokens that a token in a row of `seq` tokens attends to."""
+        """Return the mean number of tokens that a token in a row of `seq` tokens attends to."""
         window = min(seq, self.window or seq)
         return window - window * window / (2 * seq)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Matmuls of a layer between two norms, counted for one token: of experts only the active ones.
+    """Matmuls of a layer between two norms, counted for one token; only its active experts count.
 
     Attributes:
-        wide: weights per hidden feature that are sharded by columns over tensor parallel ranks.
-        narrow: weights per hidden feature that are sharded by rows.
-        whole: weights per hidden feature that are replicated.
-        kept: sharded features inside the block that backward needs.
-        kept_whole: replicated features inside the block that backward needs.
-        pointwise: activations or rotations read and write these features.
-        experts: experts are among the matmuls.
+        wide: column-parallel weights per hidden feature.
+        narrow: row-parallel weights per hidden feature.
+        whole: replicated weights per hidden feature.
+        kept: sharded features inside the block that are kept for backward.
+        kept_whole: replicated features inside the block that are kept for backward.
+        pointwise: True if activations or rotary embeddings read and write these features.
+        experts: True if the matmuls include experts.
     """
 
     wide: float = 0.0
@@ -89,13 +89,13 @@ class Layer:
     """Sizes of one layer.
 
     Attributes:
-        name: name of its class, for messages.
-        weights: parameters except the experts'. Weights shared by several layers count in the first one.
+        name: name of the layer's class, for messages.
+        weights: parameters except routed experts. A weight shared by several layers counts in the first layer.
         expert_weights: parameters of all routed experts; shared experts count in `weights`.
-        experts, experts_per_token: 0: none.
-        blocks: matmuls, in their order.
-        attention: attention modules of the blocks.
-        tensors: number of parameter tensors; each costs the optimizer an overhead.
+        experts, experts_per_token: number of routed experts, total and per token; 0: no experts.
+        blocks: matmuls, in order of execution.
+        attention: attention modules of the layer.
+        tensors: number of parameter tensors; the optimizer has a constant overhead for each.
     """
 
     name: str
@@ -121,17 +121,17 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a model of layers, each of which maps the hidden state to the next one.
+    """Sizes of a model whose layers each map one hidden state to the next.
 
     Attributes:
-        name: for messages.
+        name: name for messages.
         hidden: features of the hidden state.
         vocab: features of the logits.
-        stack: the layers, in their order.
-        embedding: weights outside the layers; those of the output layer only if `tied`.
+        stack: the layers, in order of execution.
+        embedding: weights outside the layers; includes the output layer only if `tied`.
         output: weights of the output layer.
         tied: the output layer shares its weight with the embedding.
-        notes: sentences about parts of the model that its costs leave out.
+        notes: messages about parts of the model that the cost model omits.
         check: raises ValueError if `parallelize` would reject a ParallelConfig; None: heads and experts decide.
     """
 
@@ -147,7 +147,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
-        """Distinct layers, in order of their first use."""
+        """Distinct layers, in order of first use."""
         return tuple(dict.fromkeys(self.stack))
 
     @cached_property
@@ -161,7 +161,10 @@ class ModelShape:
         return len(self.stack)
 
     def stages(self, count: int) -> list[tuple[int, ...]]:
-        """Number of layers of each kind in each of `count` pipeline stages; the first stages hold the remainder."""
+        """Return the number of layers of each kind in each of `count` pipeline stages.
+
+        If `count` does not divide the number of layers, the first stages have one layer more.
+        """
         return _stages(self._order, len(self.kinds), count)
 
     @cached_property
@@ -171,7 +174,7 @@ class ModelShape:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Distinct numbers of experts per layer; layers without experts do not count."""
+        """Distinct numbers of experts per layer, without layers that have no experts."""
         return tuple(dict.fromkeys(kind.experts for kind in self.kinds if kind.experts))
 
     @property
@@ -199,10 +202,10 @@ class ModelShape:
         return self.embedding.count + (0 if self.tied else self.output.count)
 
     def flops(self, tokens: float, seq: int) -> float:
-        """FLOPs of forward and backward of `tokens` tokens in rows of `seq`, as MFU counts them.
+        """Return the model FLOPs of forward and backward for `tokens` tokens in rows of `seq`.
 
-        Eq. 3 of Narayanan et al. (arXiv:2104.04473) without recomputation: 6 per matmul weight that a token uses, and
-        full attention, including the half that a causal mask hides. Attention with a window counts that window only.
+        Eq. 3 of Narayanan et al. (arXiv:2104.04473) without recomputation: 6 FLOPs per matmul weight that a token uses,
+        plus full attention, including the scores that a causal mask hides. A window limits attention to its tokens.
         """
         counts = Counter(self._order)
         weights, attended = float(self.output.count), 0.0
@@ -213,7 +216,7 @@ class ModelShape:
         return tokens * (6 * weights + 12 * attended)
 
     def summary(self) -> dict[str, Any]:
-        """Sizes as plain numbers, to distinguish models whose parameters have the same shapes."""
+        """Return the sizes as plain numbers, which distinguish models whose parameters have the same shapes."""
         heads = [(one.heads, one.kv_heads) for layer in self.stack for one in layer.attention]
         return {
             "layers": self.layers,
@@ -249,15 +252,15 @@ def decoder(
     experts: int = 0,
     experts_per_token: int = 0,
 ) -> ModelShape:
-    """Shape of a decoder of equal layers by formulas, for models without a config; norms and biases are left out.
+    """Compute the shape of a decoder with equal layers from its sizes, without norms and biases.
 
     Args:
-        name: for messages.
-        layers, hidden, heads, kv_heads, head_dim, vocab: as in transformers' configs.
-        intermediate: features inside the MLP; for a layer with experts: inside one expert.
-        gated: the MLP has a gate beside its up projection (SwiGLU), and attention rotates queries and keys.
-        tied: the output layer shares its weight with the embedding.
-        experts, experts_per_token: per layer; 0: none.
+        name: name for messages.
+        layers, hidden, heads, kv_heads, head_dim, vocab: sizes with the same meaning as in transformers' configs.
+        intermediate: features inside the MLP, or inside one expert.
+        gated: True for a Llama-like layer: a gated MLP (SwiGLU) and rotary embeddings; False for a GPT-like layer.
+        tied: True if the output layer shares its weight with the embedding.
+        experts, experts_per_token: number of experts per layer and per token; 0: no experts.
 
     Example:
         >>> decoder("small", layers=2, hidden=64, heads=4, intermediate=96, vocab=128).parameters

@@ -1,7 +1,7 @@
 """Published measurements, and the predictions of the cost model for them.
 
-`hardware.FITTED` is fitted on `fitted_rows` alone. The form of the cost model, and the microbatch of Megatron-Core's
-rows, were chosen with knowledge of the other rows.
+`hardware.FITTED` is fitted only to `fitted_rows`. The other rows influenced the form of the cost model, and the
+microbatch size that is assumed for Megatron-Core.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Row:
     """A published measurement and its prediction.
 
     Attributes:
-        name: name of model and variant.
-        model: the configuration that was measured.
-        published, predicted: in the unit of the set: percent of MFU, GiB, or percent of gain.
+        name: name of the model and the variant.
+        model: cost model of the measured configuration.
+        published, predicted: values in the unit of the set (see `SETS`).
     """
 
     name: str
@@ -38,12 +38,12 @@ class Row:
 
 
 def mean_error(rows: list[Row]) -> float:
-    """Mean of absolute errors."""
+    """Return the mean absolute error of `rows`."""
     return sum(abs(row.error) for row in rows) / len(rows)
 
 
 def gpt(name: str, layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> ModelShape:
-    """Shape of a GPT: ungrouped heads, an MLP of 4 x hidden features without a gate."""
+    """Return the shape of a GPT: ungrouped heads, an MLP of 4 x hidden features without a gate."""
     rest = {"intermediate": 4 * hidden, "gated": False} | rest
     return decoder(name, layers=layers, hidden=hidden, heads=heads, vocab=vocab, **rest)
 
@@ -55,12 +55,12 @@ def _config(dp: int, microbatches: int, virtual: int = 1, **sizes: Any) -> Paral
 
 # -- Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv:2205.05198 --------------
 
-_THEIRS = Software(
+_KORTHIKANTI_SOFTWARE = Software(
     attention="selective", shards="optimizer", fused_tp=False, overlap_dp=False, dropout=True, split_sends=True
 )
-# Table 3: heads, hidden, layers, pp, stages of a rank, batch, microbatch. Table 5: seconds of a step with sequence
-# parallelism and selective recomputation, and with full recomputation and neither. Figure 1: GiB of parameters and
-# optimizer, of activations without and with sequence parallelism and selective recomputation.
+# Name; layers, hidden, heads (table 3); pp, stages per rank, batch, microbatch (table 3); seconds per step (table 5)
+# with sequence parallelism and selective recomputation, then with full recomputation and no sequence parallelism;
+# GiB (figure 1) of parameters and optimizer state, of activations without either method, of activations with both.
 _KORTHIKANTI = (
     ("22B", (48, 6144, 64), (1, 1, 4, 4), (1.10, 1.42), (45.5625, 59.25, 9.5625)),
     ("175B", (96, 12288, 96), (8, 3, 64, 1), (13.75, 18.13), (45.5625, 66.84375, 12.3515625)),
@@ -81,12 +81,12 @@ def _korthikanti(full: bool, kept_scores: bool = False) -> Iterator[CostModel]:
             machine=MACHINES["a100"],
             seq=2048,
             global_batch=batch,
-            software=replace(_THEIRS, attention="unfused" if full or kept_scores else "selective"),
+            software=replace(_KORTHIKANTI_SOFTWARE, attention="unfused" if full or kept_scores else "selective"),
         )
 
 
 def fitted_rows() -> list[Row]:
-    """MFU in percent, from the step times that the constants are fitted on."""
+    """Return MFU in percent, computed from the step times that the constants are fitted to."""
     rows = []
     for at, (full, how) in enumerate(((False, "sequence parallel, selective"), (True, "full recomputation"))):
         for (name, _, _, seconds, _), model in zip(_KORTHIKANTI, _korthikanti(full), strict=True):
@@ -96,7 +96,7 @@ def fitted_rows() -> list[Row]:
 
 
 def memory_rows() -> list[Row]:
-    """GiB per rank in figure 1, which leaves embeddings out."""
+    """Return GiB per rank as in figure 1, which omits embeddings."""
     rows = []
     for (name, _, _, _, (state, kept, selective)), plain, less in zip(
         _KORTHIKANTI, _korthikanti(False, kept_scores=True), _korthikanti(False), strict=True
@@ -114,9 +114,9 @@ def memory_rows() -> list[Row]:
 
 # -- Megatron-Core r0.8, README of NVIDIA/Megatron-LM: weak and strong scaling on H100 --------------------------------
 
-_MEGATRON = Software(shards="optimizer", dropout=True, split_sends=True)
+_MEGATRON_SOFTWARE = Software(shards="optimizer", dropout=True, split_sends=True)
 # Name, heads, hidden, layers, tp, pp, GPUs, batch; percent of MFU. images/model_table.png
-_WEAK: tuple[tuple[Any, ...], ...] = (
+_WEAK_SCALING: tuple[tuple[Any, ...], ...] = (
     ("1.7B", 16, 2048, 24, 1, 1, 48, 192, 41),
     ("7.1B", 32, 4096, 30, 2, 1, 96, 192, 47),
     ("16B", 48, 6144, 32, 4, 1, 192, 192, 49),
@@ -132,8 +132,11 @@ STRONG = ((96, 47), (4608, 42))
 
 
 def _megatron(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int, gpus: int, batch: int) -> CostModel:
-    """Model of a Megatron-Core row, with assumptions for sizes that are not published: microbatches of one row, as in
-    Megatron-LM's examples of GPT-3, and the stages per rank and recomputation that are predicted to be fastest."""
+    """Return the cost model of a Megatron-Core row.
+
+    Some sizes are not published. Microbatches are assumed to have one row, as in Megatron-LM's examples of GPT-3. The
+    stages per rank and the recomputation are assumed to be those with the lowest predicted time.
+    """
     dp = gpus // (tp * pp)
     models = [
         CostModel(
@@ -142,7 +145,7 @@ def _megatron(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int,
             machine=MACHINES["h100"],
             seq=4096,
             global_batch=batch,
-            software=_MEGATRON,
+            software=_MEGATRON_SOFTWARE,
         )
         for virtual in (range(1, layers // pp + 1) if pp > 1 else (1,))
         if layers % (pp * virtual) == 0
@@ -152,8 +155,8 @@ def _megatron(name: str, heads: int, hidden: int, layers: int, tp: int, pp: int,
 
 
 def weak_scaling_rows() -> list[Row]:
-    """MFU in percent, with a batch that grows with the number of GPUs."""
-    found = [(_megatron(*sizes), published) for *sizes, published in _WEAK]
+    """Return MFU in percent for models and batches that grow with the number of GPUs."""
+    found = [(_megatron(*sizes), published) for *sizes, published in _WEAK_SCALING]
     return [
         Row(
             name=f"{model.shape.name}, {model.config.world_size} GPUs",
@@ -166,12 +169,12 @@ def weak_scaling_rows() -> list[Row]:
 
 
 def strong_scaling(gpus: int) -> CostModel:
-    """Cost model of the 177B model with a batch of 1152 on `gpus` GPUs."""
+    """Return the cost model of the 177B model with a batch of 1152 on `gpus` GPUs."""
     return _megatron("177B", 96, 12288, 96, 8, 6, gpus, 1152)
 
 
 def strong_scaling_rows() -> list[Row]:
-    """MFU in percent, with a fixed batch."""
+    """Return MFU in percent for the 177B model with a fixed batch."""
     return [
         Row(name=f"177B, {gpus} GPUs, batch 1152", model=model, published=mfu, predicted=100 * model.mfu)
         for gpus, mfu in STRONG
@@ -181,10 +184,10 @@ def strong_scaling_rows() -> list[Row]:
 
 # -- NeMo 24.12, performance summary: H100, FP8 -----------------------------------------------------------------------
 
-_NEMO = Software(shards="optimizer", gradient_bytes=2)
+_NEMO_SOFTWARE = Software(shards="optimizer", gradient_bytes=2)
 _GPT3_175B = gpt("GPT3-175B", 96, 12288, 96, 51200)
-# Shape; GPUs, batch, microbatch, seq, tp, pp, cp, stages of a rank; tokens/s of a GPU, TFLOP/s of a GPU.
-_SUMMARY = (
+# Shape; GPUs, batch, microbatch, seq, tp, pp, cp, stages per rank; tokens/s per GPU; TFLOP/s per GPU.
+_NEMO_SUMMARY = (
     (gpt("GPT3-5B", 24, 4096, 32, 51200), (64, 2048, 4, 2048, 1, 1, 1, 1), 23406, 765),
     (gpt("GPT3-20B", 44, 6144, 48, 51200), (64, 256, 2, 2048, 2, 1, 1, 1), 5851, 750),
     (_GPT3_175B, (128, 256, 1, 2048, 4, 8, 1, 6), 716, 771),
@@ -201,9 +204,9 @@ _SUMMARY = (
 
 
 def nemo_rows() -> list[Row]:
-    """MFU in percent of the FP8 peak."""
+    """Return MFU in percent of the FP8 peak."""
     rows = []
-    for shape, (gpus, batch, micro, seq, tp, pp, cp, virtual), tokens, _ in _SUMMARY:
+    for shape, (gpus, batch, micro, seq, tp, pp, cp, virtual), tokens, _ in _NEMO_SUMMARY:
         dp = gpus // (tp * pp * cp)
         model = CostModel(
             shape=shape,
@@ -212,7 +215,7 @@ def nemo_rows() -> list[Row]:
             seq=seq,
             global_batch=batch,
             precision="fp8",
-            software=_NEMO,
+            software=_NEMO_SOFTWARE,
         )
         published = 100 * shape.flops(tokens, seq) / model.machine.peak("fp8")
         rows.append(Row(name=f"{shape.name}, {gpus} GPUs", model=model, published=published, predicted=100 * model.mfu))
@@ -223,7 +226,10 @@ def nemo_rows() -> list[Row]:
 
 
 def fused_tp_rows() -> list[Row]:
-    """Gain of overlapped tp in percent of tokens/s: Llama 3 70B, 128 H100, FSDP 16 x TP 8, 16 rows of 8192 tokens."""
+    """Return the throughput gain of overlapped tp in percent.
+
+    Llama 3 70B on 128 H100 GPUs, FSDP 16 x TP 8, a local batch of 16 rows of 8192 tokens.
+    """
     rows = []
     for precision, plain, fused in (("bf16", 598, 673), ("fp8", 820, 950)):
         model = CostModel(

@@ -17,12 +17,12 @@ from fused_tp.planning.hardware import GIB, PRECISIONS, Machine, find_machine
 from fused_tp.planning.model_shape import ModelShape
 from fused_tp.planning.published import torchtitan_share
 
-# Share of a GPU's memory that CUDA, NCCL and fragmentation leave.
+# Share of a GPU's memory that remains after CUDA, NCCL and fragmentation.
 USABLE_MEMORY = 0.92
 MICROBATCH_ROWS = (1, 2, 4, 8)
 CP_TOKENS = 1024
 VIRTUAL_STAGES = (1, 2, 4, 5, 8, 10)
-# Options of tensor parallel ranks between layers; the first one that a model supports is used.
+# Options for the hidden state and the logits with tp > 1, in order of preference; the first supported one is used.
 BETWEEN: tuple[dict[str, bool], ...] = (
     {},
     {"sequence_parallel": False},
@@ -36,15 +36,15 @@ class Plan:
 
     Attributes:
         config: config to pass to `fused_tp.build`.
-        time, memory: step time by component, and memory by use of the rank that needs most.
+        time, memory: step time by component, and memory by use on the rank that needs the most.
         microbatch_rows: rows of one microbatch.
         mfu: share of peak FLOP/s.
         tokens_per_second: tokens per second of all ranks together, at the speed of the fastest published stacks.
         low_tokens_per_second: the same at the lowest share of that speed that torchtitan has published; None: it has
             published none for the machine.
         exposed_fused, exposed_plain: share of the step that waits for communication, with fused and with plain tp.
-        reason: a sentence on why it is slower than the best plan.
-        notes: sentences about parts of the model that the prediction leaves out.
+        reason: message that says why this plan is slower than the best one.
+        notes: messages about parts of the model that the prediction omits.
     """
 
     config: ParallelConfig
@@ -61,7 +61,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which a pipeline rank is idle."""
+        """Share of the step in which a pipeline rank idles."""
         return self.time.bubble / self.time.total
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,12 +127,12 @@ def recommend(
     for name, value in (("gpus", gpus), ("seq", seq), ("global_batch", global_batch), ("top", top)):
         check_int(name, value, 1)
     if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}; it must be one of {listed(map(repr, PRECISIONS))}.")
+        raise ValueError(f"precision must be one of {listed(map(repr, PRECISIONS))}, got {precision!r}.")
     machine.peak(precision)
     limit = (machine.memory if memory is None else memory) * USABLE_MEMORY
     software = Software(fused_tp=fused_tp)
     fitting, smallest = [], float("inf")
-    tokens = CP_TOKENS if machine.overlaps else CP_TOKENS // 16  # enough to fill a GPU, or a core
+    tokens = CP_TOKENS if machine.overlaps else CP_TOKENS // 16  # fewer tokens per cp rank leave a GPU (or core) idle
     for config in configurations(
         shape, gpus, machine.ranks_per_node, seq=seq, global_batch=global_batch, cp_tokens=tokens
     ):
@@ -145,13 +145,13 @@ def recommend(
             fitting.append(costs)
     if smallest == float("inf"):
         raise ValueError(
-            f"{shape.name} can be sharded over {gpus} ranks in no way for {global_batch} rows of {seq} tokens: data "
+            f"No config of {gpus} ranks supports {shape.name} with {global_batch} rows of {seq} tokens: data "
             "parallel ranks and microbatches must divide the rows, and tp the key/value heads; change rows or ranks."
         )
     if not fitting:
         raise ValueError(
             f"{shape.name} does not fit: the smallest of all configurations of {gpus} ranks needs {smallest / GIB:.0f} "
-            f"GiB a rank, and {limit / GIB:.0f} GiB can be used; take more ranks, more memory, or shorter rows."
+            f"GiB per rank, and {limit / GIB:.0f} GiB are usable; use more ranks, more memory, or shorter rows."
         )
     fitting.sort(key=lambda one: (round(one.time.total, 6), one.memory.total))
     chosen = fitting[:top]
@@ -250,10 +250,10 @@ def _plan(costs: CostModel, best: CostModel, torchtitan: float | None) -> Plan:
 
 
 _PARTS = {
-    "matmul": "matmuls are smaller or more of them",
+    "matmul": "its matmuls are smaller or more numerous",
     "attention": "attention takes longer",
-    "memory_bound": "ops bound by memory move more bytes",
-    "recompute": "activations are computed again",
+    "memory_bound": "memory-bound ops move more bytes",
+    "recompute": "activations are recomputed",
     "tp": "communication of tp is exposed",
     "cp": "communication of cp is exposed",
     "ep": "communication of ep is exposed",
@@ -265,12 +265,12 @@ _PARTS = {
 
 
 def _reason(costs: CostModel, best: CostModel) -> str:
-    """Sentence that names the component with the largest extra time compared to the best plan."""
+    """Return a message that names the component with the most extra time compared to the best plan."""
     if costs is best:
-        return "The fastest of those that fit."
+        return "The fastest plan that fits into memory."
     more = {name: getattr(costs.time, name) - getattr(best.time, name) for name in _PARTS}
     name = max(more, key=lambda one: more[one])
     slower = costs.time.total / best.time.total - 1
     if slower < 5e-4:
-        return "As fast as the best."
+        return "As fast as the best plan."
     return f"{slower:.1%} slower: {_PARTS[name]} ({more[name]:.2f} s more)."

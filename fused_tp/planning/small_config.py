@@ -1,7 +1,8 @@
 """Small configs of transformers' model types: few layers, at least one of each kind, fast on a CPU.
 
-Each mechanism affects even a few tokens: windows and selections are shorter than the sequence, factors are not 1,
-caps are below the values they cap. tests/integrations/live.py checks this for every field.
+Sizes are chosen so that each mechanism changes the outputs for a short sequence: windows and selections are shorter
+than the sequence, factors differ from 1, caps are below the values they cap. tests/integrations/live.py checks this for
+every field.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 
 VOCABULARY = 128
 
-# Names of the same few sizes in different configs. A model type gets those that its config knows.
+# Values of config fields, under every name that they have in some model type. A config uses the fields that it defines.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embed_dim", "output_dim"), 64),
     **dict.fromkeys(
@@ -63,13 +64,13 @@ SMALL: dict[str, Any] = {
     "is_decoder": True,
     "use_cache": False,
 }
-# Parts of names of optional fields. If the default config has None for one, the model may lack code for its mechanism.
+# Substrings of names of optional fields. A field whose default is None stays None: the model may not implement it.
 OPTIONAL = ("softcap", "soft_cap", "n_group", "topk_group", "clip_qkv", "sliding_window")
-FACTORS = ("multiplier", "scal", "factor", "alpha", "beta")  # parts of names of factors that are often 1
+FACTORS = ("multiplier", "scal", "factor", "alpha", "beta")  # substrings of names of factors whose default is often 1
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers")
-RANDOM = ("dropout", "pdrop", "jitter")  # parts of names of mechanisms that draw random numbers
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # twice the hidden size
-CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}  # default: attention
+RANDOM = ("dropout", "pdrop", "jitter")  # substrings of names of fields that enable random numbers; set to 0
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}  # 8 x 16 features: twice the hidden size
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}  # default: only attention
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {
         "layer_types": ["linear_attention", "full_attention"],
@@ -77,21 +78,22 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
     },
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
-    "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # in four blocks, each sharded
+    "codegen": {"num_attention_heads": 8, "n_head": 8, "rotary_dim": 4},  # two heads in each of its four qkv blocks
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"full_attention": None, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},  # top 1 trains no router
+        # moe_top_k=1 would normalize the only weight to 1, so that the router has no gradient.
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "deepseek_v4": {
         "num_nextn_predict_layers": 0,
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
     },
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "dots3_note_text": {  # separate sizes for its layers with a window
+    "dots3_note_text": {  # swa_*: sizes of its sliding window layers
         "num_key_value_heads": 4,
         **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
         **dict.fromkeys(("swa_qk_nope_head_dim", "swa_qk_rope_head_dim"), 8),
@@ -124,7 +126,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "layer_types": ["minimax_m3_sparse", "full_attention"],
         "mlp_layer_types": ["sparse", "dense"],
     },
-    "modernbert-decoder": {"local_attention": 8, "sliding_window": 4},  # half of it
+    "modernbert-decoder": {"local_attention": 8, "sliding_window": 4},  # the window is half of local_attention
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -132,8 +134,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
-    "recurrent_gemma": {"num_hidden_layers": 3},  # the third is attention
-    "xlstm": {"qk_dim_factor": 1.0},  # its layers and its cache round smaller factors differently
+    "recurrent_gemma": {"num_hidden_layers": 3},  # the third layer is its first attention layer
+    "xlstm": {"qk_dim_factor": 1.0},  # transformers rounds smaller factors differently in the layers and in the cache
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 5,
@@ -144,7 +146,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
 
 
 def small_config(kind_of_config: Any, **changes: Any) -> Any:
-    """Config with few layers, at least one of each kind, and small sizes; `changes` override them."""
+    """Create a config with few layers, at least one of each kind, and small sizes; `changes` override fields."""
     from transformers import PreTrainedConfig
 
     usual = kind_of_config()
@@ -169,7 +171,7 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
     random = (name for name in known if any(part in name for part in RANDOM) and not name.startswith("is_"))
     drawn = {name: values.get(name) for name in random}
     sizes |= {name: type(number)(0) for name, number in drawn.items() if isinstance(number, int | float)}
-    if "qk_rope_head_dim" in known:  # latent attention: head_dim is the size of the rotated part
+    if "qk_rope_head_dim" in known:  # latent attention: head_dim is the size of the rotary part
         sizes |= {"head_dim": 8, "num_key_value_heads": 4}
     sizes |= OWN_SIZES.get(kind_of_config.model_type, {})
     for name in kind_of_config.sub_configs:
@@ -177,30 +179,32 @@ def small_config(kind_of_config: Any, **changes: Any) -> Any:
         if name not in sizes and isinstance(part, PreTrainedConfig):
             sizes[name] = small_config(type(part))
     own_name: dict[str, str] = getattr(kind_of_config, "attribute_map", {})
-    changed = {own_name.get(name, name) for name in changes}  # of two names for one size, the last one wins
+    changed = {
+        own_name.get(name, name) for name in changes
+    }  # drop aliases of changed fields, which could override them
     sizes = {name: value for name, value in sizes.items() if own_name.get(name, name) not in changed}
     made: Any = kind_of_config(**sizes, **changes)
     return made
 
 
 def at_depth(config: Any, layers: int) -> dict[str, Any]:
-    """Overrides that give a config `layers` layers: each field for their number, and lists per layer, shortened."""
+    """Return overrides that reduce `config` to `layers` layers: the number of layers, and shortened per-layer lists."""
     known = {*config.to_dict(), *getattr(type(config), "attribute_map", {})}
     lists = {name: value[:layers] for name, value in _lists_of_layers(config).items()}
     return {name: layers for name in DEPTHS if name in known} | lists
 
 
 def _lists_of_layers(config: Any) -> dict[str, list[Any]]:
-    """Fields of a config that are lists with one entry per layer."""
+    """Return the fields of a config that are lists with one entry per layer."""
     depth = next((getattr(config, name) for name in DEPTHS if isinstance(getattr(config, name, None), int)), 2)
     return {name: value for name, value in config.to_dict().items() if isinstance(value, list) and len(value) == depth}
 
 
 def draw_values(model: nn.Module) -> None:
-    """Add noise to all parameters of a small model, and to its persistent buffers.
+    """Add noise to all parameters and persistent buffers of a small model.
 
-    Values are then neither 0 nor 1, and projections return numbers of about 1. A softmax of equal logits, or a cap on
-    small ones, would hide errors.
+    Afterwards no value is exactly 0 or 1, and projections return values of about 1. Initial values would hide errors: a
+    softmax of nearly equal logits is uniform, and a cap does not affect small logits.
     """
     held = model.state_dict(keep_vars=True)
     buffers = [t for name, t in model.named_buffers() if name in held]

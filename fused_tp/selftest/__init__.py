@@ -1,1 +1,1 @@
-"""The selftest of a machine with GPUs: `fused-tp selftest`."""
+"""Selftest of a machine with GPUs: `fused-tp selftest`."""

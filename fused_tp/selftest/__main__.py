@@ -1,6 +1,6 @@
-"""`python -m fused_tp.selftest RESULT STEP ...`: the body of one step, which `fused-tp selftest` runs in a process.
+"""`python -m fused_tp.selftest RESULT STEP ...`: one step of `fused-tp selftest`, which runs each step in a process.
 
-Findings are written to the file RESULT as they arrive; the exit code is 0 if everything is right.
+Findings are written to the file RESULT as soon as they are known. The exit code is 0 if everything is right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fused_tp.selftest.steps import UNABLE
 
 
 def keep(found: dict[str, Any]) -> None:
-    """Replace the file of results by the findings so far."""
+    """Replace the results file by the findings so far, in one rename."""
     unfinished = Path(sys.argv[1] + ".part")
     unfinished.write_text(json.dumps(found, indent=1))
     unfinished.replace(sys.argv[1])
@@ -32,7 +32,7 @@ CLOCKS = "name,driver_version,clocks.max.sm,clocks.sm,power.limit"
 
 
 def environment() -> int:
-    """Report the GPUs, their clocks, and all versions."""
+    """Record the GPUs, their clocks, and all versions."""
     gpus = [str(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
     clocks, found = nvidia_smi(CLOCKS), versions()
     processors = len(os.sched_getaffinity(0))
@@ -44,20 +44,20 @@ def environment() -> int:
 
 
 def compile_kernels(arch: int, archive: str) -> int:
-    """Unpack archived kernels into the cache and compile the others on all cores."""
+    """Unpack archived kernels into the cache, and compile the missing ones on all cores."""
     from fused_tp.selftest.kernel_cache import compile_for
     from fused_tp.triton_kernels.archive import cache_folder, install_shipped, unpack
 
     brought, problem = 0, ""
     try:
         brought += install_shipped() + (unpack(Path(archive), cache_folder()) if archive else 0)
-    except (ValueError, OSError) as error:  # not fatal: the kernels are compiled instead
+    except (ValueError, OSError) as error:  # not fatal: the kernels are compiled below
         problem = str(error)
         say(f"WRONG  {problem}")
     found = compile_for(arch, len(os.sched_getaffinity(0)))
     note = f"{found.kernels} kernels for sm_{arch}, {found.kernels - found.found} compiled, {brought} from archives"
     if archive and not problem and not found.found:
-        note += f"; {archive} has none of them: it is of other sources, another Triton or another GPU"
+        note += f"; {archive} has none of them: it was built from other sources, or for another Triton or GPU"
     keep({**found._asdict(), "arch": arch, "from archives": brought, "archive": problem, "note": note})
     for text in found.failed:
         say(f"WRONG  {text}")
@@ -76,47 +76,47 @@ def smoke() -> int:
 
 
 def kernels(group: str, first: int = 0) -> int:
-    """Check the cases of `group` from number `first` on. A case that raises is the last of its process.
+    """Check the cases of `group` from number `first` on. After a case that raises, the rest runs in a new process.
 
-    An illegal access breaks everything after it in a process, and a kernel that never ends occupies its SMs: later
-    cases run in a process with a new context, which ends the old one's kernels. An op that has raised an error, or
-    waited in vain, is not tried again.
+    After an illegal memory access, every later CUDA call of a process fails, and a kernel that hangs occupies its SMs.
+    A new process has a new CUDA context, and the exit of the old one stops its kernels. An op that has raised an error
+    or timed out is not tried again.
     """
-    from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, CaseVerdict, judge
+    from fused_tp.selftest.kernels import CASES, COSTLY_SECONDS, CaseResult, run_case
 
     before = json.loads(Path(sys.argv[1]).read_text()) if first else {}
-    verdicts: dict[str, str] = before.get("cases", {})
+    problems: dict[str, str] = before.get("cases", {})
     stuck: list[str] = before.get("stuck", [])
 
     def kept(running: str = "") -> None:
-        wrong = {name: text for name, text in verdicts.items() if text}
-        note = f"{len(verdicts) - len(wrong)} of {len(verdicts)} cases are right"
+        wrong = {name: text for name, text in problems.items() if text}
+        note = f"{len(problems) - len(wrong)} of {len(problems)} cases are right"
         note += "".join(f"; {name}: {text[:100]}" for name, text in [*wrong.items()][:1])
         note += f"; at {running}" * bool(running)
-        keep({"cases": verdicts, "wrong": wrong, "stuck": stuck, "note": note})
+        keep({"cases": problems, "wrong": wrong, "stuck": stuck, "note": note})
 
     device = torch.device("cuda", torch.cuda.current_device())
     cases = [case for case in CASES if case.group == group]
     for number, case in enumerate(cases[first:], first):
         kept(case.name)
         if case.op in stuck:
-            verdict = CaseVerdict(f"not tried: {case.op} has raised an error or waited in vain before")
+            result = CaseResult(f"not tried: {case.op} raised an error or timed out in an earlier case")
         else:
-            verdict = judge(case, device)
-        if verdict.raised or (verdict.problem and verdict.seconds > COSTLY_SECONDS):
+            result = run_case(case, device)
+        if result.raised or (result.problem and result.seconds > COSTLY_SECONDS):
             stuck.append(case.op)
-        verdicts[case.name] = verdict.problem
+        problems[case.name] = result.problem
         kept()
-        say(f"{'WRONG' if verdict.problem else 'right'}  {case.name}{': ' * bool(verdict.problem)}{verdict.problem}")
-        if verdict.raised and number + 1 < len(cases):
-            say("the cases that follow run in a new process")
+        say(f"{'WRONG' if result.problem else 'right'}  {case.name}{': ' * bool(result.problem)}{result.problem}")
+        if result.raised and number + 1 < len(cases):
+            say("the remaining cases run in a new process")
             again = ["-m", "fused_tp.selftest", sys.argv[1], "kernels", group, str(number + 1)]
             os.execv(sys.executable, [sys.executable, *again])
-    return int(any(verdicts.values()))
+    return int(any(problems.values()))
 
 
 def memory_accesses(program: str) -> int:
-    """Check one rank alone, whose kernels wait for no peer, with every memory access watched by `program`."""
+    """Check the kernels of a single rank, which wait for no peer, under compute-sanitizer at path `program`."""
     from fused_tp.selftest.kernels import ALONE
     from fused_tp.selftest.tools import run_watched
 

@@ -1,8 +1,8 @@
-"""Compile the selftest's kernels, for a GPU that need not be present, into Triton's disk cache or an archive of it.
+"""Compile the selftest's kernels into Triton's disk cache, or an archive of it. No GPU is needed.
 
     python -m fused_tp.selftest.kernel_cache --arch 90 --out sm_90.tar.xz
 
-Each of several processes makes all calls on CPU tensors, and compiles its share of the kernels.
+Several processes each make all calls on CPU tensors to record the kernels, and compile a share of the kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-# Cases of benchmarks.gpu in two steps: kernels alone, and ranks on one GPU.
+# Names of the cases of benchmarks.gpu that the selftest times, in two steps: single kernels, then ranks on one GPU.
 TIMED = "^(alone|attention/|flags)", "^(ranks|attention-ranks|latency|norm|overhead)"
 
 
@@ -34,9 +34,9 @@ class Compiled(NamedTuple):
     """Result of compiling.
 
     Attributes:
-        kernels: number of kernels that are launched.
-        found: number of these that were in the cache already.
-        failed: a sentence for each kernel that does not compile.
+        kernels: number of kernels that the selftest launches.
+        found: number of kernels that were already in the cache.
+        failed: a message for each kernel that does not compile.
         seconds: total time.
     """
 
@@ -46,8 +46,8 @@ class Compiled(NamedTuple):
     seconds: float
 
 
-class _Driver:
-    """Fake of Triton's driver for machines without a GPU: compiles for `arch` and launches nothing."""
+class _FakeDriver:
+    """Fake Triton driver for machines without a GPU: compiles for `arch` and launches nothing."""
 
     def __init__(self, arch: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -65,12 +65,12 @@ class _Driver:
 
 
 class Launches:
-    """Kernels that were launched while `recorded`.
+    """Kernels that were launched inside the context `recorded`.
 
     Attributes:
-        keys: name and key of each kernel.
-        hits: number of this process's kernels that were in the cache.
-        failed: a sentence for each kernel that does not compile.
+        keys: name and cache key of each kernel.
+        hits: number of kernels of this process's share that were already in the cache.
+        failed: a message for each kernel that does not compile.
     """
 
     def __init__(self, arch: int, worker: int, workers: int) -> None:
@@ -78,29 +78,30 @@ class Launches:
         self.hits = 0
         self.failed: list[str] = []
         self._arch, self._worker, self._workers = arch, worker, workers
-        self._asked = threading.local()  # .here: this process compiles the kernel that the thread is launching
-        self._waiting: list[Callable[[], object]] = []
+        # .here: True if this process has to compile the kernel that the current thread is launching.
+        self._compiles = threading.local()
+        self._deferred: list[Callable[[], object]] = []
 
     def launch(self, run: Callable[..., Any], kernel: Any, *arguments: Any, **named: Any) -> None:
-        """Record a launch. Compilation is deferred, as ranks that are threads wait for each other with deadlines."""
+        """Record a launch. Compilation is deferred: it could exceed the timeouts of ranks (threads) that wait."""
         named |= {"warmup": True}
-        self._asked.here = False
+        self._compiles.here = False
         run(kernel, *arguments, **named)
-        if self._asked.here:
-            self._waiting.append(partial(run, kernel, *arguments, **named))
+        if self._compiles.here:
+            self._deferred.append(partial(run, kernel, *arguments, **named))
 
     def passed_over(self, *, key: str, fn: Any, **_: Any) -> bool:
-        """Triton's hook before compilation; returning True skips it."""
+        """Record the kernel; Triton's hook before compilation. Returns True, which skips the compilation."""
         whole = f"{fn.name} {key}"
         mine = self._workers > 0 and zlib.crc32(whole.encode()) % self._workers == self._worker
-        self._asked.here = mine and whole not in self.keys
+        self._compiles.here = mine and whole not in self.keys
         self.keys.add(whole)
         return True
 
     def compile(self) -> None:
         """Compile this process's share of the kernels launched since the last call."""
-        waiting, self._waiting = self._waiting, []
-        with mock.patch.object(_knobs().runtime, "jit_cache_hook", None):
+        waiting, self._deferred = self._deferred, []
+        with mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", None):
             for one in waiting:
                 try:
                     one()
@@ -108,16 +109,18 @@ class Launches:
                     self.failed.append(f"for sm_{self._arch}: {type(error).__name__}: {str(error)[-300:]}")
 
     def compiled(self, *, cache_hit: bool, **_: Any) -> None:
-        """Triton's hook after a kernel was compiled or found in the cache."""
+        """Count cache hits; Triton's hook after a kernel was compiled or found in the cache."""
         self.hits += cache_hit
 
 
 @contextlib.contextmanager
 def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]:
-    """Context in which launches on CPU tensors are recorded for `arch`, and nothing runs.
+    """Context manager that records launches on CPU tensors for `arch` instead of running them.
 
     Args:
-        workers: number of processes that share the compilations, of which this is `worker`; 0: nothing is compiled.
+        arch: architecture to compile for, such as 90.
+        worker: index of this process among `workers`.
+        workers: number of processes that share the compilations; 0: nothing is compiled.
     """
     import triton
     from triton.runtime.driver import driver
@@ -130,20 +133,20 @@ def recorded(arch: int, worker: int = 0, workers: int = 0) -> Iterator[Launches]
         launches.launch(run, kernel, *arguments, **named)
 
     before = driver._active
-    driver.set_active(_Driver(arch))
+    driver.set_active(_FakeDriver(arch))
     try:
         with (
             assumed(KNOWN_GPUS[arch]),
             mock.patch.object(triton.JITFunction, "run", launch),
-            mock.patch.object(_knobs().runtime, "jit_cache_hook", launches.passed_over),
-            mock.patch.object(_knobs().compilation, "listener", launches.compiled),
+            mock.patch.object(_triton_knobs().runtime, "jit_cache_hook", launches.passed_over),
+            mock.patch.object(_triton_knobs().compilation, "listener", launches.compiled),
         ):
             yield launches
     finally:
         driver._active = before
 
 
-def _knobs() -> Any:
+def _triton_knobs() -> Any:
     import triton
 
     return triton.knobs
@@ -161,7 +164,7 @@ def compile_for(arch: int, workers: int) -> Compiled:
 
 
 def _compile_share(arch: int, worker: int, workers: int) -> tuple[set[str], int, list[str]]:
-    torch.set_num_threads(1)  # there are as many processes as cores
+    torch.set_num_threads(1)  # there is a process for each core
     launches = launch_all(arch, worker, workers)
     return launches.keys, launches.hits, launches.failed
 
@@ -170,7 +173,7 @@ def launch_all(arch: int, worker: int = 0, workers: int = 0, *, timed: bool = Tr
     """Record the launches of all cases of `kernels.CASES` and, with `timed`, of the timed calls; see `recorded`."""
     from fused_tp.selftest import kernels
 
-    # Cases that differ only in late ranks or repeats launch the same kernels.
+    # Cases that differ only in late ranks or repeats launch the same kernels, so record only one of them.
     different = {(case.op, case.world, case.dtype, case.shapes): case for case in kernels.CASES if case.compiled_ahead}
     with recorded(arch, worker, workers) as launches:
         for case in different.values():
@@ -184,7 +187,7 @@ def launch_all(arch: int, worker: int = 0, workers: int = 0, *, timed: bool = Tr
 
 
 def timed_calls(arch: int) -> Iterator[Callable[[], object]]:
-    """Calls of the Triton kernels that the selftest times, on CPU tensors."""
+    """Yield the calls of the Triton kernels that the selftest times, on CPU tensors."""
     from fused_tp.benchmarks import gpu, gpu_attention, gpu_matmul
     from fused_tp.benchmarks.gpu_timing import RecordedContext
     from fused_tp.triton_kernels.device import KNOWN_GPUS
@@ -215,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=cores, metavar="N", help=f"({cores})")
     options = parser.parse_args(arguments)
     if options.processes < 1:
-        parser.error(f"--processes is {options.processes}; it must be 1 or more")
+        parser.error(f"--processes must be at least 1, got {options.processes}")
     with tempfile.TemporaryDirectory(prefix="fused_tp_kernels_") as folder:
         with mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
             found = compile_for(options.arch, options.processes)

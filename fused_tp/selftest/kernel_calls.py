@@ -1,19 +1,19 @@
-"""Calls of every family of GPU kernels, with fp64 references, for ranks that are threads on one GPU.
+"""Calls of every family of GPU kernels, with fp64 references; ranks are threads on one GPU.
 
 | op | kernel | launched by |
 |---|---|---|
 | one_shot, two_shot, one_shot_norm, two_shot_norm | matmul + all-reduce (+ residual + RMSNorm) | gemm_all_reduce |
 | reduce_scatter | matmul + reduce-scatter | gemm_reduce_scatter |
-| products | the same with a sum of three matmuls, as dX of q, k and v | gemm_reduce_scatter |
-| direct | all-gather + matmul that reads peers' shards | all_gather_gemm |
-| copied | all-gather + matmul behind copy engines | FusedKernel |
+| products | sum of three matmuls (like dX of q, k and v) + reduce-scatter | gemm_reduce_scatter |
+| direct | all-gather + matmul; the kernel reads peers' shards | all_gather_gemm |
+| copied | all-gather + matmul; copy engines gather the shards | FusedKernel |
 | ring, ring_in_groups | ring attention | ring_forward |
 | attention | attention of one rank, forward and backward | flash_attention, flash_backward |
-| collectives | all-reduce (+ residual + RMSNorm), all-gather of csrc/cuda: equal on all ranks | DeviceCollectives |
-| exchanges | reduce-scatter, all-to-all of csrc/cuda: each rank gets its share | DeviceCollectives |
+| collectives | csrc/cuda: all-reduce (+ residual + RMSNorm), all-gather; equal results on ranks | DeviceCollectives |
+| exchanges | csrc/cuda: reduce-scatter, all-to-all; results differ between ranks | DeviceCollectives |
 
-A call can launch itself in a workspace and compute its reference. Nothing here needs a GPU: without one, in
-`kernel_cache.recorded`, the same calls record the kernels that a GPU would compile.
+A call launches its kernels in a workspace, and can compute its reference. Without a GPU, inside
+`kernel_cache.recorded`, the same calls record the kernels that need to be compiled.
 """
 
 from __future__ import annotations
@@ -57,22 +57,23 @@ ATTENTION = ("attention",)
 NATIVE = ("collectives", "exchanges")
 # Odd sizes, fewer rows than ranks, fewer tiles than ranks, rows that TMA cannot load, several tiles per program.
 SHAPES = [(300, 520, 200), (1, 256, 512), (3, 72, 64), (129, 392, 1000), (257, 131, 77), (1024, 1536, 512)]
-FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # each shape and dtype has kernels to compile
+FEW_SHAPES = [(1024, 1536, 512), (257, 131, 77), (3, 72, 64)]  # few, because each shape and dtype compiles kernels
 Shape = tuple[int, int, int]
 
 
 @dataclass
 class RankCall:
-    """One call of one rank.
+    """One call of an op on one rank.
 
     Attributes:
-        launch: workspace -> results of this rank.
+        launch: launch(workspace) -> results of this rank.
         reference: computes the results in fp64.
         nbytes: bytes of workspace that the call needs.
-        summed: number of terms that an element of a result sums.
-        everywhere: all ranks must hold the same bits.
-        lse: the second result is a log-sum-exp.
-        sizes: computes the size of the terms for each element of each result; None for a result of uniform size.
+        summed: number of terms in the sum of each result element.
+        everywhere: True if results must be bitwise equal on all ranks.
+        lse: True if the second result is a log-sum-exp.
+        sizes: computes the magnitude of the summed terms for each element of each result, or None for a result whose
+            elements have similar magnitudes.
     """
 
     launch: Callable[[Any], list[Tensor]]
@@ -87,11 +88,11 @@ class RankCall:
 def make_call(
     rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None
 ) -> RankCall:
-    """A call of `op` on `rank`, the same on all ranks except for sharded tensors.
+    """Create a call of `op` on `rank`; replicated tensors are equal on all ranks.
 
     Args:
         shape: (m, n, k) of matmuls; for attention m is the number of tokens.
-        launch: overrides the launch that fits the size; only for matmuls.
+        launch: launch parameters of a matmul; None: select them by size.
     """
     if op in ATTENTION:
         return attention_call(rank, (shape[0], 8, 128), dtype, seed)
@@ -105,7 +106,7 @@ def make_call(
 def sum_call(
     rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None, uneven: int = 0
 ) -> RankCall:
-    """A matmul whose result is summed over ranks, with K of odd ranks larger by `uneven`."""
+    """Create a matmul whose result is summed over ranks; on odd ranks, K is larger by `uneven`."""
     m, n, k = shape
     world, device = rank.world_size, rank.device
     ks = (k, k // 2, k // 3 + 1) if op == "products" else (k,)
@@ -155,14 +156,14 @@ def sum_call(
 def gather_call(
     rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int, launch: Launch | None = None
 ) -> RankCall:
-    """Two matmuls of gathered rows; "copied" also returns the rows."""
+    """Create two matmuls of gathered rows; "copied" also returns the gathered rows."""
     m, n, k = shape
     world, device, keep = rank.world_size, rank.device, op == "copied"
     x = normal(m, k, dtype=dtype, device=device, seed=100 * seed)
     ws = [normal(n + 8 * i, k, dtype=dtype, device=device, seed=100 * seed + 10 * i + rank.rank) for i in (1, 2)]
     biases = [normal(n + 8, dtype=dtype, device=device, seed=seed + 7), None]
     shard = x[slice(*shard_range(m, world, rank.rank))]
-    # Copies between ranks on one GPU may be kernels, which need an SM that the matmul leaves free.
+    # Copies between ranks on one GPU may run as kernels; sm_margin leaves SMs free for them.
     launch = launch or launch_for(dtype, m, n, world, arch=arch_of(rank.device), sms=rank.sms, sm_margin=2)
     how: dict[str, Any] = {"launch": launch, "rows": m, "biases": biases, "gathered": keep}
 
@@ -180,7 +181,7 @@ def gather_call(
 
 
 def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
-    """Ring attention of `rank`, which holds its shard of a sequence; `shape`: tokens, heads, head_dim."""
+    """Create a ring attention call on the shard of `rank`; `shape`: tokens, heads, head_dim of the full sequence."""
     seq, heads, head_dim = shape
     how: dict[str, Any] = (
         {"causal": True},
@@ -201,7 +202,7 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
     keys = keys_layout(plan, rank.rank, *here[1:])
     if op == "ring_in_groups":
         keys = replace(keys, groups=keys.pairs)
-    # Two relays of each rank may take an SM each, as they start while other SMs are still free.
+    # Leave 2 SMs free: the two relay kernels of a rank start while SMs are free, and may occupy one each.
     programs = max(1, rank.sms - 2)
 
     def attend(workspace: Any) -> list[Tensor]:
@@ -221,7 +222,10 @@ def ring_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -
 
 
 def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
-    """Attention of one rank, (out, lse, dq, dk, dv), without communication; `shape`: tokens, heads, head_dim."""
+    """Create an attention call without communication that returns (out, lse, dq, dk, dv).
+
+    `shape`: tokens, heads, head_dim.
+    """
     seq, heads, head_dim = shape
     mask = AttentionMask(seq, seq, causal=seed % 2 == 0)
     q, k, v, grad = (
@@ -247,7 +251,7 @@ def attention_call(rank: Any, shape: Shape, dtype: torch.dtype, seed: int) -> Ra
 
 
 def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int) -> RankCall:
-    """The collectives of the library of device kernels, on terms [m, n] and on m tokens of 2 W heads."""
+    """Create calls of the collectives in csrc/cuda, on terms [m, n] and on m tokens with 2 W heads."""
     m, n, _ = shape
     world, device = rank.world_size, rank.device
     terms = [normal(m, n, dtype=dtype, device=device, seed=100 * seed + r) for r in range(world)]
@@ -286,17 +290,20 @@ def native_call(rank: Any, op: str, shape: Shape, dtype: torch.dtype, seed: int)
 
 
 def matmul64(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [M, K] @ weight [N, K]^T + bias [N] in fp64."""
+    """Return x [M, K] @ weight [N, K]^T + bias [N] in fp64."""
     return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
 def rms_norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim in fp64."""
+    """Return the RMSNorm over the last dim in fp64."""
     return torch.nn.functional.rms_norm(x.double(), (x.shape[-1],), weight.double(), eps)
 
 
 def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor]:
-    """(out [B, S, H, D], lse [B, H, S]) in fp64 of q [B, S, H, D], k and v [B, S, Hkv, D], with all scores at once."""
+    """Return (out [B, S, H, D], lse [B, H, S]) in fp64 for q [B, S, H, D], k and v [B, S, Hkv, D].
+
+    All scores [B, H, S, S] are held in memory.
+    """
     scores, _, _, v64 = _scores64(q, k, v, mask)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - torch.where(lse.isinf(), 0.0, lse)[..., None])
@@ -306,10 +313,10 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[T
 def attention_sizes(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, grad: Tensor | None = None
 ) -> list[Tensor | None]:
-    """Sizes of the summed terms of out and, given the gradient of out, of dq, dk and dv; None for the log-sum-exp.
+    """Return the sizes of the summed terms of out, and with `grad` (gradient of out) also of dq, dk and dv.
 
-    The size of an element is the root of the sum of the squares of its terms. A row with few keys has large terms that
-    cancel in dq: their rounding errors scale with the terms, not with dq.
+    The second entry, for the log-sum-exp, is None. The size of an element is the root of the sum of the squares of its
+    terms. In a row with few keys, large terms cancel in dq: rounding errors scale with the terms, not with dq.
     """
     scores, q64, k64, v64 = _scores64(q, k, v, mask)
     weights = torch.softmax(scores, -1).nan_to_num()  # NaN in rows without keys
@@ -321,7 +328,7 @@ def attention_sizes(
     sizes: list[Tensor | None] = [heads_last(weights.square() @ v64.square(), heads), None]
     if grad is not None:
         grad64 = grad.double().transpose(1, 2)
-        terms = grad64 * (weights @ v64)  # of the row sum subtracted from dP
+        terms = grad64 * (weights @ v64)  # terms of the row sum that is subtracted from dP
         subtracted = terms.sum(-1, keepdim=True).square() + terms.square().sum(-1, keepdim=True)
         of_scores = weights.square() * ((grad64 @ v64.mT).square() + subtracted) / q.shape[-1]
         sizes += [
@@ -333,7 +340,7 @@ def attention_sizes(
 
 
 def _scores64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(scores [B, H, S, S], q, k, v [B, H, S, D]) in fp64."""
+    """Return (scores [B, H, S, S], q, k, v [B, H, S, D]) in fp64."""
     whole = Tokens((range(mask.seq_len),))
     step = make_step(mask, whole, whole)
     places = torch.arange(mask.seq_len, device=q.device)
@@ -346,13 +353,13 @@ def _scores64(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> tuple[Ten
 
 
 def error_of(call: RankCall, results: Sequence[Tensor], reference: Sequence[Tensor] | None = None) -> str:
-    """Describe where results differ from fp64 by more than their dtype explains, and by how much; "" if nowhere.
+    """Describe results that differ from fp64 by more than rounding explains; "" if there are none.
 
-    `reference`: reference of the call, if already computed.
+    `reference`: results of `call.reference`, if already computed.
 
-    An element may be off by three roundings (terms, result, norm) of a number of its own size plus the usual size, and
-    by the error of fp32 sums of `summed` terms; a log-sum-exp by 1e-3. The usual size is the rms of the whole result,
-    unless `sizes` of the call overrides it.
+    An element may differ by three roundings (terms, result, norm) of its magnitude plus `size`, and by the error of
+    fp32 sums of `call.summed` terms. A log-sum-exp may differ by 1e-3 of 1 plus its magnitude. `size` is the rms of the
+    result, unless `call.sizes` overrides it.
     """
     sizes = call.sizes() if call.sizes else [None] * len(results)
     for number, (mine, wanted) in enumerate(zip(results, reference or call.reference(), strict=True)):
@@ -374,7 +381,7 @@ def error_of(call: RankCall, results: Sequence[Tensor], reference: Sequence[Tens
         if bool((bad := ~(error <= allowed) & known).any()):
             worst = float((error / allowed)[bad].max())
             part = f"{int(bad.sum())} of {bad.numel()} elements of result {number}"
-            return f"{part} are off, by up to {worst:.3g} times what is allowed"
+            return f"{part} are off, by up to {worst:.3g} times the allowed error"
     return ""
 
 
@@ -382,47 +389,49 @@ def error_of(call: RankCall, results: Sequence[Tensor], reference: Sequence[Tens
 
 
 def workspace_kind(op: str) -> Any:
-    """Class of workspace that `op` uses."""
+    """Return the class of workspace that `op` uses."""
     return GatherWorkspace if op in DIRECT else RingWorkspace if op in RINGS else Workspace
 
 
 def prepared(rank: LocalRank, op: str, calls: Sequence[RankCall], timeout_seconds: float = 20.0) -> Any:
-    """Make a workspace for `calls` on every rank, with all kernels loaded and memory for all results allocated."""
+    """Create a workspace for `calls` on every rank, load all kernels, and allocate memory for all results."""
     if op in ATTENTION:
         return None
 
     def rehearse(workspace: Any) -> None:
         if rank.device.type == "cuda":
-            torch.cuda._sleep(1)  # also a kernel that is loaded at its first launch
-        kept = [call.launch(workspace) for call in calls]  # leaves enough memory for all results in torch's pool
+            torch.cuda._sleep(1)  # load the sleep kernel, too: kernels are loaded at their first launch
+        # Hold all results at once, so that torch's pool has memory for all of them afterwards.
+        kept = [call.launch(workspace) for call in calls]
         rank.synchronize()
         del kept
 
     if op in NATIVE:
-        return _prepared_natives(rank, calls)
+        return _prepared_collectives(rank, calls)
     if op in COPIED:
         return prepare_copied(rank, [call.launch for call in sorted(calls, key=lambda call: -call.nbytes)])
     nbytes = max(max(rank.exchange(call.nbytes)) for call in calls)
     return prepare(rank, nbytes, rehearse, timeout_seconds=timeout_seconds, kind=workspace_kind(op))
 
 
-class _Natives(DeviceCollectives):
-    """The library's collectives, which report failures like a workspace of kernels."""
+class _CheckedCollectives(DeviceCollectives):
+    """Collectives of csrc/cuda with the method `expired` of kernel workspaces."""
 
     def expired(self) -> str | None:
-        """Error message if a call has failed, else None."""
+        """Return the error message if a call has failed, else None."""
         failure = self._failure()
         return None if failure is None else str(failure)
 
 
-def _prepared_natives(rank: LocalRank, calls: Sequence[RankCall]) -> _Natives:
+def _prepared_collectives(rank: LocalRank, calls: Sequence[RankCall]) -> _CheckedCollectives:
     with rank.in_turn():
-        alone = _Natives(LocalGroup(1, rank.device).rank(0))
+        alone = _CheckedCollectives(LocalGroup(1, rank.device).rank(0))
         results = [result for call in calls for result in call.launch(alone)]
-        kept = [result.new_empty(rank.world_size, *result.shape) for result in results]  # memory for all ranks' shares
+        # An all-gather returns world_size times the single rank's result: reserve memory in torch's pool.
+        kept = [result.new_empty(rank.world_size, *result.shape) for result in results]
         rank.synchronize()
         del kept, results
-    device = _Natives(rank)
+    device = _CheckedCollectives(rank)
     max(calls, key=lambda call: call.nbytes).launch(device)  # makes the workspace large enough for all calls
     rank.barrier()
     return device

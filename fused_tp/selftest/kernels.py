@@ -1,7 +1,7 @@
 """Check every family of GPU kernels against fp64, with ranks as threads on one GPU.
 
-Calls of a case follow each other without a barrier, with ranks that are late at random; a repeated call must return the
-same bits, and replicated results must have the same bits on all ranks.
+Calls of a case follow each other without a barrier, and ranks are late at random. A repeated call must return the same
+bits, and replicated results must be bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fused_tp.selftest.kernel_calls import (
 CYCLES_PER_MS = 2_000_000  # approximate cycles of `torch.cuda._sleep`
 CASE_SECONDS = 45.0
 WAIT_SECONDS = 8.0  # deadline of a kernel that waits for a peer
-COSTLY_SECONDS = 6.0  # a case that is wrong after more than this has waited in vain
+COSTLY_SECONDS = 6.0  # a wrong case that took longer has probably timed out in a wait
 ALONE = "one rank"
-OTHER_NUMBERS = 10  # added to a seed, selects other numbers with the same mask (`kernel_calls`)
+OTHER_NUMBERS = 10  # added to a seed: other random numbers, but the same mask, which depends on the seed modulo 5 or 2
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class KernelCase:
     """Calls of one op by `world` ranks.
 
     Attributes:
-        group: cases of a group are checked by one step of the selftest.
-        shapes: shapes of the calls, in turn.
+        group: name of the selftest step that checks the case.
+        shapes: shapes of the calls, in order.
         repeats: number of passes over all shapes.
-        late: ranks that are late at random.
+        late: ranks that sleep at random before a call.
     """
 
     group: str
@@ -66,7 +66,7 @@ class KernelCase:
 
     @property
     def compiled_ahead(self) -> bool:
-        """True if the op has Triton kernels."""
+        """True if the op has Triton kernels, which can be compiled before the selftest runs."""
         return self.op not in NATIVE
 
 
@@ -74,7 +74,7 @@ def _cases() -> tuple[KernelCase, ...]:
     bf16, every, few = torch.bfloat16, tuple(SHAPES), tuple(FEW_SHAPES)
     groups = {"sums": SUMS, "gathers": (*DIRECT, *COPIED), "rings": RINGS, "collectives": NATIVE}
     found = [KernelCase("attention", op, 1, dtype, few) for op in ATTENTION for dtype in (bf16, torch.float32)]
-    # Single ranks wait for no peer, so that a tool may run one kernel after the other.
+    # A single rank waits for no peer, so these cases also run under tools that serialize kernels.
     found += [KernelCase(ALONE, op, 1, bf16, few) for op in (*ATTENTION, *SUMS, *DIRECT, *RINGS, *NATIVE)]
     for group, ops in groups.items():
         found += [KernelCase(f"{group}, 2 ranks", op, 2, bf16, every) for op in ops]
@@ -90,12 +90,12 @@ CASES = _cases()
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))
 
 
-class CaseVerdict(NamedTuple):
-    """Verdict on a case.
+class CaseResult(NamedTuple):
+    """Result of checking a case.
 
     Attributes:
         problem: description of the problem; "" if there is none.
-        raised: an error was raised, after which no result of this process on the GPU is reliable.
+        raised: True if an error was raised; later GPU results of this process are then unreliable.
         seconds: duration of the case.
     """
 
@@ -106,26 +106,28 @@ class CaseVerdict(NamedTuple):
 
 def check(case: KernelCase, device: torch.device) -> str:
     """Check a case on `device`; return a description of the problem, or ""."""
-    return judge(case, device).problem
+    return run_case(case, device).problem
 
 
-def judge(case: KernelCase, device: torch.device) -> CaseVerdict:
-    """Check a case on `device`; return the verdict."""
+def run_case(case: KernelCase, device: torch.device) -> CaseResult:
+    """Check a case on `device`; return its result."""
     begun = time.monotonic()
-    # A single rank waits for no peer, and may run under a tool that slows it down.
+    # A single rank may run under a tool such as compute-sanitizer, which slows it down.
     seconds = 4 * CASE_SECONDS if case.group == ALONE else CASE_SECONDS
     try:
         problems = run_local(case.world, _check, case, device=device, timeout=seconds)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return CaseVerdict(text, True, time.monotonic() - begun)
+        return CaseResult(text, True, time.monotonic() - begun)
     problem = next((f"on rank {rank} {problem}" for rank, problem in enumerate(problems) if problem), "")
-    return CaseVerdict(problem, False, time.monotonic() - begun)
+    return CaseResult(problem, False, time.monotonic() - begun)
 
 
-def _calls(rank: LocalRank, case: KernelCase) -> list[RankCall]:
-    """Calls of each shape and, in cases with repeats, the same calls with other numbers: data that a call has left in
-    the workspace must be wrong for the next call of its shape."""
+def _make_calls(rank: LocalRank, case: KernelCase) -> list[RankCall]:
+    """Build one call per shape and, if the case repeats, a second one with other random numbers.
+
+    Stale data of a call in the workspace then cannot produce a correct result of the next call with the same shape.
+    """
     turns = range(min(2, case.repeats))
     return [
         make_call(rank, case.op, shape, case.dtype, OTHER_NUMBERS * turn + seed)
@@ -136,8 +138,8 @@ def _calls(rank: LocalRank, case: KernelCase) -> list[RankCall]:
 
 def _check(rank: LocalRank, case: KernelCase) -> str:
     draw = random.Random(rank.rank)
-    calls = _calls(rank, case)
-    # Order of the calls: those with the same numbers are as far apart as possible.
+    calls = _make_calls(rank, case)
+    # Order of the calls: repetitions of a call are as far apart as possible.
     made = [number % len(calls) for number in range(len(case.shapes) * case.repeats)]
     wanted = [call.reference() for call in calls]
     workspace = prepared(rank, case.op, calls[: len(case.shapes)], WAIT_SECONDS)
@@ -149,15 +151,15 @@ def _check(rank: LocalRank, case: KernelCase) -> str:
             torch.cuda._sleep(int(draw.random() * 2 * CYCLES_PER_MS))
         results.append(calls[number].launch(workspace))
     rank.synchronize()
-    problem = _problem(calls, wanted, made, results, None if workspace is None else workspace.expired())
+    problem = _find_problem(calls, wanted, made, results, None if workspace is None else workspace.expired())
     everyone = rank.exchange(results)
     for number, call in enumerate(calls):
         if call.everywhere and not problem and not all(map(torch.equal, results[number], everyone[0][number])):
-            problem = f"call {number} gave other bits than on rank 0"
+            problem = f"call {number} returned different bits than on rank 0"
     return problem
 
 
-def _problem(
+def _find_problem(
     calls: Sequence[RankCall],
     wanted: Sequence[Sequence[Tensor]],
     made: Sequence[int],
@@ -171,15 +173,15 @@ def _problem(
             return f"call {number}: {problem}"
     for number, found in zip(made, results, strict=True):
         if not all(map(torch.equal, results[number], found)):
-            return f"call {number} gave other bits when it was repeated"
+            return f"call {number} returned different bits when repeated"
     return ""
 
 
 def poison(calls: Sequence[RankCall], wanted: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> None:
-    """Allocate the memory that the results of `calls` will take, and fill it with NaN.
+    """Fill the memory that torch's allocator will reuse for the results of `calls` with NaN.
 
-    Otherwise that memory may hold right results of a rehearsal, and allocating device memory later may wait for a
-    kernel of this rank, which waits for a peer.
+    Otherwise this memory may hold correct results of a rehearsal. Allocating it here also avoids allocations during the
+    calls, which could deadlock: they may wait for a kernel of this rank, which waits for a peer.
     """
     nan = float("nan")
     taken = [
@@ -191,12 +193,12 @@ def poison(calls: Sequence[RankCall], wanted: Sequence[Sequence[Tensor]], dtype:
 
 
 def launch_only(case: KernelCase) -> None:
-    """Make the launches of a case on CPU tensors, within `kernel_cache.recorded`."""
+    """Make the launches of a case on CPU tensors; call this inside `kernel_cache.recorded`."""
     run_local(case.world, _launch, replace(case, repeats=1), timeout=CASE_SECONDS)
 
 
 def _launch(rank: LocalRank, case: KernelCase) -> None:
-    calls = _calls(rank, case)
+    calls = _make_calls(rank, case)
     workspace = prepared(rank, case.op, calls)
     with rank.in_turn():
         for call in calls:

@@ -1,4 +1,4 @@
-"""Versions of all components of a selftest."""
+"""Versions of the software components that a selftest uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def nvidia_smi(fields: str) -> list[str]:
-    """Output of nvidia-smi in CSV, one line per GPU without the header; empty if the program is missing or fails."""
+    """Return nvidia-smi's values of `fields` as CSV, one line per GPU; empty if the program is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -20,7 +20,7 @@ def nvidia_smi(fields: str) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, torch, CUDA, NCCL, cuDNN, Triton, numpy and the driver."""
+    """Return the versions of Python, torch, CUDA, NCCL, cuDNN, Triton, numpy and the driver."""
     found = {"python": sys.version.split()[0], "torch": torch.__version__, "cuda": str(torch.version.cuda)}
     for name in ("triton", "numpy"):
         try:

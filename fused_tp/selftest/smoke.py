@@ -1,4 +1,4 @@
-"""First minute on a GPU: peak rates, driver attributes, memory operations of streams, one kernel of each family."""
+"""Smoke test of a GPU: peak rates, driver attributes, stream memory operations, and one kernel of each family."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from fused_tp.selftest import kernels
 
 Say = Callable[[str], None]
-# cuda.h: attributes of a device, and kinds of memory operations of streams.
+# Constants of cuda.h: device attributes (CUdevice_attribute), and kinds and flags of stream memory operations.
 ATTRIBUTES = {"multicast": 132, "64-bit memory operations": 122, "virtual memory": 102, "handles as files": 103}
 _WAIT_64, _WRITE_64, _GEQ = 4, 5, 0
-_MOST_OPERATIONS = 255
+_MAX_BATCH = 255
 
 
 def smoke(
     device: torch.device, say: Say, keep: Callable[[dict[str, Any], list[str]], object] = lambda found, failed: None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run all parts; return (measurements, a sentence per failure). Each is reported and kept as soon as known."""
+    """Run all parts; return (measurements, a message per failure). Each part calls `say` and `keep` when it is done."""
     found: dict[str, Any] = {}
     failed: list[str] = []
     parts: dict[str, Callable[[torch.device], Any]] = {
@@ -31,7 +31,7 @@ def smoke(
         "driver": driver_attributes,
         "device kernels of csrc/cuda": device_library,
         **{f"one kernel: {op}": partial(one_kernel, op=op) for op in ("attention", "reduce_scatter", "direct", "ring")},
-        # Near the end: a stream's wait has no deadline, and would block the parts after it.
+        # Near the end, because a stream wait has no timeout: if it hangs, the parts after it do not run.
         "memory operations of a stream": partial(memory_operations, graph=False),
         "memory operations in a CUDA graph": partial(memory_operations, graph=True),
         "one kernel: copied": partial(one_kernel, op="copied"),
@@ -78,7 +78,7 @@ def driver_attributes(device: torch.device) -> dict[str, Any]:
 
 
 def memory_operations(device: torch.device, *, graph: bool) -> str:
-    """Let the driver write a word, wait for it and write another in one batch; outside a graph in large ones, too."""
+    """Let a stream write a word, wait for it, and write it again, in one batch; without `graph` also many times."""
     cuda = ctypes.CDLL("libcuda.so.1")
     word, stream = torch.zeros(1, dtype=torch.int64, device=device), torch.cuda.Stream(device)
 
@@ -89,7 +89,7 @@ def memory_operations(device: torch.device, *, graph: bool) -> str:
             batch[6 * number : 6 * number + 4] = [kind, word.data_ptr(), value, _GEQ]
         status = cuda.cuStreamBatchMemOp_v2(ctypes.c_void_p(stream.cuda_stream), count, batch, 0)
         if status:
-            raise RuntimeError(f"the driver refused a batch of {count} (CUresult {status})")
+            raise RuntimeError(f"cuStreamBatchMemOp failed for a batch of {count} (CUresult {status})")
 
     torch.cuda.synchronize(device)
     if graph:
@@ -99,12 +99,12 @@ def memory_operations(device: torch.device, *, graph: bool) -> str:
         made.replay()
     else:
         with torch.cuda.stream(stream):
-            for count in (3, _MOST_OPERATIONS):
+            for count in (3, _MAX_BATCH):
                 operations(count)
     torch.cuda.synchronize(device)
     if int(word) != 9:
         raise RuntimeError(f"the last word written is {int(word)}, not 9")
-    return "in one batch of 3" if graph else f"in batches of 3 and {_MOST_OPERATIONS}"
+    return "in one batch of 3" if graph else f"in batches of 3 and {_MAX_BATCH}"
 
 
 def device_library(device: torch.device) -> str:

@@ -1,15 +1,15 @@
-"""Steps of the selftest: each is a process with its own deadline, the most informative first.
+"""Steps of the selftest: each is a process with a separate deadline, the most informative first.
 
-| when | what happens |
+| event | action |
 |---|---|
-| a step ends | its line and its findings are written at once |
+| a step exits | its line and its findings are written at once |
 | a step exits with a code other than 0 | the step has failed; the next one runs |
 | a step exceeds its deadline | its process group is killed, and the GPU is probed |
-| the GPU does not answer | no further step that needs the GPU runs |
-| the time left is below a step's least | the step is skipped |
+| the GPU does not respond to the probe | no further step that needs the GPU runs |
+| the time left is below a step's `least` | the step is skipped |
 | a step exits with UNABLE | it counts as skipped: a program that it needs does not work on this machine |
-| Ctrl-C or SIGTERM | the step is ended, and its findings are written like those of any other |
-| SIGKILL | the step dies with this process; files hold all earlier findings |
+| Ctrl-C or SIGTERM | the step is killed, and its findings so far are written |
+| SIGKILL | the step is killed with this process; all earlier findings are in the files |
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ UNABLE = 77
 RESULT = "{result}"
 ALIVE = "import torch; assert float(torch.ones(8, device='cuda').sum()) == 8"
 ALIVE_SECONDS = 30.0
-_END_SECONDS = 10.0
-_LOG_BYTES = 1 << 16  # read from the end of a log, which may be of any length
+_KILL_SECONDS = 10.0
+_LOG_BYTES = 1 << 16  # bytes to read from the end of a log, which may be very long
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
 class SelftestStep:
-    """One step.
+    """One step of the selftest, which runs in a process.
 
     Attributes:
         name: name of the step, which `--only` matches.
         command: command of its process; RESULT in it is replaced by the JSON file for its findings.
-        least: seconds below which the step is not started.
+        least: minimum remaining seconds for the step to start.
         limit: seconds after which the step is killed.
-        rank: 0 is the most valuable; `--minutes` skips steps of high ranks first.
+        rank: priority; 0 is the highest, and `--minutes` skips steps with a high number first.
         needs_gpu: the step cannot run without a GPU.
         environment: additional variables of its process.
     """
@@ -62,7 +62,7 @@ class SelftestStep:
 
 @dataclass
 class Outcome:
-    """Outcome of a step."""
+    """Outcome of a step: its state, duration, note and findings."""
 
     name: str
     state: str
@@ -72,7 +72,7 @@ class Outcome:
 
 
 def affordable(steps: Sequence[SelftestStep], seconds: float) -> set[str]:
-    """Names of the steps that fit into `seconds` by their least times, the most valuable ones first.
+    """Return the names of the steps whose `least` times fit into `seconds`, preferring the most valuable steps.
 
     >>> affordable([Step("a", [], 10, 20, 1), Step("b", [], 50, 60, 2), Step("c", [], 15, 20, 3)], 30) == {"a", "c"}
     True
@@ -97,8 +97,8 @@ def run_steps(
 
     Args:
         seconds: time for all steps.
-        obstacle: sentence that says why steps that need a GPU cannot run; empty if they can.
-        alive: command that exits with 0 if the GPU answers.
+        obstacle: message that says why steps that need a GPU cannot run; empty if they can.
+        alive: command that exits with 0 if the GPU responds.
     """
     begun = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def run_steps(
             outcome = Outcome(step.name, LEFT_OUT, note=obstacle)
         elif step.name not in chosen or left < step.least:
             outcome = Outcome(
-                step.name, LEFT_OUT, note=f"it takes {step.least:.0f} s at least, and {left:.0f} s are left"
+                step.name, LEFT_OUT, note=f"it needs at least {step.least:.0f} s, and {left:.0f} s are left"
             )
         else:
             say(f"=== {step.name} (at most {min(left, step.limit):.0f} s)")
@@ -119,11 +119,11 @@ def run_steps(
             try:
                 outcome = _run(step, out, min(left, step.limit), say)
             except (KeyboardInterrupt, SystemExit) as error:
-                took, found = time.monotonic() - step_begun, _read(_files(step, out)[1])
+                took, found = time.monotonic() - step_begun, _read(_step_files(step, out)[1])
                 interruption, outcome = error, Outcome(step.name, INTERRUPTED, took, _note(found), found)
-            except OSError as error:  # such as a full disk or a missing program
+            except OSError as error:  # for example, a full disk or a missing program
                 outcome = Outcome(step.name, WRONG, time.monotonic() - step_begun, f"it did not run: {error}")
-            if outcome.state == LATE and step.needs_gpu and not _answers(alive):
+            if outcome.state == LATE and step.needs_gpu and not _gpu_responds(alive):
                 obstacle = f"the GPU did not answer after {step.name}"
                 outcome.note += "; the GPU does not answer"
         with (out / "outcomes.jsonl").open("a") as file:
@@ -133,14 +133,14 @@ def run_steps(
             raise interruption
 
 
-def _files(step: SelftestStep, out: Path) -> tuple[Path, Path]:
-    """(log of the step, file of its findings)."""
+def _step_files(step: SelftestStep, out: Path) -> tuple[Path, Path]:
+    """Return (log file of the step, file of its findings)."""
     base = out / step.name.replace(" ", "-").replace(",", "")
     return base.with_suffix(".log"), base.with_suffix(".json")
 
 
 def _run(step: SelftestStep, out: Path, limit: float, say: Callable[[str], None]) -> Outcome:
-    log, result = _files(step, out)
+    log, result = _step_files(step, out)
     result.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}
     command = [str(result) if word == RESULT else word for word in step.command]
@@ -160,10 +160,10 @@ def _run(step: SelftestStep, out: Path, limit: float, say: Callable[[str], None]
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            _kill(process)
     seconds = time.monotonic() - begun
     found = _read(result)
-    lines = _end_of(log).splitlines()
+    lines = _tail(log).splitlines()
     said = _note(found)
     for line in lines[-40:]:
         say(f"    {line[:240]}")
@@ -174,31 +174,31 @@ def _run(step: SelftestStep, out: Path, limit: float, say: Callable[[str], None]
     if code:
         how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         last = next((line for line in reversed(lines) if line.strip()), "no output")
-        # The note of a step that crashed is from before the crash, so use the log's last line.
+        # If the step crashed, its note was written before the crash, so use the log's last line.
         what = said if code == 1 and said else last.strip()[:200]
         return Outcome(step.name, WRONG, seconds, f"{how}: {what}", found)
     return Outcome(step.name, RIGHT, seconds, said, found)
 
 
 def _die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends, however it ends."""
+    """Make the kernel kill this process when its parent exits for any reason."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _end_of(log: Path) -> str:
+def _tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         return file.read().decode(errors="replace")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the step with its child processes, and wait at most _END_SECONDS."""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the step with its child processes, and wait at most _KILL_SECONDS."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait(_END_SECONDS)
+        process.wait(_KILL_SECONDS)
     except (ProcessLookupError, subprocess.TimeoutExpired):
-        return  # the process is gone, or blocked in the driver until the GPU answers
+        return  # the process has exited, or is blocked in the driver until the GPU responds
 
 
 def _note(found: Any) -> str:
@@ -212,7 +212,7 @@ def _read(result: Path) -> Any:
         return None
 
 
-def _answers(command: Sequence[str]) -> bool:
+def _gpu_responds(command: Sequence[str]) -> bool:
     nothing = subprocess.DEVNULL
     process = subprocess.Popen(
         command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, preexec_fn=_die_with_parent
@@ -222,11 +222,11 @@ def _answers(command: Sequence[str]) -> bool:
     except subprocess.TimeoutExpired:
         return False
     finally:
-        _end(process)  # unlike subprocess.run, does not wait forever for a process blocked in the driver
+        _kill(process)  # subprocess.run would wait forever for a process that is blocked in the driver
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown table with one row per step."""
+    """Format a Markdown table with one row per step."""
     rows = [f"| {one.name} | {one.state} | {one.seconds:.0f} | {in_cell(one.note)} |" for one in outcomes]
     return "\n".join(["| step | outcome | seconds | note |", "|---|---|--:|---|", *rows])
 

@@ -1,4 +1,4 @@
-"""Steps that run under tools of the CUDA toolkit: counters by ncu, memory accesses by compute-sanitizer."""
+"""Steps that run under tools of the CUDA toolkit: performance counters by ncu, memory checks by compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-# A program whose output holds one of these does not work on this machine, which says nothing about the kernels.
+# If the output of a tool contains one of these, the tool does not work on this machine. The kernels may be right.
 CANNOT = (
     "Device not supported",
     "ERR_NVGPUCTRPERM",
@@ -18,7 +18,7 @@ CANNOT = (
     "LibraryNotLoaded",
     "No supported GPUs",
 )
-# Every GPU has these sections. A metric that a GPU lacks is an error; then only the sections are read.
+# Every GPU supports these sections. ncu fails for a metric that a GPU lacks; it then runs again with sections only.
 SECTIONS = ("--section", "SpeedOfLight", "--section", "LaunchStats")
 METRICS = (
     "--metrics",
@@ -32,7 +32,7 @@ KEPT = ("Duration", "Compute (SM) Throughput", "DRAM Throughput", "Memory Throug
 
 
 def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run a program and forward its output; return (exit code, its reason why it does not work here, or "")."""
+    """Run a program and forward its output; return (exit code, line that says why it does not work here, or "")."""
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -51,7 +51,10 @@ def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = 
 
 
 def counters(ncu: str) -> tuple[list[dict[str, str]], str]:
-    """(counters by launch, reason if there are none) for the kernels of matmul and attention, at the timed sizes."""
+    """Count the kernels of matmul and attention at the timed sizes with ncu.
+
+    Return (counters by launch, reason if there are none).
+    """
     with tempfile.TemporaryDirectory(prefix="fused_tp_ncu_") as folder:
         log = Path(folder, "ncu.csv")
         checks = [sys.executable, "-m", "fused_tp.benchmarks.gpu", "--check", "--quick", "--only", COUNTED]
@@ -68,7 +71,7 @@ def counters(ncu: str) -> tuple[list[dict[str, str]], str]:
 
 
 def launches_of(lines: Iterable[str]) -> list[dict[str, str]]:
-    """Group ncu's CSV, which has one line per counter and launch, by launch."""
+    """Parse ncu's CSV, which has one line per counter and launch; return the counters by launch."""
     launches: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(line for line in lines if line.startswith('"')):
         name = row.get("Metric Name") or ""

@@ -1,13 +1,14 @@
 """Distributed batches: equal on ranks that share a model replica, different on data parallel ranks.
 
-A position counts samples of the whole run, not of a rank: at another number of ranks the same samples follow.
+A position counts samples over all ranks, not per rank: a run that resumes with another number of ranks continues with
+the same samples.
 
-    sample      0 1 2 3 | 4 5 6 7 | 8 ...      in the order of the epoch
-    rank dp 0   0 1     | 4 5     |            of 2: global_batch_size=4
-    rank dp 1       2 3 |     6 7 |
+    sample      0 1 2 3 | 4 5 6 7 | 8 ...      in the order of the epoch, global_batch_size=4
+    dp rank 0   0 1     | 4 5     |
+    dp rank 1       2 3 |     6 7 |
 
-Rejected: StatefulDataLoader of torchdata. Its state is that of one rank's workers, and can be restored only at the same
-numbers of ranks and workers.
+Rejected: StatefulDataLoader of torchdata. Its state describes the workers of one rank, and can be restored only with
+the same numbers of ranks and workers.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.parallelizing.checks.batch_check import of_all_ranks
 
 DP_DIMS = ("dp_replicate", "dp_shard", "ep")  # dims of make_mesh along which batches differ
-_OURS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "persistent_workers"}
-_LIKE = ("length", "shuffle", "seed")  # these determine the order of samples
+_OWN_KEYWORDS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "persistent_workers"}
+_ORDER_SETTINGS = ("length", "shuffle", "seed")  # these determine the order of samples
 
 
 class DistributedBatches:
-    """Loader of a dataset for each rank: this rank's part of the same global batches for any number of ranks.
+    """Data loader that yields this rank's share of each global batch; global batches do not depend on the rank count.
 
-    Ranks along tp, cp and pp get equal batches; ranks along dp_replicate, dp_shard and ep get equal parts of a global
-    batch. Iteration continues where it stopped, over all epochs. `state_dict()` is the position after the latest batch,
-    equal on all ranks. `load_state_dict` accepts it at another number of ranks or workers, or with another
-    `global_batch_size`: no sample is repeated or skipped.
+    Ranks along tp, cp and pp get equal batches. Ranks along dp_replicate, dp_shard and ep get equally large slices of a
+    global batch. Iteration continues where it stopped, over all epochs. `state_dict()` returns the position after the
+    latest batch, equal on all ranks. `load_state_dict` accepts it with another number of ranks or workers, or with
+    another `global_batch_size`: no sample is repeated or skipped.
 
     The constructor is a collective call: the ranks compare their arguments.
 
     Args:
         dataset: a map-style dataset, or an iterable one that yields the same samples in the same order on each
-            iteration; every rank and worker reads all samples and keeps its own. Its `set_epoch(epoch)`, if defined, is
-            called before each epoch.
-        mesh: mesh of `make_mesh`, or with other names of dims; None: one process.
-        global_batch_size: samples over all ranks; this rank has `batch_size` of them.
+            iteration. Every rank and worker reads all samples of an iterable dataset and keeps its share. Its
+            `set_epoch(epoch)`, if defined, is called before each epoch.
+        mesh: mesh of `make_mesh`, or any mesh together with `dp_dims`; None: one process.
+        global_batch_size: samples per batch over all ranks.
         shuffle: shuffle a map-style dataset in each epoch, in an order determined by `seed + epoch`.
         seed: see `shuffle`.
         epochs: number of passes over the dataset; None: infinite.
         drop_last: drop an incomplete global batch at the end of an epoch. If False, its size must be a multiple of the
-            data parallel ranks.
-        dp_dims: dims of `mesh` along which batches differ; None: those of dp_replicate, dp_shard and ep that it has.
+            number of data parallel ranks.
+        dp_dims: dims of `mesh` along which batches differ; None: dp_replicate, dp_shard and ep, as far as they exist.
         dataset_state: resume by `state_dict` and `load_state_dict` of an iterable dataset, which must restore its
-            position exactly (that of `datasets` omits its shuffle buffer). False: read and drop the earlier samples.
+            position exactly (`datasets` does not save its shuffle buffer). False: read and drop the earlier samples.
         collate_fn: converts a list of samples to a batch; None: torch's.
         loader: further keywords of torch.utils.data.DataLoader, such as num_workers and pin_memory.
 
@@ -63,7 +64,7 @@ class DistributedBatches:
         samples: samples of this epoch that all ranks together have received.
 
     Raises:
-        TypeError, ValueError: an argument does not fit.
+        TypeError, ValueError: an argument is invalid.
         RankMismatchError: the ranks have datasets of different lengths, or different arguments.
 
     Example:
@@ -92,45 +93,47 @@ class DistributedBatches:
         check_int("seed", seed, 0)
         if epochs is not None:
             check_int("epochs", epochs, 0)
-        if taken := sorted(_OURS & set(loader)):
-            raise TypeError(f"DistributedBatches takes no {taken[0]!r}: it decides which samples a batch has.")
-        self._streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        if self._streams and not hasattr(dataset, "__iter__"):
+        if taken := sorted(_OWN_KEYWORDS & set(loader)):
+            raise TypeError(
+                f"DistributedBatches does not support {taken[0]!r}: it selects the samples itself. Omit it."
+            )
+        self._is_iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        if self._is_iterable and not hasattr(dataset, "__iter__"):
             raise TypeError(f"dataset must have __getitem__ or __iter__; {type(dataset).__name__} has neither.")
-        if self._streams and shuffle:
-            raise ValueError("shuffle=True needs a map-style dataset; an iterable one is to shuffle itself, by a seed.")
-        known = self._streams and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        if self._is_iterable and shuffle:
+            raise ValueError("shuffle=True needs a map-style dataset; shuffle an iterable dataset itself, with a seed.")
+        known = self._is_iterable and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         if dataset_state and not known:
             raise ValueError(
                 "dataset_state=True needs an iterable dataset with state_dict and load_state_dict, and "
-                f"{type(dataset).__name__} is not one. Leave it out: samples that came before are then skipped."
+                f"{type(dataset).__name__} is not one. Omit it: earlier samples are then read and dropped."
             )
         self.dataset, self.global_batch_size, self.epochs = dataset, global_batch_size, epochs
         self.epoch, self.samples = 0, 0
-        self._length = None if self._streams else len(dataset)
+        self._length = None if self._is_iterable else len(dataset)
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._collate, self._loader = collate_fn or default_collate, loader
         self._keeps_state = dataset_state
         self._dataset_state: Any = None
-        self._iterator: object | None = None  # latest iteration: an older one would continue from its position
+        self._iterator: object | None = None  # token of the latest __iter__; an older iterator raises when it continues
         self._dp_rank, self._dp_size = data_parallel_place(mesh, dp_dims)
-        self._agree(mesh)
+        self._check_arguments_agree(mesh)
         share, rest = divmod(global_batch_size, self._dp_size)
         if rest:
             raise ValueError(
-                f"global_batch_size={global_batch_size} cannot be shared out evenly to {self._dp_size} data parallel "
-                f"ranks; pass a multiple of {self._dp_size}."
+                f"global_batch_size must be a multiple of the {self._dp_size} data parallel ranks, got "
+                f"{global_batch_size}."
             )
         self.batch_size = share
         if self._length is not None:
             if drop_last and self._length < global_batch_size:
                 raise ValueError(
-                    f"dataset has {self._length} samples, less than global_batch_size={global_batch_size}; with "
-                    "drop_last=True there is no batch."
+                    f"dataset has {self._length} samples, fewer than global_batch_size={global_batch_size}. Pass a "
+                    "smaller global_batch_size, or drop_last=False."
                 )
-            self._check_rest(self._length)
+            self._check_last_batch(self._length)
 
-    def _agree(self, mesh: DeviceMesh | None) -> None:
+    def _check_arguments_agree(self, mesh: DeviceMesh | None) -> None:
         meshes = [] if mesh is None else [mesh[dim] for dim in mesh.mesh_dim_names or () if mesh[dim].size() > 1]
         mine = [self._length, self.global_batch_size, self._shuffle, self._seed, self.epochs, self._drop_last]
         names = ("length of the dataset", "global_batch_size", "shuffle", "seed", "epochs", "drop_last")
@@ -138,35 +141,34 @@ class DistributedBatches:
         for name, values in zip(names, zip(*every, strict=True), strict=True):
             if len(set(values)) > 1:
                 raise RankMismatchError(
-                    f"DistributedBatches: the ranks differ in {name}: {', '.join(map(str, values))}. Ranks get equal "
-                    "batches, or parts of one batch, of one dataset: give all of them the whole of it and the same "
-                    "arguments."
+                    f"DistributedBatches: the ranks differ in {name}: {', '.join(map(str, values))}. Pass the full "
+                    "dataset and the same arguments on all ranks; DistributedBatches shards the batches."
                 )
 
-    def _check_rest(self, samples: int) -> None:
-        """Refuse an epoch with `samples` left whose last batch cannot be split evenly over ranks."""
+    def _check_last_batch(self, samples: int) -> None:
+        """Raise ValueError if the last batch of an epoch with `samples` left cannot be split evenly over ranks."""
         left = samples % self.global_batch_size
         if not self._drop_last and left % self._dp_size:
-            raise ValueError(_uneven(left, self._dp_size))
+            raise ValueError(_uneven_batch_message(left, self._dp_size))
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, equal on all ranks: `epoch`, `samples` of it, and the settings that determine their order."""
+        """Return the position: `epoch`, `samples` consumed in it, and the settings that determine the sample order."""
         known = {"length": self._length, "shuffle": self._shuffle, "seed": self._seed}
         return {"epoch": self.epoch, "samples": self.samples, "dataset": self._dataset_state, **known}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise the errors that `load_state_dict(state)` would raise, without changing anything."""
-        for name, mine in zip(_LIKE, (self._length, self._shuffle, self._seed), strict=True):
+        for name, mine in zip(_ORDER_SETTINGS, (self._length, self._shuffle, self._seed), strict=True):
             if state[name] != mine:
                 raise ValueError(
-                    f"The position is one of batches with {name}={state[name]}, and these have {name}={mine}: other "
-                    "samples would follow. Give the dataset and the arguments that it was made with."
+                    f"The position was saved with {name}={state[name]}, got {name}={mine}: different samples would "
+                    "follow. Pass the dataset and the arguments of the saved run."
                 )
         if self._length is not None:
-            self._check_rest(self._length - state["samples"])
+            self._check_last_batch(self._length - state["samples"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position of `state_dict`. A running iteration ends with an error; start a new one.
+        """Continue from the position `state`, returned by `state_dict`. A running iteration raises; start a new one.
 
         Raises:
             ValueError: the order of samples would differ, or the rest of the epoch cannot be split evenly over ranks.
@@ -184,21 +186,23 @@ class DistributedBatches:
                 self.samples, self._dataset_state = self.samples + samples, state
                 yield batch
                 if self._iterator is not current:
-                    raise RuntimeError("These batches have another position since; iterate over them anew.")
+                    raise RuntimeError(
+                        "load_state_dict or a newer iteration has moved the position; call iter() again."
+                    )
             if not self.samples:
-                raise ValueError(f"dataset has given less than global_batch_size={self.global_batch_size} samples.")
+                raise ValueError(f"dataset yielded fewer than global_batch_size={self.global_batch_size} samples.")
             self.epoch, self.samples, self._dataset_state = self.epoch + 1, 0, None
 
     def _rest_of_epoch(self) -> Iterator[tuple[Any, int, Any]]:
-        """Yield (batch of this rank, samples of the global batch, state of the dataset after it)."""
-        # A separate generator: a loader draws a number from it, which would change the random state of a resumed run.
+        """Yield (batch of this rank, number of samples in the global batch, state of the dataset after it)."""
+        # A DataLoader draws a seed from its generator. With the global one, a resumed run would draw one number more
+        # than an uninterrupted run.
         loader = {**self._loader, "generator": torch.Generator().manual_seed(self._seed + self.epoch)}
-        on_host = torch.device(
-            "cpu"
-        )  # torch draws a seed from the generator as iteration begins, on the default device
-        if self._streams:
+        # That seed is drawn on the default device, where a CPU generator would raise if the default is a GPU.
+        on_host = torch.device("cpu")
+        if self._is_iterable:
             with on_host:
-                batches = iter(DataLoader(_BatchShare(self), batch_size=None, collate_fn=_as_it_is, **loader))
+                batches = iter(DataLoader(_BatchShare(self), batch_size=None, collate_fn=_identity, **loader))
             yield from batches
             return
         sizes, indices = self._indices()
@@ -208,7 +212,7 @@ class DistributedBatches:
             yield batch, size, None
 
     def _indices(self) -> tuple[list[int], Iterator[list[int]]]:
-        """Return the sizes of the epoch's remaining global batches, and this rank's samples of each."""
+        """Return the sizes of the epoch's remaining global batches, and this rank's sample indices in each."""
         assert self._length is not None
         generator = torch.Generator().manual_seed(self._seed + self.epoch)
         if self._shuffle:
@@ -223,8 +227,10 @@ class DistributedBatches:
 
 
 class _BatchShare(IterableDataset[Any]):
-    """Stream of this rank's part of each global batch. Each of W workers reads the whole stream and yields every W-th
-    batch, in the order in which the loader polls workers."""
+    """Iterable dataset of this rank's share of each global batch.
+
+    Each of W workers reads the full stream and yields every W-th batch: the DataLoader polls its workers in this order.
+    """
 
     def __init__(self, batches: DistributedBatches) -> None:
         self._dataset, self._collate = batches.dataset, batches._collate
@@ -236,7 +242,7 @@ class _BatchShare(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Any, int, Any]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # Hidden from datasets that shard their samples by worker, as those of `datasets` do.
+        # Hide the workers from the dataset: `datasets`, for one, would yield only 1/W of its samples to each worker.
         data_worker._worker_info = None
         if self._state is not None:
             self._dataset.load_state_dict(self._state)
@@ -244,27 +250,27 @@ class _BatchShare(IterableDataset[Any]):
         if self._state is None:
             skipped = sum(1 for _ in islice(stream, self._skip))
             if skipped < self._skip:
-                raise ValueError(f"dataset has given {skipped} samples, and the position is behind {self._skip}.")
+                raise ValueError(f"dataset yielded only {skipped} samples, and the position is after {self._skip}.")
         for number in count():
             samples = list(islice(stream, self._size))
             if not samples or (self._drop_last and len(samples) < self._size):
                 return
             share, rest = divmod(len(samples), self._ranks)
             if rest:
-                raise ValueError(_uneven(len(samples), self._ranks))
+                raise ValueError(_uneven_batch_message(len(samples), self._ranks))
             state = self._dataset.state_dict() if self._keeps_state else None
             if number % workers == worker:
                 yield self._collate(samples[share * self._rank :][:share]), len(samples), state
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-def _uneven(samples: int, ranks: int) -> str:
+def _uneven_batch_message(samples: int, ranks: int) -> str:
     return (
-        f"an epoch ends with {samples} samples, which {ranks} data parallel ranks cannot share evenly; pass "
-        "drop_last=True, or a dataset that fits."
+        f"the last batch of an epoch has {samples} samples, which is not a multiple of the {ranks} data parallel "
+        "ranks; pass drop_last=True, or change the length of the dataset."
     )
 
 
@@ -273,13 +279,13 @@ def data_parallel_place(mesh: DeviceMesh | None, dp_dims: Sequence[str] | None =
     if mesh is None:
         return 0, 1
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh must be a DeviceMesh or None, not {type(mesh).__name__}.")
+        raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
     names = mesh.mesh_dim_names
     if names is None or mesh.get_coordinate() is None:
-        raise ValueError(f"mesh {'has no names of dims' if names is None else 'does not contain this rank'}.")
+        raise ValueError(f"mesh {'must have mesh_dim_names' if names is None else 'does not contain this rank'}.")
     wanted = [name for name in DP_DIMS if name in names] if dp_dims is None else list(dp_dims)
     if unknown := [name for name in wanted if name not in names]:
-        raise ValueError(f"dp_dims has {unknown[0]!r}, and mesh has the dims {names}.")
+        raise ValueError(f"dp_dims must be dims of mesh, which has {names}, got {unknown[0]!r}.")
     rank, size = 0, 1
     for name in names:
         if name in wanted:

@@ -1,7 +1,7 @@
-"""`check_model`: compare a parallel model with the whole one, on ranks of one machine without GPUs.
+"""`check_model`: compare a parallel model with the unsharded model, on CPU ranks of one machine.
 
-Each rank also runs the whole model, so that it can compare its shards without communication. Both models take the same
-steps on the same batches.
+Each rank also runs the unsharded model, so that it can compare its shards without communication. Both models take the
+same steps on the same batches.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from fused_tp.training.check_report import CheckReport
 Batch = Mapping[str, Any]
 MakeBatch = Callable[[nn.Module, ParallelConfig], Batch]
 Build = Callable[[nn.Module, ParallelConfig, DeviceMesh], "nn.Module | Pipeline"]
-# A model of a few layers in fp32 differs by 1e-5, a wrong one by 1e-2. Models in fp64 still compute norms and rotary
-# angles in fp32.
+# Rounding in fp32 changes a model of a few layers by about 1e-5, an error by about 1e-2. Models in fp64 still compute
+# norms and rotary angles in fp32.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-5}
-_NOISE = 1e-4  # relative to the largest gradient: rounding error of a gradient that should be 0
+_GRADIENT_NOISE = 1e-4  # rounding error of a gradient that should be 0, relative to the largest gradient
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
-_NOTHING_SENT = {"wait_tensor", "barrier", "recv"}
-_DROPOUT = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_SENDS_NOTHING = {"wait_tensor", "barrier", "recv"}
+_DROPOUT_CLASSES = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def check_model(
@@ -66,25 +66,25 @@ def check_model(
 ) -> CheckReport:
     """Compare a model over the ranks of `config` with the same model on one process, and locate differences.
 
-    A collective call of `config.world_size` CPU ranks; all get the same report. Losses of all steps are compared, and
-    gradients and module outputs of the first step. If a module's output differs, but that of an enclosing module is
-    right (terms of a sum, other orders), the inner module counts as not comparable.
+    A collective call of `config.world_size` CPU ranks, which all return the same report. Compared are the losses of all
+    steps, and the gradients and module outputs of the first step. If a module's output differs but the output of an
+    enclosing module is right, the inner module is reported as not comparable (for example, it returns partial sums).
 
     Args:
-        make_model: creates the model, equal on all ranks; called after torch.manual_seed(0). Its forward takes the
+        make_model: creates the model, equal on all ranks; called after torch.manual_seed(0). Its forward accepts the
             entries of the batch by name, and returns an object with a `loss`.
         config: sizes of the parallel dims.
         batch: batch(model, config) -> keyword arguments of forward for all ranks and microbatches together: tensors
             [rows, ...], the first of them [rows, seq, ...]; None: `random_batch`.
-        build: build(model, config, mesh) -> the parallel model, or a `Pipeline`; to check other parallelizations than
-            fused_tp's, or modified ones.
+        build: build(model, config, mesh) -> the parallel model, or a `Pipeline`. Pass your own to check a modified
+            parallelization, or one that does not use fused_tp.
         dtype: dtype of the model's parameters.
-        tolerance: relative errors up to it count as rounding; None: 1e-3 in fp32, 1e-5 in fp64.
+        tolerance: relative errors up to `tolerance` count as rounding; None: 1e-3 in fp32, 1e-5 in fp64.
         steps: number of steps of plain gradient descent.
         lr: learning rate.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or `build` refuses the model.
+        TypeError, ValueError: an argument is invalid, or `build` does not support the model.
 
     Example:
         >>> report = check_model(make_model, ParallelConfig(cp=2, tp=2))
@@ -94,11 +94,11 @@ def check_model(
     torch.manual_seed(0)
     whole = make_model().to(dtype)
     given = (batch or random_batch)(whole, config)
-    parts = _parts(given, config.data_parallel * config.microbatches)
+    parts = _split_batch(given, config.data_parallel * config.microbatches)
     mesh = make_mesh("cpu", **config.mesh_sizes)
     place, _ = data_parallel_place(mesh)
     mine = range(place * config.microbatches, (place + 1) * config.microbatches)
-    # Without this, ranks would raise at the first difference that they detect; here all are reported.
+    # Suspend the checks inside `parallelize` and the batch check: they would raise at the first difference.
     with suspended(), environment({"FUSED_TP_CHECK_BATCH": "0"}):
         parallel = build(copy.deepcopy(whole), config, mesh)
         optimizers = [torch.optim.SGD(list(one.parameters()), lr, foreach=False) for one in (whole, parallel)]
@@ -109,9 +109,9 @@ def check_model(
                     optimizer.step()
                     optimizer.zero_grad()
             with recorded(whole) as recording:
-                expected = _step_whole(whole, parts, mine, recording.outputs)
+                expected = _step_unsharded(whole, parts, mine, recording.outputs)
             comparison = OutputComparison(recording, RankPart(mesh["tp"], mesh["cp"], *_rows_of(given)))
-            with comparison.watching(_models(parallel)), _Communicated() as communicated:
+            with comparison.watching(_models(parallel)), _CommunicationCounter() as communicated:
                 loss = _step_parallel(parallel, parts, mine)
             losses.append((sum(expected) / len(parts), loss, sum(expected[i] for i in mine) / len(mine)))
             if not step:
@@ -122,25 +122,25 @@ def check_model(
 def random_batch(
     model: nn.Module, config: ParallelConfig, *, rows: int | None = None, seq: int = 24, packed: bool = False
 ) -> dict[str, Any]:
-    """Random tokens [rows, seq] and labels for `model`, under the names of its forward's parameters.
+    """Return random tokens [rows, seq] and labels for `model`, under the names of its forward's parameters.
 
     Args:
         rows: number of rows over all ranks and microbatches; None: two per microbatch of each data parallel rank.
-        packed: put two documents into each row, by position_ids.
+        packed: mark two documents in each row by position_ids.
 
     Raises:
-        ValueError: forward takes no labels, or with `packed` no position_ids.
+        ValueError: forward has no parameter `labels`, or with `packed` no parameter `position_ids`.
     """
     parameters = inspect.signature(model.forward).parameters
     hf = is_transformers_model(model)
     for name in ("labels", *(["position_ids"] if packed else [])):
         if name not in parameters:
-            raise ValueError(f"{type(model).__name__}.forward takes no {name}; give a batch of what it takes.")
+            raise ValueError(f"{type(model).__name__}.forward has no parameter {name}; pass a batch of its parameters.")
     config_of: Any = getattr(model, "config", None)
     embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabulary = config_of.get_text_config().vocab_size if hf else max(embeddings, default=0)
     if not vocabulary:
-        raise ValueError(f"{type(model).__name__} has no nn.Embedding to make tokens for; give a batch.")
+        raise ValueError(f"{type(model).__name__} has no nn.Embedding, so its tokens are unknown; pass a batch.")
     rows = 2 * config.data_parallel * config.microbatches if rows is None else rows
     tokens = torch.randint(vocabulary, (rows, seq), generator=torch.Generator().manual_seed(1), device="cpu")
     batch: dict[str, Any] = {"input_ids" if hf else next(iter(parameters)): tokens, "labels": tokens}
@@ -153,11 +153,11 @@ def random_batch(
     return batch
 
 
-def _parts(batch: Batch, count: int) -> list[dict[str, Any]]:
-    """Split the batch into `count` equal parts, the microbatches of all data parallel ranks in rank order."""
+def _split_batch(batch: Batch, count: int) -> list[dict[str, Any]]:
+    """Split the batch into `count` equal microbatches, those of all data parallel ranks in rank order."""
     rows = len(_tokens(batch))
     if rows % count:
-        raise ValueError(f"The batch has {rows} rows, which {count} microbatches of all ranks cannot share evenly.")
+        raise ValueError(f"The batch has {rows} rows; use a multiple of {count}, the microbatches of all ranks.")
     share = rows // count
 
     def part(value: Any, index: int) -> Any:
@@ -167,8 +167,8 @@ def _parts(batch: Batch, count: int) -> list[dict[str, Any]]:
     parts = [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
     if isinstance(batch.get("labels"), Tensor) and len({int(count_targets(one)) for one in parts}) > 1:
         raise ValueError(
-            "The microbatches of the batch have different numbers of targets, of which the mean of their means is not "
-            "the mean; give rows of which equally many labels are -100."
+            "The microbatches have different numbers of targets, so the mean of their losses is not the loss of the "
+            "batch. Pass rows with equally many labels of -100."
         )
     return parts
 
@@ -177,7 +177,7 @@ def _tokens(batch: Batch) -> Tensor:
     for value in batch.values():
         if isinstance(value, Tensor) and value.ndim > 1:
             return value
-    raise ValueError(f"The batch has {[*batch]}, and nothing of them is a tensor [rows, seq, ...].")
+    raise ValueError(f"The batch needs a tensor [rows, seq, ...], and none of {[*batch]} is one.")
 
 
 def _rows_of(batch: Batch) -> tuple[int, tuple[int, ...]]:
@@ -191,8 +191,11 @@ def _models(parallel: nn.Module | Pipeline) -> list[nn.Module]:
     return [stage.model for stage in parallel.stages.values()] if isinstance(parallel, Pipeline) else [parallel]
 
 
-def _step_whole(model: nn.Module, parts: list[dict[str, Any]], mine: range, outputs: Outputs) -> list[float]:
-    """Run all parts; return their losses, accumulate the mean's gradients, keep this rank's parts in `outputs`."""
+def _step_unsharded(model: nn.Module, parts: list[dict[str, Any]], mine: range, outputs: Outputs) -> list[float]:
+    """Run all microbatches on the unsharded model and return their losses.
+
+    Gradients of the mean loss accumulate in the model. `outputs` keeps module outputs for the microbatches `mine`.
+    """
     losses: list[float] = []
     own: Outputs = {}
     for index, part in enumerate(parts):
@@ -201,7 +204,7 @@ def _step_whole(model: nn.Module, parts: list[dict[str, Any]], mine: range, outp
             losses.append(_forward_backward(model, part, index, len(parts)))
         except Exception as error:
             raise ValueError(
-                f"The model by itself does not run ({type(error).__name__}: {error}); give it another batch or dtype."
+                f"The unsharded model raised {type(error).__name__}: {error}. Pass a batch and dtype that it supports."
             ) from error
         if index in mine:
             for name, calls in outputs.items():
@@ -212,7 +215,7 @@ def _step_whole(model: nn.Module, parts: list[dict[str, Any]], mine: range, outp
 
 
 def _step_parallel(model: nn.Module | Pipeline, parts: list[dict[str, Any]], mine: range) -> float:
-    """Run this rank's parts; return their mean loss."""
+    """Run the microbatches `mine` of this rank on the parallel model and return their mean loss."""
     if isinstance(model, Pipeline):
         own = [parts[i] for i in mine]
         rows = len(_tokens(own[0]))
@@ -227,15 +230,18 @@ def _step_parallel(model: nn.Module | Pipeline, parts: list[dict[str, Any]], min
 
 
 def _forward_backward(model: nn.Module, part: dict[str, Any], seed: int, parts: int) -> float:
-    torch.manual_seed(seed)  # equal dropout of tensors replicated over ranks
+    torch.manual_seed(seed)  # dropout of replicated tensors must be equal on all ranks
     loss = model(**part).loss
     (loss / parts).backward()
     return float(loss.detach())
 
 
-class _Communicated(TorchDispatchMode):
-    """Count communication between ranks, by op. Rejected: CommDebugMode, which misses the messages of pipelines, and
-    whose hooks on all modules change the code that runs."""
+class _CommunicationCounter(TorchDispatchMode):
+    """Count communication between ranks, by op.
+
+    Rejected: CommDebugMode. It does not count the messages of pipelines, and its hooks on all modules change the code
+    that runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,18 +249,18 @@ class _Communicated(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # DTensor then calls ops on local shards, which arrive here
+            return NotImplemented  # DTensor then calls this mode again, with ops on local shards
         namespace, _, rest = func.name().partition("::")
         name = rest.partition(".")[0].strip("_")
         fused = namespace == "fused_tp" and name in OPS and OPS[name].key is not None
-        if fused or (namespace in _COLLECTIVES and name not in _NOTHING_SENT):
+        if fused or (namespace in _COLLECTIVES and name not in _SENDS_NOTHING):
             self.counts[name] += 1
         return func(*args, **kwargs or {})
 
 
 @torch.no_grad()
 def _gradient_errors(parallel: nn.Module | Pipeline, whole: nn.Module) -> dict[str, float]:
-    """Gradient errors of this rank's parameters, by name. A collective call of all ranks that share a parameter."""
+    """Return the gradient errors of this rank's parameters, by name; a collective call of ranks that share them."""
     expected = {name: _gradient(p) for name, p in whole.named_parameters(remove_duplicate=False)}
     largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
     errors = {}
@@ -263,7 +269,7 @@ def _gradient_errors(parallel: nn.Module | Pipeline, whole: nn.Module) -> dict[s
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         wanted = expected.get(name)
         if wanted is not None and wanted.numel() == full.numel():  # packed parameters have another shape
-            errors[name] = relative_error(full.view_as(wanted), wanted, _NOISE * largest)
+            errors[name] = relative_error(full.view_as(wanted), wanted, _GRADIENT_NOISE * largest)
         else:
             errors[name] = float("inf")
     return errors
@@ -284,7 +290,7 @@ def _report(
     *,
     tolerance: float,
 ) -> CheckReport:
-    """Gather the findings of all ranks into one report."""
+    """Return a report on the findings of all ranks; a collective call."""
     of_modules, not_compared = comparison.differences()
     mine = {"losses": losses, "errors": of_modules, "skipped": not_compared}
     ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
@@ -299,9 +305,9 @@ def _report(
     }
     for name in first_difference({name: max(of_ranks.values()) for name, of_ranks in errors.items()}, tolerance)[1]:
         around = next((one for one in enclosing(name) if one in errors), "")
-        skipped[name] = f"it returns something else, and {around or 'the model'} around it the right thing"
+        skipped[name] = f"its output differs, but the output of {around or 'the model'}, which contains it, is right"
         del errors[name]
-    worst = _largest(rank["gradients"] for rank in ranks)
+    worst = _max_by_key(rank["gradients"] for rank in ranks)
     missing = {name: float("inf") for name, _ in whole.named_parameters() if name not in worst}
     report = CheckReport(
         layout=f"{config.shown()}, {config.world_size} ranks",
@@ -318,21 +324,21 @@ def _report(
         outputs=errors,
         skipped=skipped,
         gradients=dict(sorted((worst | missing).items(), key=lambda one: -one[1])),
-        communicated=_largest(rank["counts"] for rank in ranks),
+        communicated=_max_by_key(rank["counts"] for rank in ranks),
     )
-    if report.suspect is not None and isinstance(whole.get_submodule(report.suspect), _DROPOUT):
-        return replace(report, advice=_ADVICE)
+    if report.suspect is not None and isinstance(whole.get_submodule(report.suspect), _DROPOUT_CLASSES):
+        return replace(report, advice=_DROPOUT_ADVICE)
     return report
 
 
-_ADVICE = (
-    "Dropout of what all ranks hold must draw the same on them: give them equal seeds. Dropout of a rank's part draws "
-    "other numbers than the whole model does; set its p to 0 to compare the rest."
+_DROPOUT_ADVICE = (
+    "Dropout of replicated tensors must be equal on all ranks: set equal seeds. Dropout of a shard draws different "
+    "numbers than dropout of the full tensor; set its p to 0 to compare the rest of the model."
 )
 
 
-def _largest(dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Largest value of each key."""
+def _max_by_key(dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the largest value of each key."""
     found: dict[str, Any] = {}
     for one in dicts:
         for name, value in one.items():

@@ -7,23 +7,25 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_SHOWN = 12  # parameters listed at most
+_MAX_LISTED = 12  # parameters listed at most
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Comparison of a parallel model with the whole one. Errors are relative to the largest value of a tensor.
+    """Comparison of a parallel model with the unsharded model.
+
+    Errors are relative to the largest value of a tensor.
 
     Attributes:
         layout: description of the parallel dims, such as "cp2 x tp2".
-        tolerance: errors up to it count as rounding.
+        tolerance: errors up to `tolerance` count as rounding.
         losses: losses of each step, on one process and in parallel.
-        loss_error: largest error of all steps and ranks.
-        outputs: output errors by module name and rank, in the order in which the whole model's modules return.
+        loss_error: largest error over all steps and ranks.
+        outputs: output errors by module name and rank, in the order in which the unsharded model's modules return.
         skipped: modules whose outputs are not compared, with the reason.
         gradients: gradient errors by parameter name, the largest first.
-        communicated: number of calls of each collective in the first step, the highest of all ranks.
-        advice: possible explanation of an intended difference.
+        communicated: number of calls of each collective in the first step, the maximum over all ranks.
+        advice: possible explanation of the difference.
     """
 
     layout: str
@@ -48,8 +50,11 @@ class CheckReport:
 
     @property
     def suspect(self) -> str | None:
-        """Name of the module to look at first: the first whose output differs; otherwise the last one with a parameter
-        whose gradient differs, because backward runs from the last module to the first."""
+        """Name of the module that most likely contains the error; None if there is none.
+
+        This is the first module whose output differs. If no output differs, it is the last module with a parameter
+        whose gradient differs, because backward runs from the last module to the first.
+        """
         if self.first_difference is not None:
             return self.first_difference
         order = {name: place for place, name in enumerate(self.outputs)}
@@ -79,7 +84,7 @@ class CheckReport:
             yield f"loss           step {step}: {alone:.6f} on one process, {parallel:.6f} in parallel"
         first, wrong = self.first_difference, self.wrong_gradients
         if first is None:
-            yield f"outputs        those of {len(self.outputs)} modules are right"
+            yield f"outputs        the outputs of all {len(self.outputs)} modules are right"
         else:
             differ = {rank: error for rank, error in self.outputs[first].items() if self._differs(error)}
             ranks = "rank" if len(differ) == 1 else "ranks"
@@ -88,15 +93,15 @@ class CheckReport:
         for name, why in self.skipped.items():
             yield f"not compared   {name}: {why}"
         yield f"gradients      {len(wrong)} of {len(self.gradients)} parameters differ"
-        for name, error in list(wrong.items())[:_SHOWN]:
+        for name, error in list(wrong.items())[:_MAX_LISTED]:
             yield f"               {error:.1e}  {name}"
-        if len(wrong) > _SHOWN:
-            yield f"               and {len(wrong) - _SHOWN} more"
+        if len(wrong) > _MAX_LISTED:
+            yield f"               and {len(wrong) - _MAX_LISTED} more"
         for name, times in self.communicated.items():
             yield f"communication  {times:4} x {name}"
         if self.right:
             yield "RIGHT"
         else:
-            yield f"WRONG: look at {self.suspect or 'how the loss is computed'} first"
+            yield f"WRONG: check {self.suspect or 'the computation of the loss'} first"
             if self.advice:
                 yield self.advice

@@ -1,14 +1,14 @@
-"""Checkpoints of a run that may be interrupted at any time and resume at another number of ranks.
+"""Checkpoints of a run that may be interrupted at any time and resume with another number of ranks.
 
-Steps of a save; only the first blocks training:
+A save has five steps, of which only the first blocks training:
 
     1. every rank copies its shards of parameters and optimizer state to the CPU
     2. rank 0 removes the files of an interrupted save of this step
     3. every rank writes its shards (torch.distributed.checkpoint), and rank 0 the metadata
-    4. rank 0 writes complete.pt, by a rename, with all values that are not tensors
+    4. rank 0 writes complete.pt with all values that are not tensors; a rename makes it appear at once
     5. rank 0 removes older checkpoints
 
-Steps 2 to 5 run in a thread, over a separate gloo group: collectives of the training may run in between at any point.
+Steps 2 to 5 run in a thread, over a separate gloo group, so that they cannot interleave with collectives of training.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from fused_tp.ops.arguments import check_bool, check_int
 from fused_tp.pipelining.pipeline import Pipeline
 from fused_tp.training.batches import DistributedBatches
 
-COMPLETE = "complete.pt"  # the last file of a checkpoint
+COMPLETE = "complete.pt"  # written last; a checkpoint without this file is incomplete
 _NAME = re.compile(r"step-(\d+)")
-_NOT_OPTIONS = ("params", "param_names")  # of a param group
-_ENDED = "the run was ended while it was saved; checkpoints before it are whole."
+_NOT_OPTIONS = ("params", "param_names")  # keys of a param group that are not optimizer options
+_EXITED_DURING_SAVE = "the run exited during the save; earlier checkpoints are intact."
 _logger = logging.getLogger(__name__)
 
 
@@ -64,10 +64,10 @@ class CheckpointManager:
     """Save and restore a training run in `folder`: `save(step)`, and `restore()` of the newest complete checkpoint.
 
     A checkpoint contains model, optimizer, scheduler, position in the data, `extra`, and the states of the random
-    number generators. Parameters and optimizer state are restored bit for bit at any numbers of tp, cp, pp and dp
+    number generators. Parameters and optimizer state are restored bit for bit with any numbers of tp, cp, pp and dp
     ranks: they are resharded by their names in the unsharded model. Generators (Python, NumPy, torch on the CPU and on
-    the device) are restored per rank at the same number of ranks; at another number, all ranks get the state of rank 0,
-    so that ranks with different batches draw equal noise until they set seeds of their own.
+    the device) are restored per rank if the number of ranks is the same. Otherwise all ranks get the state of rank 0,
+    so data parallel ranks draw equal random numbers until the caller sets a different seed on each.
 
     A checkpoint is a folder `step-N` of torch.distributed.checkpoint. It is complete once it has `complete.pt`, which
     is written last, with checksums of the other files. Files of an interrupted save are ignored, and removed by a later
@@ -78,20 +78,20 @@ class CheckpointManager:
 
     Args:
         folder: folder on a file system that all ranks share; created if it is missing.
-        model: result of `parallelize`, with DTensors or plain parameters, under FSDP2 or not; a `Pipeline`; or any
+        model: result of `parallelize`, with DTensors or plain parameters, with or without FSDP2; a `Pipeline`; or any
             nn.Module that is equal on all ranks.
-        optimizer: optimizer of the model's parameters; for a pipeline, of `pipe.parameters()`. For a sharded parameter,
-            optimizer state of another shape than the parameter is refused.
+        optimizer: optimizer of the model's parameters; for a pipeline, of `pipe.parameters()`. Optimizer state of a
+            sharded parameter must have the parameter's shape.
         scheduler: object with `state_dict` and `load_state_dict`, equal on all ranks.
-        data: DistributedBatches.
-        extra: values of the caller, equal on all ranks. `save` stores its contents; `restore` replaces them in place.
+        data: DistributedBatches whose position is saved.
+        extra: dict of the caller, equal on all ranks. `save` stores its contents; `restore` replaces them in place.
         keep: number of complete checkpoints to keep.
         async_save: write in the background. False: `save` returns once all files are written.
         pickles: allow any picklable object in `extra` and in the states of scheduler, dataset and optimizer. Restoring
-            then runs code of whoever wrote the files.
+            then executes code from the files.
 
     Raises:
-        TypeError, ValueError: an argument does not fit, or a rank does not see the same `folder` as rank 0.
+        TypeError, ValueError: an argument is invalid, or a rank does not see the same `folder` as rank 0.
 
     Example:
         >>> with CheckpointManager("checkpoints", model, optimizer, data=batches) as checkpoints:
@@ -116,15 +116,15 @@ class CheckpointManager:
         pickles: bool = False,
     ) -> None:
         if not isinstance(model, (nn.Module, Pipeline)):
-            raise TypeError(f"model must be an nn.Module or a Pipeline, not {type(model).__name__}.")
+            raise TypeError(f"model must be an nn.Module or a Pipeline, got {type(model).__name__}.")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch Optimizer or None, not {type(optimizer).__name__}.")
+            raise TypeError(f"optimizer must be a torch Optimizer or None, got {type(optimizer).__name__}.")
         if scheduler is not None and not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
-            raise TypeError(f"scheduler must have state_dict and load_state_dict; {type(scheduler).__name__} has not.")
+            raise TypeError(f"scheduler must have state_dict and load_state_dict, got {type(scheduler).__name__}.")
         if data is not None and not isinstance(data, DistributedBatches):
             raise TypeError(
-                f"data must be DistributedBatches or None, not {type(data).__name__}: its position is to be the same "
-                "on all ranks, at any number of them."
+                f"data must be DistributedBatches or None, got {type(data).__name__}. Positions of other loaders "
+                "depend on the rank and on the number of ranks."
             )
         check_bool(async_save=async_save, pickles=pickles)
         check_int("keep", keep, 1)
@@ -154,30 +154,32 @@ class CheckpointManager:
         With `async_save`, return once the state is copied, and write in the background.
 
         Raises:
-            ValueError: there is a complete checkpoint of this step or of a later one; optimizer state cannot be
-                sharded; or, without `pickles`, a value is not plain data.
-            FusedTPError: the previous save, or without `async_save` this one, could not be written.
+            ValueError: a complete checkpoint of this step or of a later one exists; optimizer state of a sharded
+                parameter has another shape than the parameter; or, without `pickles`, a value is not plain data.
+            FusedTPError: the previous save failed, or without `async_save` this one.
         """
         self.wait()
         check_int("step", step, 0)
         folder = self._folder_of(step)
         if (folder / COMPLETE).exists():
             raise ValueError(
-                f"{folder} is complete already; save each step once. If it was not this run, another one saves in "
-                f"{self.folder}: give each a folder of its own."
+                f"{folder} is already complete; save each step once. If this run did not save it, another run uses "
+                f"{self.folder}: pass a different folder for each run."
             )
         if step < (newest := max(self._steps(), default=-1)):
             raise ValueError(
-                f"step={step} comes before step {newest}, which {self.folder} has; restore() goes on from that one. "
-                "For a run from the beginning give another folder."
+                f"step must be above {newest}, the newest step in {self.folder}, got {step}. Call restore() to resume "
+                "from the newest step, or pass another folder to start a new run."
             )
         shapes = OriginalShapes(*self._modules)
-        model = {name: _as_saved(value, shapes.named.get(name), shapes) for name, value in self._model_state().items()}
+        model = {
+            name: _in_saved_form(value, shapes.named.get(name), shapes) for name, value in self._model_state().items()
+        }
         state, rest = self._optimizer_state(shapes)
         tensors = _on_cpu({"model": model, "optimizer": state} if state else {"model": model})
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        own = _OfRank(step, _random_state(), copy.deepcopy(rest))
+        own = _RankState(step, _random_state(), copy.deepcopy(rest))
         common = copy.deepcopy(
             {
                 "step": step,
@@ -193,12 +195,12 @@ class CheckpointManager:
                 check_plain(
                     what,
                     value,
-                    "Or pass pickles=True to CheckpointManager, for folders that you trust.",
+                    "Or pass pickles=True to CheckpointManager if you trust the folder.",
                 )
         if not self._async:
             self._write(folder, tensors, own, common)
             return self.wait()
-        # Not a daemon: if the process exits without close(), it still finishes the save.
+        # Not a daemon thread: if the process exits without close(), the interpreter waits for the save to finish.
         thread = Thread(target=self._write, args=(folder, tensors, own, common), name="fused_tp checkpoint")
         start_thread(thread)
         self._thread = thread
@@ -207,11 +209,11 @@ class CheckpointManager:
         """Wait for the save in progress.
 
         Raises:
-            FusedTPError: the save failed; the message names the step and the reason. Later saves are not affected, as
+            FusedTPError: the save failed; the message names the step and the reason. Later saves can still succeed, as
                 long as all ranks are alive.
         """
         if self._closed:
-            raise ValueError("This CheckpointManager has been closed; make another.")
+            raise ValueError("This CheckpointManager is closed; create a new one.")
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -234,37 +236,39 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error, peers may be gone; do not wait for a save, whose failure would hide that error.
+        # After an error, peers may have exited. A save would then fail, and its error would hide the first one.
         self._left = kind is not None
         if kind is None:
             self.close()
 
-    def _write(self, folder: Path, tensors: dict[str, Any], own: _OfRank, common: dict[str, Any]) -> None:
+    def _write(self, folder: Path, tensors: dict[str, Any], own: _RankState, common: dict[str, Any]) -> None:
         try:
             ranks = self._gather(own)
-            self._on_first(lambda: self._begin(folder, ranks))
-            with _alone(self._group):
+            self._on_rank_0(lambda: self._remove_unfinished(folder, ranks))
+            with _no_group_warning_suppressed(self._group):
                 dcp.save(
                     tensors, storage_writer=_Writer(folder), process_group=self._group, no_dist=self._group is None
                 )
             sums = self._gather(self._own_checksums(folder))
             common["checksums"] = {name: value for one in sums for name, value in one.items()}
-            self._on_first(lambda: self._complete(folder, common, ranks))
+            self._on_rank_0(lambda: self._write_complete(folder, common, ranks))
         except BaseException as error:  # torch's CheckpointException is not an Exception
-            why = _ENDED if self._left else _reason(error)
+            why = _EXITED_DURING_SAVE if self._left else _reason(error)
             said = f"The checkpoint of step {common['step']} was not written to {folder}: {why}"
-            _logger.error(said)  # logged, too, because a program may never call wait() after its last save
+            _logger.error(said)  # also logged, because a program may never call wait() after its last save
             self._failed = FusedTPError(said)
             self._failed.__cause__ = error
 
-    def _begin(self, folder: Path, ranks: list[_OfRank]) -> None:
+    def _remove_unfinished(self, folder: Path, ranks: list[_RankState]) -> None:
         if len(steps := {one.step for one in ranks}) > 1:
-            raise ValueError(f"the ranks save different steps, {listed(map(str, sorted(steps)))}.")
+            raise ValueError(f"all ranks must save the same step, got {listed(map(str, sorted(steps)))}.")
         shutil.rmtree(folder, ignore_errors=True)
 
     def _own_checksums(self, folder: Path) -> dict[str, int | None]:
-        """Checksums of the files that this rank wrote; None for an unreadable file. Rank 0 then aborts the save: an
-        error raised here would leave peers in a collective call."""
+        """Return the checksums of the files that this rank wrote; None for an unreadable file.
+
+        Rank 0 raises for None after the gather. Raising here would leave the peers waiting in the gather.
+        """
         found: dict[str, int | None] = {}
         for path in [*folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]:
             try:
@@ -273,14 +277,14 @@ class CheckpointManager:
                 found[path.name] = None
         return found
 
-    def _complete(self, folder: Path, common: dict[str, Any], ranks: list[_OfRank]) -> None:
+    def _write_complete(self, folder: Path, common: dict[str, Any], ranks: list[_RankState]) -> None:
         optimizer = {
             "kind": None if self._optimizer is None else type(self._optimizer).__name__,
             "groups": [group for one in ranks for group in one.optimizer["groups"]],
             "values": {name: values for one in ranks for name, values in one.optimizer["values"].items()},
         }
         if unread := [name for name, value in common["checksums"].items() if value is None]:
-            raise OSError(f"{folder / unread[0]} was written, and cannot be read.")
+            raise OSError(f"{folder / unread[0]} was written but cannot be read.")
         whole = {**common, "random": [one.random for one in ranks], "optimizer": optimizer}
         with open(folder / f"{COMPLETE}.part", "wb") as file:
             torch.save(whole, file)
@@ -291,7 +295,8 @@ class CheckpointManager:
         for path in self.folder.iterdir():
             step = _step_of(path)
             if step is not None and step < steps[-1] and step not in steps[-self._keep :]:
-                # COMPLETE first, so that a partly removed checkpoint is not complete. Errors do not fail this save.
+                # Remove COMPLETE first, so that a partly removed checkpoint does not count as complete. Failing to
+                # remove an old checkpoint must not fail this save.
                 with suppress(OSError):
                     (path / COMPLETE).unlink(missing_ok=True)
                     shutil.rmtree(path)
@@ -302,8 +307,8 @@ class CheckpointManager:
         """Load the newest complete checkpoint and return its step; None if there is none.
 
         Raises:
-            ValueError: raised on all ranks, before anything is changed: the checkpoint is damaged or of another model,
-                lacks a state that this manager needs, or is not seen by all ranks.
+            ValueError: the checkpoint is damaged, belongs to another model, lacks a state that this manager needs, or
+                is not visible to all ranks. All ranks raise, before anything is changed.
         """
         self.wait()
         newest = self._exchange(max(self._steps(), default=None) if self._rank == 0 else None)[0]
@@ -317,10 +322,10 @@ class CheckpointManager:
         except Exception as error:
             refused = str(error) or type(error).__name__
         reports = self._gather((refused, [] if loading is None else [*loading.model]))
-        self._on_first(lambda: _check_reports(folder, reports, loading))
+        self._on_rank_0(lambda: _check_reports(folder, reports, loading))
         assert loading is not None
-        # torch computes row offsets of DTensors in tensors on the default device, and reads each: slow on a GPU.
-        with _alone(self._group), torch.device("cpu"):
+        # torch computes the offsets of DTensor shards on the default device and reads each back: slow if that is a GPU.
+        with _no_group_warning_suppressed(self._group), torch.device("cpu"):
             how: dict[str, Any] = {} if self._pickles else {"planner": PlainPlanner()}
             reader, alone = self._reader(folder), self._group is None
             dcp.load(loading.seen, storage_reader=reader, process_group=self._group, no_dist=alone, **how)
@@ -342,13 +347,13 @@ class CheckpointManager:
         return int(newest)
 
     def _prepare(self, folder: Path) -> _Loading:
-        """Check the checkpoint and prepare the targets to load it into. Changes nothing.
+        """Check the checkpoint and prepare the targets to load it into, without changing model or optimizer.
 
         Raises:
-            ValueError: the checkpoint does not fit.
+            ValueError: the checkpoint is damaged, or does not match model, optimizer or data.
         """
         if not (folder / COMPLETE).exists():
-            raise ValueError(f"it does not see {folder / COMPLETE}, which rank 0 does.")
+            raise ValueError(f"{folder / COMPLETE} exists on rank 0 but not here. Use a folder that all ranks share.")
         try:
             if self._pickles:
                 common = torch.load(folder / COMPLETE, map_location="cpu", weights_only=False)
@@ -357,26 +362,26 @@ class CheckpointManager:
         except Exception as error:
             if (kind := refused_kind(error)) is not None:
                 raise ValueError(
-                    f"{folder / COMPLETE} holds {kind}, and reading objects of such kinds runs code of whoever wrote "
-                    "them. Pass pickles=True to CheckpointManager if you trust this folder."
+                    f"{folder / COMPLETE} contains {kind}, and loading such objects can execute code from the file. "
+                    "Pass pickles=True to CheckpointManager if you trust this folder."
                 ) from None
-            raise ValueError(_damaged(folder / COMPLETE, _reason(error))) from error
+            raise ValueError(_damaged_message(folder / COMPLETE, _reason(error))) from error
         for name in sorted(common["checksums"])[self._rank :: self._size]:
             if not (folder / name).exists() or _checksum(folder / name) != common["checksums"][name]:
-                raise ValueError(_damaged(folder / name, "it is not what was written"))
+                raise ValueError(_damaged_message(folder / name, "it is missing, or its checksum differs"))
         given = {"scheduler": self._scheduler, "data": self._data, "extra": self._extra}
         if lacks := [name for name, one in given.items() if one is not None and common[name] is None]:
-            raise ValueError(f"{folder} was saved without {listed(lacks)}; make the CheckpointManager without, too.")
+            raise ValueError(f"{folder} was saved without {listed(lacks)}; omit it from the CheckpointManager, too.")
         if self._data is not None:
             self._data.check_state(common["data"])
         metadata = self._reader(folder).read_metadata()
         shapes, model = OriginalShapes(*self._modules), self._model_state()
-        seen = {name: _as_saved(value, shapes.named.get(name), shapes) for name, value in model.items()}
+        seen = {name: _in_saved_form(value, shapes.named.get(name), shapes) for name, value in model.items()}
         for name, value in seen.items():
             saved = getattr(metadata.state_dict_metadata.get(f"model.{name}"), "size", None)
             if isinstance(value, Tensor) and saved != value.shape:
-                has = "does not have it" if saved is None else f"has it as {tuple(saved)}"
-                raise ValueError(f"{name!r} is {tuple(value.shape)} in this model, and {folder} {has}.")
+                has = "does not contain it" if saved is None else f"contains it with shape {tuple(saved)}"
+                raise ValueError(f"{name!r} has shape {tuple(value.shape)} in this model, but {folder} {has}.")
         loading = _Loading(metadata, common, model, {"model": seen}, {})
         if self._optimizer is not None:
             self._prepare_optimizer(self._optimizer, folder, shapes, loading)
@@ -385,12 +390,12 @@ class CheckpointManager:
     def _prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, folder: Path, shapes: OriginalShapes, loading: _Loading
     ) -> None:
-        """Build the optimizer's state dict of empty tensors, and its form for torch.distributed.checkpoint."""
+        """Fill `loading.optimizer` with a state dict of empty tensors, and `loading.seen` with its load targets."""
         saved, kinds = loading.common["optimizer"], loading.metadata.state_dict_metadata
         if saved["kind"] != type(optimizer).__name__:
             raise ValueError(
-                f"{folder} has the state of {saved['kind'] or 'no optimizer'}, and the optimizer is "
-                f"{type(optimizer).__name__}; restore with the one that was saved, or without."
+                f"{folder} contains the state of {saved['kind'] or 'no optimizer'}, got {type(optimizer).__name__}. "
+                "Pass an optimizer of the saved class, or None."
             )
         options = {name: one for names, one in saved["groups"] for name in names}
         keys: dict[str, list[str]] = defaultdict(list)
@@ -408,19 +413,21 @@ class CheckpointManager:
                 own = names[id(parameter)]
                 name = next((name for name in own if name in options), None)
                 if name is None:
-                    raise ValueError(f"{folder} has no optimizer of {own[0]!r}, which is in param group {number}.")
+                    raise ValueError(
+                        f"{folder} has no optimizer state of {own[0]!r}, which is in param group {number}."
+                    )
                 found[name] = options[name]
                 tensors = {key: _empty_like(parameter, kinds[f"optimizer.{name}.{key}"], shapes) for key in keys[name]}
                 if tensors:
-                    seen[name] = {key: _as_saved(value, parameter, shapes) for key, value in tensors.items()}
+                    seen[name] = {key: _in_saved_form(value, parameter, shapes) for key, value in tensors.items()}
                 if state := {**saved["values"].get(name, {}), **tensors}:
                     states[index] = state
             index = first + len(group["params"])
             shared: dict[str, Any] = next(iter(found.values()), {})
             if different := [name for name, one in found.items() if repr(one) != repr(shared)]:
                 raise ValueError(
-                    f"param group {number} has {next(iter(found))!r} and {different[0]!r}, which {folder} has in "
-                    "groups of different options (lr and the like). Give them groups of their own."
+                    f"param group {number} contains {next(iter(found))!r} and {different[0]!r}, which {folder} has in "
+                    "groups with different options, such as lr. Put them into separate groups."
                 )
             kept = {key: value for key, value in group.items() if key != "params"}
             groups.append({**kept, **shared, "params": [*range(first, index)]})
@@ -431,7 +438,7 @@ class CheckpointManager:
     # -- model and optimizer ------------------------------------------------------------------------------------------
 
     def _model_state(self) -> dict[str, Any]:
-        """State dict by the names in the unsharded model, sharing the model's memory."""
+        """Return the state dict with the names of the unsharded model; its tensors share the model's memory."""
         return {name: value for module in self._modules for name, value in get_model_state_dict(module).items()}
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -440,13 +447,15 @@ class CheckpointManager:
             for parameter in group["params"]:
                 if id(parameter) not in known:
                     raise ValueError(
-                        f"param group {number} of the optimizer has a parameter {tuple(parameter.shape)} that the "
-                        "model has not; make the optimizer after parallelize, fully_shard and pipeline."
+                        f"param group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+                        "is not in the model. Create the optimizer after parallelize, fully_shard and pipeline."
                     )
 
     def _optimizer_state(self, shapes: OriginalShapes) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Return {parameter name: {key: tensor}}, and the values that are not tensors. Rejected: torch's
-        get_optimizer_state_dict, which takes a step, and counts it, if there is no state yet."""
+        """Return {parameter name: {key: tensor}}, and the values that are not tensors.
+
+        Rejected: torch's get_optimizer_state_dict, which runs an optimizer step if there is no state yet.
+        """
         tensors: dict[str, dict[str, Tensor]] = {}
         values: dict[str, dict[str, Any]] = {}
         if self._optimizer is None:
@@ -455,7 +464,7 @@ class CheckpointManager:
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     _check_sharded(name, key, value, parameter, shapes)
-                    tensors.setdefault(name, {})[key] = _as_saved(value, parameter, shapes)
+                    tensors.setdefault(name, {})[key] = _in_saved_form(value, parameter, shapes)
                 else:
                     values.setdefault(name, {})[key] = value
         names, groups = _names_of(shapes), []
@@ -473,12 +482,12 @@ class CheckpointManager:
         return dcp.FileSystemReader(folder) if self._pickles else PlainReader(folder)
 
     def _steps(self) -> list[int]:
-        """Steps of the complete checkpoints, in ascending order."""
+        """Return the steps of the complete checkpoints, in ascending order."""
         found = ((path, _step_of(path)) for path in self.folder.iterdir())
         return sorted(step for path, step in found if step is not None and (path / COMPLETE).exists())
 
     def _check_folder(self) -> None:
-        """Raise on all ranks if some rank does not see the folder of rank 0."""
+        """Raise ValueError on all ranks if some rank does not see the folder of rank 0."""
         probe = self.folder / f".{uuid.uuid4().hex}"
         failed = ""
         if self._rank == 0:
@@ -495,24 +504,24 @@ class CheckpointManager:
             probe.unlink(missing_ok=True)
         if blind:
             raise ValueError(
-                f"rank{'s' if len(blind) > 1 else ''} {listed(blind)} of {self._size} cannot see what rank 0 has made "
-                f"in its folder; this is rank {self._rank}, with {self.folder}. Give all ranks one folder, on a file "
-                "system that they share."
+                f"rank{'s' if len(blind) > 1 else ''} {listed(blind)} of {self._size} cannot see a file that rank 0 "
+                f"created in its folder; the folder of this rank {self._rank} is {self.folder}. Pass the same folder "
+                "on all ranks, on a shared file system."
             )
 
     def _exchange(self, mine: Any) -> list[Any]:
         return [mine] if self._group is None else exchange(resolve_group(self._group), "CheckpointManager", mine)
 
     def _gather(self, mine: Any) -> list[Any]:
-        """Gather the values of all ranks on rank 0; return [] on others."""
+        """Return the values of all ranks on rank 0, and [] on other ranks."""
         if self._group is None:
             return [mine]
         given: list[Any] | None = [None] * self._size if self._rank == 0 else None
         dist.gather_object(mine, given, dst=0, group=self._group)
         return given or []
 
-    def _on_first(self, act: Callable[[], None]) -> None:
-        """Run `act()` on rank 0. If it raises, all ranks raise, the others a ValueError."""
+    def _on_rank_0(self, act: Callable[[], None]) -> None:
+        """Run `act()` on rank 0. If it raises, rank 0 raises its error, and all other ranks a ValueError."""
         raised: Exception | None = None
         if self._rank == 0:
             try:
@@ -529,7 +538,7 @@ class CheckpointManager:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writer that raises the system's OSError, such as for a full disk, instead of the error of torch's archives."""
+    """Writer that raises the underlying OSError, such as for a full disk, instead of torch's RuntimeError."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -540,8 +549,8 @@ class _Writer(dcp.FileSystemWriter):
             raise
 
 
-class _OfRank(NamedTuple):
-    """State of one rank besides tensors."""
+class _RankState(NamedTuple):
+    """State of one rank that is not tensors."""
 
     step: int
     random: dict[str, Any]
@@ -549,17 +558,17 @@ class _OfRank(NamedTuple):
 
 
 class _Loading(NamedTuple):
-    """Checkpoint being loaded."""
+    """Data of a checkpoint that is being loaded."""
 
     metadata: Metadata
     common: dict[str, Any]  # contents of complete.pt
     model: dict[str, Any]  # state dict that shares the model's memory
-    seen: dict[str, Any]  # targets of torch.distributed.checkpoint, in the same memory
-    optimizer: dict[str, Any]  # state dict
+    seen: dict[str, Any]  # targets for torch.distributed.checkpoint, which share memory with `model` and `optimizer`
+    optimizer: dict[str, Any]  # state dict for optimizer.load_state_dict
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     value = 0
     with open(path, "rb") as file:
         while part := file.read(1 << 24):
@@ -567,8 +576,8 @@ def _checksum(path: Path) -> int:
     return value
 
 
-def _damaged(path: Path, why: str) -> str:
-    return f"{path} is damaged: {why}. Remove {path.parent}, and restore() goes on from the checkpoint before it."
+def _damaged_message(path: Path, why: str) -> str:
+    return f"{path} is damaged: {why}. Remove {path.parent}; restore() then uses the checkpoint before it."
 
 
 def _modules_of(model: nn.Module | Pipeline) -> list[nn.Module]:
@@ -576,21 +585,21 @@ def _modules_of(model: nn.Module | Pipeline) -> list[nn.Module]:
 
 
 def _names_of(shapes: OriginalShapes) -> dict[int, list[str]]:
-    """Names by the id of a parameter; a tied parameter has several."""
+    """Return the names of each parameter by its id; a tied parameter has several names."""
     names = defaultdict(list)
     for name, parameter in shapes.named.items():
         names[id(parameter)].append(name)
     return names
 
 
-def _as_saved(value: Any, parameter: nn.Parameter | None, shapes: OriginalShapes) -> Any:
-    """Convert a value that belongs to `parameter` to the form in which torch.distributed.checkpoint saves it."""
+def _in_saved_form(value: Any, parameter: nn.Parameter | None, shapes: OriginalShapes) -> Any:
+    """Convert `value`, which belongs to `parameter`, to the form that torch.distributed.checkpoint saves."""
     like = parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape
     return shapes(value, parameter) if like and parameter is not None else value
 
 
 def _empty_like(parameter: nn.Parameter, saved: Any, shapes: OriginalShapes) -> Tensor:
-    """Allocate a tensor of optimizer state for the tensor that the checkpoint's metadata describes as `saved`."""
+    """Allocate optimizer state of `parameter` for the tensor that the metadata `saved` of the checkpoint describes."""
     dtype = saved.properties.dtype
     if saved.size == shapes(parameter.detach(), parameter).shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -601,9 +610,9 @@ def _check_sharded(name: str, key: str, value: Tensor, parameter: nn.Parameter, 
     cut = isinstance(shapes(parameter.detach(), parameter), (DTensor, InOriginalShape))
     if cut and value.numel() > 1 and value.shape != parameter.shape:
         raise ValueError(
-            f"optimizer state {key!r} of {name!r} has the shape {tuple(value.shape)}, and the parameter "
-            f"{tuple(parameter.shape)}: it is not known how ranks cut it. Take an optimizer whose state is like its "
-            "parameters."
+            f"optimizer state {key!r} of the sharded parameter {name!r} has shape {tuple(value.shape)}, but the "
+            f"parameter has {tuple(parameter.shape)}, so its sharding is unknown. Use an optimizer whose state has the "
+            "shape of its parameters."
         )
 
 
@@ -612,13 +621,13 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         for key, value in state_dict["state"].get(index, {}).items():
             state = optimizer.state[parameter]
-            # load_state_dict has rounded all state to the parameter's dtype.
+            # optimizer.load_state_dict casts state to the parameter's dtype; restore the saved dtype, such as fp32.
             if isinstance(value, Tensor) and state[key].dtype != value.dtype:
                 state[key] = value.to(state[key].device)
 
 
 def _check_reports(folder: Path, reports: list[tuple[str, list[str]]], loading: _Loading | None) -> None:
-    """Raise ValueError if any rank refuses, or if the checkpoint has a name that no rank's model has."""
+    """Raise ValueError if a rank cannot restore, or if the checkpoint has a name that no rank's model has."""
     for rank, (refused, _) in enumerate(reports):
         if refused:
             raise ValueError(f"rank {rank} cannot restore: {refused}")
@@ -626,21 +635,24 @@ def _check_reports(folder: Path, reports: list[tuple[str, list[str]]], loading: 
     known = {name for _, names in reports for name in names}
     for kind, *path in (loading.metadata.planner_data or {}).values():
         if kind == "model" and path[0] not in known:
-            raise ValueError(f"{folder} has {path[0]!r}, and this model has not: it is another one.")
+            raise ValueError(f"{folder} contains {path[0]!r}, which this model does not have. Pass the saved model.")
 
 
 def _on_cpu(value: Any) -> Any:
-    """Copy tensors to the CPU, so that training does not change them. Copies from a device end at its next sync."""
+    """Copy tensors to the CPU, so that training does not change them.
+
+    Copies from a GPU are asynchronous: synchronize before reading them.
+    """
     if isinstance(value, Mapping):
         return {key: _on_cpu(one) for key, one in value.items()}
     if isinstance(value, DTensor):
         value = InOriginalShape.of(value)
     if isinstance(value, InOriginalShape):
-        return value.on_cpu(_copied)
-    return _copied(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+        return value.on_cpu(_cpu_copy)
+    return _cpu_copy(value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _copied(t: Tensor) -> Tensor:
+def _cpu_copy(t: Tensor) -> Tensor:
     held = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda)
     return held.copy_(t.detach(), non_blocking=True)
 
@@ -669,12 +681,12 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (inner, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {_reason(inner)}"
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip()  # torch appends a C++ stack
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip()  # drop the C++ stack that torch appends
 
 
 @contextmanager
-def _alone(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Suppress torch's warning about a save or load without a process group, which is intended here."""
+def _no_group_warning_suppressed(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Suppress torch's warning about a save or load without a process group if `group` is None, which is intended."""
     if group is not None:
         yield
         return

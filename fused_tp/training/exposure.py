@@ -2,9 +2,9 @@
 
     step = compute + exposed collectives + pipeline waits + idle
 
-Communication is hidden while its rank computes, and exposed otherwise, as HolisticTraceAnalysis defines overlap
+Communication is hidden while its rank computes, and exposed otherwise: HolisticTraceAnalysis's definition of overlap
 (github.com/facebookresearch/HolisticTraceAnalysis, `get_comm_comp_overlap`). Messages between ranks outside of
-fused_tp's ops are those of a pipeline: their exposed part is the bubble and the transfer.
+fused_tp's ops belong to a pipeline: their exposed time is the bubble and the transfer.
 
 Late ranks are found without a common clock. A collective ends on all ranks at about the same time, so it is shortest on
 the last rank to arrive; the extra time on other ranks is waiting.
@@ -31,12 +31,12 @@ class RankTime:
     """Time of one step on one rank by component, in seconds.
 
     Attributes:
-        hidden: communication overlapped by compute, a part of `compute`.
+        hidden: communication overlapped by compute; included in `compute`.
         exposed: collectives not overlapped by compute.
         bubble: messages of a pipeline not overlapped by compute.
         idle: neither compute nor communication.
-        waited_for: time that a peer waited for this rank, mean over peers.
-        cause: module, or op, in which a late rank spent more time than its peers.
+        waited_for: time that peers waited for this rank, mean over peers.
+        cause: module or op in which a late rank spent more time than its peers; "" if unknown.
         more: additional time in `cause`.
     """
 
@@ -54,7 +54,7 @@ class RankTime:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Calls and seconds per step and rank, as means."""
+    """Mean number of calls and seconds of an op, per step and rank."""
 
     op: str
     group: str
@@ -66,7 +66,7 @@ class OpTime:
 
 @dataclass(frozen=True)
 class ExposureReport:
-    """Report of a run: times of ranks, ops and groups; `notes` list unknowns, `advice` lists suggested changes."""
+    """Report of a run: times of ranks, ops and groups; `notes` lists unknowns, `advice` lists suggested changes."""
 
     ranks: list[RankTime]
     ops: list[OpTime]
@@ -90,7 +90,7 @@ def analyze(traces: Sequence[RankTrace]) -> ExposureReport:
     known = {trace.rank for trace in traces}
     if missing := set(range(max(trace.world_size for trace in traces))) - known:
         of = "rank" if len(missing) == 1 else "ranks"
-        notes.append(f"There is no trace of {of} {', '.join(map(str, sorted(missing)))}, which may be late.")
+        notes.append(f"Traces of {of} {', '.join(map(str, sorted(missing)))} are missing; these ranks may be late.")
     ranks = [_rank_time(trace, waits[trace.rank], traces) for trace in traces]
     ops = _op_times(traces)
     return ExposureReport(ranks, ops, _group_times(ops), notes, _advice(ranks, ops))
@@ -138,7 +138,7 @@ def _waits(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], li
     unknown: list[str] = []
     for (ranks, op), by_rank in calls.items():
         if not ranks or len({len(own) for own in by_rank.values()}) > 1:
-            unknown.append(f"{op} (of {', '.join(map(str, ranks)) or 'ranks that the traces do not tell'})")
+            unknown.append(f"{op} (ranks {', '.join(map(str, ranks)) or 'unknown'})")
             continue
         for call in zip(*by_rank.values(), strict=True):
             shortest, late = min((one.stop - one.start, rank) for rank, one in zip(by_rank, call, strict=True))
@@ -150,12 +150,14 @@ def _waits(traces: Sequence[RankTrace]) -> tuple[dict[int, dict[int, float]], li
     for late, times in waits.items():
         for rank, own in times.items():  # overlapping calls count once
             found[late][rank] = sum(exposed[rank].covered(*one) for one in Intervals(own))
-    notes = [f"Who was late to these is not known, as their calls cannot be matched: {'; '.join(unknown)}."]
+    notes = [
+        f"Late ranks are unknown for these ops, whose calls cannot be matched between ranks: {'; '.join(unknown)}."
+    ]
     return found, notes if unknown and len(traces) > 1 else []
 
 
 def _op_times(traces: Sequence[RankTrace]) -> list[OpTime]:
-    """Times by op and group, the longest exposed first."""
+    """Return the times by op and group, in descending order of exposed time."""
     found: dict[tuple[str, str, bool], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     steps = sum(trace.steps for trace in traces)
     for trace in traces:
@@ -183,33 +185,31 @@ def _advice(ranks: Sequence[RankTime], ops: Sequence[OpTime]) -> list[str]:
     found = [f"{(exposed + bubble) / step:.0%} of a step is exposed communication."]
     late = max(ranks, key=lambda rank: rank.waited_for)
     if late.waited_for > (exposed + bubble) / 2 and late.cause:
-        found.append(f"Most of it is waiting for rank {late.rank}: see first to what slows it down in {late.cause}.")
+        found.append(f"Most of it is waiting for rank {late.rank}: first find why {late.cause} is slower on this rank.")
     elif bubble > exposed:
         found.append(
-            "Most of it is waiting in the pipeline: take more microbatches, or a schedule with a smaller bubble "
+            "Most of it is waiting in the pipeline: use more microbatches, or a schedule with a smaller bubble "
             "(Interleaved1F1B, ZBVZeroBubble)."
         )
     else:
-        found.append(_change(next(op for op in ops if not op.is_message)))
+        found.append(_advice_on_op(next(op for op in ops if not op.is_message)))
     return found
 
 
-def _change(worst: OpTime) -> str:
-    """Advice on the op with the longest exposed time."""
+def _advice_on_op(worst: OpTime) -> str:
+    """Return advice on the op with the longest exposed time."""
     where = f"{worst.op} over {worst.group}" if worst.group else worst.op
     if "(plain)" in worst.op:
-        return f"{where} moves when the matmul is done: run a fused schedule (leave FUSED_TP_SCHEDULE unset)."
-    # torch and libraries have collectives of these names, too.
+        return f"{where} starts after its matmul: use a fused schedule (unset FUSED_TP_SCHEDULE)."
+    # COLLECTIVES are also names of collectives of torch and other libraries, so they do not identify fused_tp's ops.
     if worst.op.split(" ")[0] in every_op().keys() - COLLECTIVES:
         return (
-            f"{where} waits for its peers: keep its ranks inside of a node, give each CPU rank a core of its own, "
-            "or take fewer (parallel.tp, cp)."
+            f"{where} waits for its peers: keep its ranks within a node, bind each CPU rank to a separate core, "
+            "or use fewer ranks (parallel.tp, cp)."
         )
     if worst.group in ("tp", "cp"):
-        return (
-            f"{where} is a plain collective: fused_tp.parallelize(model, mesh) hides it behind the matmuls beside it."
-        )
+        return f"{where} is a plain collective: fused_tp.parallelize(model, mesh) overlaps it with its matmuls."
     return (
-        f"{where} moves gradients or parameters: take more rows or microbatches a step, or shard inside of a node "
-        "(dp_shard) and have copies across nodes (dp_replicate)."
+        f"{where} moves gradients or parameters: use more rows or microbatches per step, or shard within a node "
+        "(dp_shard) and replicate across nodes (dp_replicate)."
     )

@@ -37,7 +37,7 @@ class Intervals:
         return zip(self._starts, self._stops, strict=True)
 
     def covered(self, start: float, stop: float) -> float:
-        """Length of the part of [start, stop] that is in the set."""
+        """Return the length of the intersection of the set with [start, stop]."""
         return self._before(stop) - self._before(start)
 
     def _before(self, time: float) -> float:
@@ -45,7 +45,7 @@ class Intervals:
         return self._lengths[count] - max(0.0, self._stops[count - 1] - time) if count else 0.0
 
     def without(self, other: Intervals) -> Intervals:
-        """Times of this set that are not in `other`."""
+        """Return the set difference: times of this set that are not in `other`."""
         left = []
         for start, stop in self:
             for index in range(bisect_right(other._stops, start), len(other._starts)):

@@ -1,4 +1,4 @@
-"""Log of a training run: a line for each step, train.jsonl, tensorboard's events, and report.png at the end."""
+"""Log of a training run: printed lines, train.jsonl, tensorboard events, and report.png at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PEAKS = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}  # names in Machine.pe
 class RunLog:
     """Log of a run on rank 0; silent on other ranks.
 
-    A resumed run appends to train.jsonl: the last line of a step counts. A run from the beginning replaces the file.
+    A resumed run appends to train.jsonl; if a step is logged twice, its last line counts. A new run replaces the file.
 
     Args:
         run: the run to log; its settings name the folder.
@@ -61,11 +61,11 @@ class RunLog:
         )
         if run.has_dropout and run.config.world_size > 1:
             self._print(
-                "The model has dropout, of which ranks draw other numbers than one process does: losses are not those "
-                "of one process. Set dropout to 0 in model.config to compare them."
+                "The model has dropout, which draws different random numbers on several ranks: losses differ from "
+                "one process. Set dropout to 0 in model.config to compare them."
             )
         if run.done >= steps:
-            self._print("All steps are done: nothing is trained. Give more steps, or another folder for checkpoints.")
+            self._print("All steps are done: nothing to train. Increase steps, or change the folder of checkpoints.")
 
     def step(self, step: TrainingStep) -> None:
         """Log a step."""
@@ -120,7 +120,7 @@ class RunLog:
         try:
             with self._file.open("a") as file:
                 file.write(json.dumps({"kind": kind, **values}) + "\n")
-        except OSError as error:  # errors of writing do not name the file
+        except OSError as error:  # OSError from write() lacks the file name; add it
             raise OSError(error.errno, error.strerror, str(self._file)) from None
 
     def _print(self, line: str) -> None:
@@ -129,7 +129,7 @@ class RunLog:
 
 
 def read_log(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Read the lines of train.jsonl by kind, in order of steps; the last line of a step that was taken twice."""
+    """Return the records of train.jsonl by kind, sorted by step. A step logged twice has its last record."""
     found: dict[str, dict[int, dict[str, Any]]] = {"step": {}, "evaluation": {}, "sample": {}}
     for line in (folder / LINES).read_text().splitlines():
         values = json.loads(line)
@@ -138,7 +138,7 @@ def read_log(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw_report(folder: Path) -> None:
-    """Draw report.png beside train.jsonl: losses, speed, and the fraction of time that ranks waited for peers."""
+    """Draw report.png in `folder`: losses, speed, and the fraction of time that ranks waited for peers."""
     from matplotlib.figure import Figure
 
     log = read_log(folder)

@@ -22,7 +22,7 @@ _LOG = logging.getLogger("fused_tp")
 class StepProfiler:
     """Record the steps of `settings.profile`, and write them to `out`/traces/rank{rank}.json.gz.
 
-    The trace has a range for each step and for the forward of each module, by name. torch.profiler adds the rank, the
+    The trace has a named range for each step and for the forward of each module. torch.profiler adds the rank, the
     groups and the base of its clock; the metadata "mesh" maps dims to groups. Rejected: `with_stack` of torch.profiler,
     which does not record the names of modules in the model, and takes longer than a small step.
 
@@ -47,8 +47,8 @@ class StepProfiler:
         self._folder, self._most = settings.out / "traces", settings.steps
         if self._last > settings.steps and dist.get_rank() == 0:
             _LOG.warning(
-                "There will be no profile: it takes steps %d to %d, and the run goes on behind step %d, to step %d; "
-                "give more steps.",
+                "No profile will be recorded: it needs steps %d to %d, and the run resumes after step %d and ends with "
+                "step %d; increase steps.",
                 self._first,
                 self._last,
                 behind,
@@ -86,7 +86,8 @@ class StepProfiler:
         self._profile.add_metadata_json("mesh", json.dumps(mesh))
         for part in self._modules:
             for name, module in part.named_modules():
-                # prepend: the range includes other hooks. always_call: recomputation ends a forward by an exception.
+                # prepend: the range includes other hooks. always_call: activation checkpointing stops recomputation
+                # early by an exception inside forward.
                 self._hooks.append(
                     module.register_forward_pre_hook(partial(self._enter, name or "model"), prepend=True)
                 )

@@ -1,8 +1,8 @@
 """Training run of a transformers causal language model, on one process or any ranks of a `ParallelConfig`.
 
-    loss = sum over targets of all rows of a global batch / their number
+    loss = sum of the losses of all targets in a global batch / number of these targets
 
-for any number of ranks and microbatches: each microbatch divides by the number of all targets.
+This holds for any number of ranks and microbatches: each microbatch divides by the number of all targets.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class TrainingStep:
     """Statistics of one training step over all ranks.
 
     Attributes:
-        number: number of the step from 1, counted over restarts.
+        number: number of the step, from 1; counting continues after a restart.
         seconds: time of the slowest rank.
         waited: time that a rank waited for peers, mean over ranks.
         skipped: True if gradients were not finite (fp16), so that the optimizer took no step.
-        memory: peak memory in bytes, the highest of all ranks.
+        memory: peak memory in bytes, maximum over ranks.
     """
 
     number: int
@@ -72,7 +72,7 @@ class LossScale:
     PATIENCE = 1000
 
     def __init__(self, state: dict[str, Any], used: bool) -> None:
-        self._state, self._used = state, used  # from a checkpoint's `extra`, maybe of another precision
+        self._state, self._used = state, used  # `extra` of the checkpoint, which may be of a run with other precision
         if not used:
             for name in ("loss_scale", "good_steps"):
                 state.pop(name, None)
@@ -85,7 +85,7 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """True if the scale may have caused an overflow of gradients, so that a lower scale may help."""
+        """True if gradients may have overflowed because of the scale, so that a lower scale may help."""
         return self._used and self.value > 1
 
     def update(self, finite: bool) -> None:
@@ -100,7 +100,7 @@ class LossScale:
 
 
 class TrainingRun:
-    """Model, optimizer, data and checkpoints of `TrainSettings`, on this rank.
+    """Training run on this rank: model, optimizer, data and checkpoints of `settings`.
 
     A collective call of all ranks, after the process group is initialized. The run resumes from the newest checkpoint,
     if there is one.
@@ -113,8 +113,8 @@ class TrainingRun:
         model: a module, or a Pipeline.
 
     Raises:
-        ValueError: the settings do not fit each other, the model, the text or the ranks.
-        FloatingPointError: raised by `steps` on all ranks if gradients are not finite without an overflow of fp16.
+        ValueError: the settings contradict each other, or do not match the model, the text or the number of ranks.
+        FloatingPointError: raised by `steps` on all ranks if gradients are not finite, except for overflow in fp16.
 
     Example:
         >>> with TrainingRun(TrainSettings.from_file("train.yaml")) as run:
@@ -139,8 +139,8 @@ class TrainingRun:
         counts = takes_target_count(model, is_hf=True)
         if not counts and config.data_parallel * config.microbatches > 1:
             raise ValueError(
-                f"{self.shape.name} takes no num_items_in_batch, so that its loss over {config.data_parallel} data "
-                f"parallel ranks and {config.microbatches} microbatches would be a mean of means; have one of each."
+                f"{self.shape.name} does not accept num_items_in_batch, so its loss over {config.data_parallel} data "
+                f"parallel ranks and {config.microbatches} microbatches would be a mean of means; use one of each."
             )
         with self._autocast():
             self.model: Any = build(model, config, self.mesh)
@@ -177,12 +177,12 @@ class TrainingRun:
         options = [{name: value for name, value in g.items() if name != "params"} for g in self.optimizer.param_groups]
         mine = self._state["shape"]
         self.done = checkpoints.restore() or 0
-        # restore() compares shapes of parameters, which do not show tied weights or the number of heads.
+        # restore() compares parameter shapes, which are equal for other numbers of heads and for untied weights.
         for name, value in self._state.setdefault("shape", mine).items():
             if name != "name" and value != mine.get(name, value):
                 raise ValueError(
-                    f"{checkpoints.folder} has a model of {name}={value}, and this one has {name}={mine[name]}. Train "
-                    "the model that was saved, or give another folder for checkpoints."
+                    f"{checkpoints.folder} has a model with {name}={value}, got {name}={mine[name]}. Train the model "
+                    "that was saved, or use another folder for checkpoints."
                 )
         self.scheduler.base_lrs = [own["initial_lr"] for own in options]
         share = learning_rate_share(self.settings.optimizer, self.done, self.settings.steps)
@@ -199,7 +199,7 @@ class TrainingRun:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[TrainingStep]:
-        """Train until `settings.steps` steps are done; yield each step after it and its checkpoint are done."""
+        """Train until `settings.steps` steps are done; yield each step after it ran and its checkpoint was started."""
         saving = self.settings.checkpoints
         if self.done >= self.settings.steps:
             return
@@ -221,8 +221,8 @@ class TrainingRun:
         skipped = not math.isfinite(norm)
         if skipped and not self._scale.can_fall:
             raise FloatingPointError(
-                f"the gradients of step {self.done + 1} are not finite (loss {loss}, norm {norm}), and not by overflow "
-                "in fp16; lower the learning rate, or look at the rows of this step. The model is as it was before it."
+                f"the gradients of step {self.done + 1} are not finite (loss {loss}, norm {norm}), and fp16 overflow "
+                "is not the cause; lower the learning rate, or check the rows of this step. The model was not changed."
             )
         if not skipped:
             self.optimizer.step()
@@ -238,10 +238,10 @@ class TrainingRun:
         return TrainingStep(self.done, loss, norm, rate, tokens, seconds, mean_waited, skipped, int(memory))
 
     def _forward_backward(self, batch: Mapping[str, Tensor]) -> float:
-        """Run forward and backward; return the loss. Gradients are reduced over ranks, and times the loss scale."""
-        batch = self._placed(batch)
+        """Run forward and backward, and return the loss. Gradients are reduced over ranks, times the loss scale."""
+        batch = self._on_device(batch)
         targets = self._targets(batch)
-        # Gradients are averaged over data parallel ranks, so each divides by its share of the targets.
+        # Data parallel ranks average gradients, so dividing by targets / ranks divides the sum by all targets.
         batch[_COUNT] = targets / self.config.data_parallel / self._scale.value
         with self._autocast():
             total = self.model.step(batch) if isinstance(self.model, Pipeline) else self._accumulate(batch)
@@ -262,7 +262,7 @@ class TrainingRun:
         return total
 
     def _clip(self) -> float:
-        """Divide gradients by the loss scale and clip them to `clip`; return their norm before clipping."""
+        """Divide gradients by the loss scale, clip them, and return their norm before clipping."""
         scale, clip = self._scale.value, self.settings.optimizer.clip
         if isinstance(self.model, Pipeline):
             norm = self.model.clip_grad_norm_(clip * scale)
@@ -281,13 +281,15 @@ class TrainingRun:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Return the loss over all targets of the evaluation rows, without an incomplete global batch at their end;
-        None if there are no such rows."""
+        """Return the mean loss over all targets of the evaluation rows; None if there are no such rows.
+
+        Rows of an incomplete last global batch are dropped.
+        """
         if self.evaluation_rows is None:
             return None
         total, count = 0.0, 0
         for batch in DistributedBatches(self.evaluation_rows, self.mesh, self.settings.global_batch):
-            given = self._placed(batch)
+            given = self._on_device(batch)
             targets = self._targets(given)
             given[_COUNT] = targets / self.config.data_parallel
             with self._autocast():
@@ -318,7 +320,10 @@ class TrainingRun:
         return str(self.tokenizer.decode(tokens))
 
     def _next_logits(self, tokens: list[int]) -> Tensor:
-        """Logits [vocab] of the next token, equal on all ranks. Without a cache, which pipelines do not support."""
+        """Return the logits [vocab] of the next token, equal on all ranks.
+
+        Uses no KV cache, because pipelines do not support it.
+        """
         place = len(tokens) - 1
         several = 2 * self.config.cp * self.config.tp
         padded = tokens + [0] * (-len(tokens) % several)
@@ -340,15 +345,15 @@ class TrainingRun:
 
     # -- ranks --------------------------------------------------------------------------------------------------------
 
-    def _placed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Move the batch to the device. Context parallelism takes a microbatch as one row, sharded as a whole."""
+    def _on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Move the batch to the device. With context parallelism, join the rows of each microbatch."""
         placed = {name: t.to(self.device) for name, t in batch.items()}
         if self.config.cp == 1:
             return placed
         return {name: t.reshape(self.config.microbatches, -1) for name, t in placed.items()}
 
     def _targets(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Number of targets over all data parallel ranks, an int64 scalar."""
+        """Return the number of targets over all data parallel ranks, an int64 scalar."""
         targets = count_targets(batch)
         for name in ("dp_replicate", "dp_shard", "ep"):
             if name in self.config.mesh_sizes and self.mesh[name].size() > 1:
@@ -356,7 +361,7 @@ class TrainingRun:
         return targets
 
     def _mean(self, loss: Tensor) -> float:
-        """Mean loss over all ranks; ranks that share a batch have equal losses."""
+        """Return the mean loss over all ranks; ranks that share a batch have equal losses."""
         mean = loss.detach().double().reshape(()).clone()
         dist.all_reduce(mean)
         return float(mean) / self.config.world_size
@@ -385,13 +390,13 @@ class TrainingRun:
             kept = len(rows) - data.evaluation_rows
             if kept < self.settings.global_batch:
                 raise ValueError(
-                    f"{data.path} has {len(rows)} rows, of which evaluation_rows={data.evaluation_rows} leave {kept} "
-                    f"to train on; a step takes global_batch={self.settings.global_batch}."
+                    f"{data.path} has {len(rows)} rows, and evaluation_rows={data.evaluation_rows} leaves {kept} for "
+                    f"training; at least global_batch={self.settings.global_batch} are needed."
                 )
             rows, held_out = Subset(rows, range(kept)), Subset(rows, range(kept, len(rows)))
         if held_out is not None and len(held_out) < self.settings.global_batch:
             raise ValueError(
-                f"there are {len(held_out)} rows to evaluate on, fewer than global_batch={self.settings.global_batch}."
+                f"evaluation needs at least global_batch={self.settings.global_batch} rows, got {len(held_out)}."
             )
         return rows, held_out
 
@@ -406,10 +411,10 @@ def make_config(settings: TrainSettings) -> Any:
     from transformers import AutoConfig
 
     wanted = settings.model
-    with _refused("the configuration of the model", wanted.config):
+    with _errors_as_value_errors("the configuration of the model", wanted.config):
         if wanted.pretrained is not None:
             return AutoConfig.from_pretrained(wanted.pretrained, **wanted.config)
-        _check_names(str(wanted.type), wanted.config)
+        _check_config_keys(str(wanted.type), wanted.config)
         given = {"vocab_size": 256} if settings.data.tokenizer == "bytes" else {}
         return AutoConfig.for_model(str(wanted.type), **given | wanted.config)
 
@@ -424,51 +429,51 @@ def make_model(settings: TrainSettings) -> Any:
 
     torch.manual_seed(settings.seed)
     config, folder = make_config(settings), settings.model.pretrained
-    with _refused("the model", settings.model.config):
+    with _errors_as_value_errors("the model", settings.model.config):
         if folder is not None:
             return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 @contextmanager
-def _refused(what: str, given: dict[str, Any]) -> Iterator[None]:
-    """Re-raise errors of transformers as ValueError; unexpected ones with the name of their type."""
+def _errors_as_value_errors(what: str, given: dict[str, Any]) -> Iterator[None]:
+    """Re-raise errors of transformers as ValueError; the message names the type of an unexpected error."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise ValueError(f"{what} cannot be made: {error}") from error
-    except (KeyError, ZeroDivisionError) as error:  # these errors do not name the key of the value
+        raise ValueError(f"{what} cannot be created: {error}") from error
+    except (KeyError, ZeroDivisionError) as error:  # these errors do not name the config key: find it by its value
         wrong = error.args[0] if isinstance(error, KeyError) else 0
         keys = [name for name, value in given.items() if value == wrong and not isinstance(value, bool)]
         why = f"{' or '.join(keys)} cannot be {wrong!r}" if keys else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{what} cannot be made: {why}.") from error
+        raise ValueError(f"{what} cannot be created: {why}.") from error
     except Exception as error:
-        raise ValueError(f"{what} cannot be made: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what} cannot be created: {type(error).__name__}: {error}") from error
 
 
-def _check_names(model_type: str, config: dict[str, Any]) -> None:
-    """Raise ValueError for keys that a configuration of this type does not define: transformers accepts any."""
+def _check_config_keys(model_type: str, config: dict[str, Any]) -> None:
+    """Raise ValueError for keys that a configuration of this type does not define; transformers accepts any key."""
     from transformers import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING, 1)
-        meant = f"did you mean {near[0]!r}?" if near else "transformers.CONFIG_MAPPING has all that it knows."
-        raise ValueError(f"model.type {model_type!r} is no model type of transformers; {meant}")
+        meant = f"did you mean {near[0]!r}?" if near else "transformers.CONFIG_MAPPING lists all model types."
+        raise ValueError(f"model.type {model_type!r} is not a model type of transformers; {meant}")
     known = CONFIG_MAPPING[model_type]
     names = {*known().to_dict(), *getattr(known, "attribute_map", {})}
     if unknown := sorted(set(config) - names):
-        raise ValueError(f"{unknown[0]!r} is no key of the configuration of {model_type}; see model.config.")
+        raise ValueError(f"model.config has {unknown[0]!r}, which is not a key of the configuration of {model_type}.")
 
 
 def _check_positions(model: Any, seq: int) -> None:
-    """Refuse rows longer than the table of positions, if the model has one; rotary embeddings have no limit."""
+    """Raise ValueError if rows are longer than the model's table of positions; rotary embeddings have no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tables = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
     names = [name.rpartition(".")[2] for name in (*tables, *dict(model.named_buffers()))]
     if limit is not None and seq > limit and any("position" in name or name == "wpe" for name in names):
         raise ValueError(
-            f"data.seq is {seq}, and the model has {limit} positions; take shorter rows, or a model with more "
-            "(max_position_embeddings, or n_positions)."
+            f"data.seq must be at most {limit}, the number of positions of the model, got {seq}. Use shorter rows, or "
+            "a model with more positions (max_position_embeddings or n_positions)."
         )
 
 
@@ -493,7 +498,7 @@ def make_optimizer(model: Any, settings: OptimizerSettings) -> torch.optim.AdamW
 
 
 def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> float:
-    """Fraction of the learning rate for step number `step` (from 0) of `steps`."""
+    """Return the fraction of the learning rate for step `step` (from 0) of `steps`."""
     if step < settings.warmup:
         return (step + 1) / (settings.warmup + 1)
     if settings.decay == "constant":
@@ -504,7 +509,7 @@ def learning_rate_share(settings: OptimizerSettings, step: int, steps: int) -> f
 
 
 def memory_peak(device: torch.device) -> int:
-    """Peak memory of this rank in bytes: of the device, or of the process on a CPU."""
+    """Return the peak memory of this rank in bytes: of the GPU, or on a CPU of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     import resource
@@ -520,29 +525,29 @@ def _tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"data.tokenizer: {name} cannot be had: {error}") from error
+        raise ValueError(f"data.tokenizer: {name} cannot be loaded: {error}") from error
 
 
 def _check_vocabulary(key: str, rows: PackedText, vocab: int) -> None:
-    # Only the first tokens of a memory-mapped file, which may exceed memory.
+    # A memory-mapped file may exceed memory, so only its first tokens are checked.
     tokens = rows.tokens[: 1 << 20] if isinstance(rows.tokens, np.memmap) else rows.tokens
     for token in (int(tokens.min()), int(tokens.max())):
         if not 0 <= token < vocab:
             raise ValueError(
                 f"The text of {key} has token {token}, and the model's vocabulary is 0 to {vocab - 1}; "
-                "take the tokenizer of the model, or another model.config.vocab_size."
+                "use the model's tokenizer, or increase model.config.vocab_size."
             )
 
 
 def check_sizes(settings: TrainSettings, ranks: int) -> None:
-    """Check the parallel sizes against the model and the batch, and the folder to export to, before ranks are started.
+    """Check the parallel sizes against the model and the batch, and the folder of `export`, before ranks are started.
 
     Raises:
-        ValueError: a size does not fit, or the folder of `export` is in use.
+        ValueError: a size is not supported, or the folder of `export` is in use.
     """
     check_folder(settings)
     config = make_config(settings)
-    with _refused("the model", settings.model.config):
+    with _errors_as_value_errors("the model", settings.model.config):
         model = make_on_meta(config)
     shape = count_model(model)
     settings.parallel_config(ranks).check(shape, seq=settings.data.seq, global_batch=settings.global_batch)

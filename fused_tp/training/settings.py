@@ -1,4 +1,4 @@
-"""Settings of `fused-tp train` in a YAML or JSON file; duplicate and unknown keys are refused.
+"""Settings of `fused-tp train` in a YAML or JSON file; duplicate and unknown keys are rejected.
 
 model: {type: llama, config: {hidden_size: 256, num_hidden_layers: 4}}
 data: {path: texts/, seq: 512}
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from fused_tp.planning.config import ParallelConfig, read_mapping
 from fused_tp.planning.hardware import find_machine
 
-Whole = Annotated[int, Field(ge=0, strict=True)]  # strict: refuses true
+Whole = Annotated[int, Field(ge=0, strict=True)]  # strict: rejects `true`, which would otherwise become 1
 Count = Annotated[int, Field(ge=1, strict=True)]
 Finite = Field(allow_inf_nan=False)
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -30,31 +30,31 @@ class _SettingsPart(BaseModel):
 
 
 class ModelSettings(_SettingsPart):
-    """Transformers causal language model: a saved one, or a type with sizes and weights determined by `seed`."""
+    """Transformers causal language model: a pretrained one, or a type with random weights determined by `seed`."""
 
     pretrained: str | None = None  # folder, or name that transformers resolves
     type: str | None = None  # transformers' model_type
-    config: dict[str, Any] = {}  # values that override those of its configuration
+    config: dict[str, Any] = {}  # overrides of the model's configuration
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ModelSettings:
         if (self.pretrained is None) == (self.type is None):
-            raise ValueError("model needs one of 'pretrained' and 'type'")
+            raise ValueError("model must have either 'pretrained' or 'type'")
         return self
 
 
 class DataSettings(_SettingsPart):
-    """Text in rows of `seq` tokens, packed from documents that do not see each other."""
+    """Text in rows of `seq` tokens, packed from documents; attention does not cross document boundaries."""
 
     path: Path | None = None  # see `fused_tp.training.text.load_text`; None: Python's language reference, 420 kB
-    seq: Annotated[int, Field(ge=2)] = 512  # at least a token and its successor
+    seq: Annotated[int, Field(ge=2)] = 512  # at least 2: a token and the target after it
     tokenizer: str = "bytes"  # "bytes", or the folder or name of a transformers tokenizer
     evaluation: Path | None = None  # None: the last `evaluation_rows` of `path`
     evaluation_rows: Whole = 0
 
 
 class OptimizerSettings(_SettingsPart):
-    """AdamW (arXiv:1711.05101), no weight decay of vectors; the rate rises over `warmup` steps, then decays."""
+    """AdamW (arXiv:1711.05101), no weight decay of 1-D parameters; linear warmup over `warmup` steps, then decay."""
 
     learning_rate: Annotated[float, Field(gt=0), Finite] = 3e-4
     warmup: Whole = 0
@@ -67,7 +67,7 @@ class OptimizerSettings(_SettingsPart):
 
 
 class CheckpointSettings(_SettingsPart):
-    """Checkpoints, saved in the background; a run resumes from the newest, at any parallel sizes."""
+    """Checkpoints, saved in the background; a run resumes from the newest, with any parallel sizes."""
 
     folder: Path
     every: Count = 100
@@ -86,7 +86,7 @@ class ProfileSettings(_SettingsPart):
     """Steps that every rank records for `fused-tp report`: `steps` of them from number `first`, counted from where the
     run starts or resumes."""
 
-    first: Count = 3  # earlier steps allocate memory, connect ranks and select kernels
+    first: Count = 3  # steps 1 and 2 are slower: they allocate memory, connect ranks and select kernels
     steps: Count = 3
 
     @property
@@ -104,12 +104,12 @@ class TrainSettings(_SettingsPart):
         precision: dtype of matmuls; weights, gradients and the optimizer are fp32. fp16 uses dynamic loss scaling
             (arXiv:1710.03740).
         evaluate_every: steps between evaluations; None: at the end only.
-        log_every: steps between two lines.
+        log_every: number of steps between two printed lines.
         machine: a name of `fused_tp.planning.hardware.MACHINES`, or a file of `fused-tp plan --measure`, with the peak
             FLOP/s that MFU refers to. None: by the name of the GPU.
         export: folder in which the model is written after the last step, for `from_pretrained` of transformers alone;
-            see `fused_tp.training.export`. None: it is not.
-        profile: steps to record; None: none.
+            see `fused_tp.training.export`. None: it is not written.
+        profile: steps to record for `fused-tp report`; None: no profile.
         out: folder of train.jsonl, report.png, the traces of `profile` and, with `tensorboard`, its event files.
     """
 
@@ -125,7 +125,7 @@ class TrainSettings(_SettingsPart):
     sample: SampleSettings | None = None
     log_every: Count = 1
     machine: str | None = None
-    seed: Annotated[Whole, Field(lt=2**63)] = 0  # below torch's limit of 2**64, as epochs are added to it
+    seed: Annotated[Whole, Field(lt=2**63)] = 0  # epochs are added to the seed, and the sum must be below 2**64
     profile: ProfileSettings | None = None
     export: Path | None = None
     out: Path = Path("out/train")
@@ -144,8 +144,8 @@ class TrainSettings(_SettingsPart):
     def _something_is_evaluated(self) -> TrainSettings:
         if self.evaluate_every and not (self.data.evaluation or self.data.evaluation_rows or self.sample):
             raise ValueError(
-                f"evaluate_every is {self.evaluate_every}, and there is nothing to evaluate on; give data.evaluation, "
-                "data.evaluation_rows or sample, or leave it out"
+                f"evaluate_every={self.evaluate_every} needs data.evaluation, data.evaluation_rows or sample; set one "
+                "of them, or omit evaluate_every"
             )
         return self
 
@@ -161,20 +161,20 @@ class TrainSettings(_SettingsPart):
         """Read settings from a YAML or JSON file and apply `changes` such as "optimizer.learning_rate=1e-4".
 
         Raises:
-            ValueError: a key or a value does not fit; the message names it.
+            ValueError: a key is unknown or a value is invalid; the message names it.
         """
         return cls.of(changed(read_mapping(Path(path)), changes))
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> TrainSettings:
-        """Create settings from a mapping; raises as `from_file` does."""
+        """Create settings from a mapping. Raises ValueError for an unknown key or an invalid value."""
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            raise ValueError("; ".join(_said(one).rstrip(".") for one in error.errors()) + ".") from None
+            raise ValueError("; ".join(_error_text(one).rstrip(".") for one in error.errors()) + ".") from None
 
     def least_ranks(self) -> int:
-        """Product of the sizes in `parallel`."""
+        """Return the least number of ranks: the product of the sizes in `parallel`."""
         return _parallel(self.parallel).world_size
 
     def parallel_config(self, ranks: int) -> ParallelConfig:
@@ -195,7 +195,7 @@ def _parallel(given: dict[str, Any]) -> ParallelConfig:
 
 
 def changed(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Copy `given` and apply changes such as "optimizer.learning_rate=1e-4".
+    """Return a copy of `given` with changes such as "optimizer.learning_rate=1e-4" applied.
 
     Raises:
         ValueError: a change is malformed.
@@ -206,24 +206,24 @@ def changed(given: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:
-            raise ValueError(f"{change!r} has no '='; write a change as optimizer.learning_rate=1e-4.")
+            raise ValueError(f"{change!r} has no '='; write KEY=VALUE, such as optimizer.learning_rate=1e-4.")
         *parents, leaf = name.split(".")
         part = given
         for parent in parents:
             part = part.setdefault(parent, {})
             if not isinstance(part, dict):
-                raise ValueError(f"{change!r}: {parent!r} is no mapping.")
+                raise ValueError(f"{change!r}: {parent!r} is not a mapping.")
         try:
             part[leaf] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ValueError(f"{change!r} has a value that is no YAML: {error}.") from None
+            raise ValueError(f"The value of {change!r} is not valid YAML: {error}.") from None
     return given
 
 
-def _said(error: Any) -> str:
+def _error_text(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"{name!r} is no key of a training configuration"
+        return f"{name!r} is not a key of a training configuration"
     if error["type"] == "missing":
         return f"{name!r} is missing"
     if error["type"] == "value_error":

@@ -1,9 +1,9 @@
-"""Text packed into rows of equal length: consecutive documents that do not see each other.
+"""Text packed into rows of equal length: consecutive documents, without attention between them.
 
 documents   | A A A A A | B B | C C C C C C ...
 rows of 6   | A A A A A B | B C C C C C | C ...
 position_ids| 0 1 2 3 4 0 | 0 0 1 2 3 4 | 0 ...       positions restart at each document and each row
-labels      | . A A A A . | . . C C C C | . ...       first tokens of documents and rows are no targets (-100)
+labels      | . A A A A . | . . C C C C | . ...       first tokens of documents and rows are not targets (-100)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-IGNORED = -100  # label of tokens that are not targets, as everywhere in transformers
+IGNORED = -100  # label of tokens that are not targets, transformers' convention
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
 
 
@@ -53,11 +53,11 @@ class Bytes:
 class PackedText(Dataset[dict[str, Tensor]]):
     """Dataset of rows {input_ids, position_ids, labels} of `seq` tokens each, packed from consecutive documents.
 
-    The last tokens, fewer than a row, are dropped. `DistributedBatches` shuffles rows.
+    Tokens after the last full row are dropped. Rows are in order; `DistributedBatches` can shuffle them.
 
     Args:
-        tokens: int [tokens] of all documents, in memory or memory-mapped.
-        starts: int [documents], start of each document, ascending, the first 0.
+        tokens: int [tokens], the documents one after the other, in memory or memory-mapped.
+        starts: int [documents], index of the first token of each document, ascending from 0.
         seq: number of tokens per row.
 
     Raises:
@@ -71,7 +71,7 @@ class PackedText(Dataset[dict[str, Tensor]]):
 
     def __init__(self, tokens: np.ndarray[Any, Any], starts: np.ndarray[Any, Any], seq: int) -> None:
         if len(tokens) < seq:
-            raise ValueError(f"The text has {len(tokens)} tokens, fewer than a row of seq={seq}; give more text.")
+            raise ValueError(f"The text must have at least seq={seq} tokens, got {len(tokens)}; use more text.")
         self.tokens, self.starts, self.seq = tokens, starts, seq
 
     def __len__(self) -> int:
@@ -80,12 +80,12 @@ class PackedText(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         first = index * self.seq
         places = np.arange(first, first + self.seq)
-        # Positions restart at the row, to stay below `seq`: tokens before the row are not seen, and rotary embeddings
-        # depend only on differences.
+        # Positions restart at the row, to stay below `seq`. Tokens before the row are not attended to, and rotary
+        # embeddings depend only on differences of positions.
         begins = self.starts[np.searchsorted(self.starts, places, side="right") - 1]
         tokens = torch.from_numpy(np.array(self.tokens[first : first + self.seq], dtype=np.int64))
         labels = torch.where(torch.from_numpy(begins == places), IGNORED, tokens)
-        labels[0] = IGNORED  # rows may be concatenated, and this token is not the target of the row before
+        labels[0] = IGNORED  # rows may be concatenated, and the previous row must not predict this token
         return {
             "input_ids": tokens,
             "position_ids": torch.from_numpy(places - np.maximum(begins, first)),
@@ -103,7 +103,7 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
         tokenizer: a tokenizer of transformers, or Bytes().
 
     Raises:
-        ValueError: there is no text, it has another format, or it is shorter than one row.
+        ValueError: there is no text, its format is not supported, or it is shorter than one row.
     """
     if path is not None and not path.exists():
         raise ValueError(f"{path} does not exist.")
@@ -116,7 +116,7 @@ def load_text(path: Path | None, tokenizer: Any, seq: int) -> PackedText:
             parts.append(np.asarray(ids, np.int32))
             lengths.append(len(ids))
     if not parts:
-        raise ValueError(f"{path} has no text; give a file, or a folder of {', '.join(TEXT_SUFFIXES)} files.")
+        raise ValueError(f"{path} has no text; use a text file, or a folder of {', '.join(TEXT_SUFFIXES)} files.")
     starts = np.cumsum([0, *lengths[:-1]])
     return PackedText(np.concatenate(parts), starts, seq)
 
@@ -125,7 +125,7 @@ def _reference() -> Iterable[str]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise ValueError("This Python comes without pydoc_data, the text by default; give data.path.") from None
+        raise ValueError("This Python lacks pydoc_data, the default text; set data.path.") from None
     return topics.values()
 
 
@@ -134,9 +134,9 @@ def _mapped_tokens(path: Path) -> np.ndarray[Any, Any]:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
         why = str(error).rstrip(".")
-        raise ValueError(f"{path} is no .npy file of integers [tokens], as numpy.save writes it: {why}.") from error
+        raise ValueError(f"{path} is not a readable .npy file ({why}). It must be a 1-D integer array.") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"{path} holds {tokens.dtype} {tokens.shape}; it needs integers [tokens].")
+        raise ValueError(f"{path} must be a 1-D integer array, got {tokens.dtype} of shape {tokens.shape}.")
     return tokens
 
 
@@ -146,17 +146,19 @@ def _saved_rows(path: Path) -> Iterator[str | list[int]]:
     try:
         found = load_from_disk(str(path))
     except (OSError, ValueError, KeyError, IndexError) as error:  # IndexError: a dataset without rows
-        raise ValueError(f"The dataset {path} has no rows, or cannot be loaded ({error!r}); save it anew.") from error
+        raise ValueError(f"The dataset {path} has no rows or is not readable ({error!r}); save it again.") from error
     if isinstance(found, DatasetDict) and "train" not in found:
-        raise ValueError(f"The dataset {path} has the parts {[*found]}; it needs 'train', or name the folder of one.")
+        raise ValueError(f"The dataset {path} has the splits {[*found]}, not 'train'; pass the folder of one split.")
     table = found["train"] if isinstance(found, DatasetDict) else found
     column = "input_ids" if "input_ids" in table.column_names else "text"
     if column not in table.column_names:
-        raise ValueError(f"The dataset {path} has the columns {table.column_names}; it needs 'text' or 'input_ids'.")
+        raise ValueError(f"The dataset {path} needs a column 'text' or 'input_ids', got {table.column_names}.")
     for number, row in enumerate(table[column]):
         if not (isinstance(row, str) if column == "text" else _are_tokens(row)):
             needed = "a string" if column == "text" else "a list of integers from 0"
-            raise ValueError(f"Row {number} of the dataset {path} has {column} {reprlib.repr(row)}; it needs {needed}.")
+            raise ValueError(
+                f"{column} of row {number} of the dataset {path} must be {needed}, got {reprlib.repr(row)}."
+            )
         yield row
 
 
@@ -184,7 +186,7 @@ def _documents(path: Path) -> Iterator[str | list[int]]:
                         if line.strip():
                             yield _text_of(line)
                     except (ValueError, KeyError, TypeError) as error:
-                        needed = 'it needs a JSON object in UTF-8 whose "text" is a string'
+                        needed = 'it must be a JSON object in UTF-8 whose "text" is a string'
                         raise ValueError(f"Line {number} of {file} is {reprlib.repr(line)}; {needed}.") from error
         elif file.is_file() and (path.is_file() or file.suffix in TEXT_SUFFIXES):
             yield file.read_text(errors="replace")

@@ -1,9 +1,9 @@
 """Readers of torch.profiler traces: times of computation and communication on each rank, by module.
 
-A trace is a file written by `export_chrome_trace` in any program, in Kineto's format. On a GPU, times are those of
-kernels and copies; on a CPU, those of ops in the computing thread, gloo's ranges, and the waits of fused_tp's ops. A
-kernel that multiplies and communicates counts as compute, and so does an op of fused_tp in shared memory except for its
-waits: a trace does not separate their arithmetic from their communication.
+A trace is a file that `export_chrome_trace` of any program wrote, in Kineto's format. On a GPU, kernels and copies are
+timed. On a CPU, ops in the computing thread, gloo's ranges, and the waits of fused_tp's ops are timed. A fused kernel
+counts as compute, and so does an op of fused_tp in shared memory, except for its waits: a trace does not separate
+arithmetic from communication within them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from fused_tp.ops.op import every_op
 from fused_tp.training.intervals import Intervals
 
 OUTSIDE = "outside of modules"
-_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-# Kernels of NCCL and RCCL, copies between GPUs, kernels of torch and of fused_tp that only communicate.
+_GPU_CATEGORIES = {"kernel", "gpu_memcpy", "gpu_memset"}
+# Names of kernels that only communicate: of NCCL, RCCL, torch and fused_tp, and copies between GPUs.
 _COMMUNICATES = re.compile(
     r"nccl|rccl|nvshmem|Memcpy PtoP|multimem|(one|two)_shot|"
     r"\b(all_gather|reduce_scatter|all_to_all|barrier|sum_terms|stage|relay|begin)_kernel"
 )
-# Ops of torch and of libraries; not the ranges around them, such as autograd nodes and calls of torch.distributed.
+# Names of ops of torch and other libraries, without ranges that contain ops (autograd nodes, torch.distributed calls).
 _COMPUTES = re.compile(r"(?!autograd::|torch::|fused_tp::|FSDP::|_?c10d)\w+::|## Call CompiledFxGraph")
 _STEP = re.compile(r"step \d+|ProfilerStep#\d+")
-_WAIT = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchange of .*, group (.*)|.*)")  # by tracing
-_NODE = "autograd::engine::evaluate_function: "
+# Names of the ranges that fused_tp.core.tracing records.
+_WAIT = re.compile(r"waited (?P<seconds>\S+) s, group (.*)|waiting for (?:exchange of .*, group (.*)|.*)")
+_AUTOGRAD_PREFIX = "autograd::engine::evaluate_function: "
 
 
 class TraceGroup(NamedTuple):
-    """Ranks that communicate; empty if the trace does not name them."""
+    """Name and ranks of a group that communicates; empty if the trace does not specify them."""
 
     name: str = ""
     ranks: tuple[int, ...] = ()
 
 
 class Communication(NamedTuple):
-    """Collective, message between two ranks, or wait; `op` is the op of fused_tp, or the collective."""
+    """Collective, message between two ranks, or wait; `op` is the name of fused_tp's op, or else of the collective."""
 
     start: float
     stop: float
@@ -57,8 +58,8 @@ class RankTrace:
     """Trace of one rank; times in seconds.
 
     Attributes:
-        groups: groups of the rank, by torch's names.
-        steps: number of steps that the trace covers; 1 if it marks none.
+        groups: groups of the rank, by torch's group names.
+        steps: number of steps that the trace covers; 1 if it has no step ranges.
         exposed: communication that is not overlapped by compute.
         spent: time that is not exposed communication, by module, or by op outside of modules.
     """
@@ -84,7 +85,7 @@ class _Event(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Time that belongs to one module (or op), and is subtracted from the enclosing one."""
+    """Time range of the module or op `label`, which is subtracted from the enclosing one, `around`."""
 
     start: float
     stop: float
@@ -104,16 +105,16 @@ def read_traces(paths: Sequence[Path]) -> list[RankTrace]:
     traces: dict[int, RankTrace] = {}
     for path in paths:
         if not path.exists():
-            raise ValueError(f"{path} does not exist; give traces of torch.profiler, or a folder of them.")
+            raise ValueError(f"{path} does not exist; pass traces of torch.profiler, or a folder of them.")
         folder = path / "traces" if (path / "traces").is_dir() else path
         files = [path] if not path.is_dir() else sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")])
         files = [file for file in files if file == path or file.name != "report.json"]  # written by `fused-tp report`
         if not files:
-            raise ValueError(f"{folder} holds no trace; give a folder of files *.json or *.json.gz of torch.profiler.")
+            raise ValueError(f"{folder} has no trace; pass a folder with *.json or *.json.gz files of torch.profiler.")
         for file in files:
             trace = _read(file)
             if trace.rank in traces:
-                raise ValueError(f"{file} is another trace of rank {trace.rank}; give one of each rank of one run.")
+                raise ValueError(f"{file} is a second trace of rank {trace.rank}; pass one trace per rank, of one run.")
             traces[trace.rank] = trace
     return [traces[rank] for rank in sorted(traces)]
 
@@ -125,24 +126,26 @@ def _read(file: Path) -> RankTrace:
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} cannot be read as a trace of torch.profiler ({type(error).__name__}: {error}); record it again, "
-            "and let the program end before it is read."
+            "and wait until the program has exited."
         ) from error
     events.sort(key=lambda event: (event.start, -event.stop))
     info = found.get("distributedInfo") or {}
     rank = info.get("rank", next(iter(re.findall(r"rank\D?(\d+)", file.name)), None))
     if rank is None:
-        raise ValueError(f"{file} does not tell its rank; give it a name such as rank0.json.")
+        raise ValueError(f"The rank of {file} is unknown; rename the file to, for example, rank0.json.")
     groups = _groups(info, (found.get("mesh") or {}).get("groups") or {})
     steps = [event for event in events if event.category == "user_annotation" and _STEP.fullmatch(event.name)]
-    on_device = [event for event in events if event.category in _ON_DEVICE]
+    on_device = [event for event in events if event.category in _GPU_CATEGORIES]
     window = on_device or steps or events
     if not window:
         raise ValueError(f"{file} has no events; record at least one step, on a CPU or a GPU.")
     start, stop = window[0].start, max(event.stop for event in window)
     if on_device:
-        compute, communication, work = _of_device(events, groups)
+        compute, communication, work = _split_gpu_events(events, groups)
     else:
-        compute, communication, work = _of_cpu([e for e in events if start <= e.start and e.stop <= stop], groups)
+        compute, communication, work = _split_cpu_events(
+            [e for e in events if start <= e.start and e.stop <= stop], groups
+        )
         work.append(_Work(start, stop, OUTSIDE))
     exposed = Intervals(one[:2] for one in communication).without(compute)
     spent: dict[str, float] = defaultdict(float)
@@ -161,7 +164,7 @@ def _event(event: Mapping[str, Any]) -> _Event:
 
 
 def _groups(info: Mapping[str, Any], dims: Mapping[str, str]) -> dict[str, TraceGroup]:
-    """Map torch's group names to groups, which are named for their mesh dim, or by torch's description."""
+    """Map torch's group names to groups, named after their mesh dim, or else by torch's description."""
     found = {}
     for group in info.get("pg_config") or ():
         name, ranks = str(group["pg_name"]), tuple(group.get("ranks") or ())
@@ -171,16 +174,16 @@ def _groups(info: Mapping[str, Any], dims: Mapping[str, str]) -> dict[str, Trace
     return found
 
 
-_Parts = tuple[Intervals, list[Communication], list[_Work]]
+_Split = tuple[Intervals, list[Communication], list[_Work]]
 
 
-def _of_device(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Parts:
-    """Split kernels and copies into compute and communication, with the op and module that launched each."""
+def _split_gpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Split:
+    """Split kernels and copies into compute and communication, attributed to the op and module that launched them."""
     computing, communication, work = list[tuple[float, float]](), list[Communication](), list[_Work]()
-    on_cpu = (event for event in events if event.category not in _ON_DEVICE)
-    launches = {event.args.get("correlation"): (op, module.label) for event, op, module in _in_context(on_cpu)}
+    on_cpu = (event for event in events if event.category not in _GPU_CATEGORIES)
+    launches = {event.args.get("correlation"): (op, module.label) for event, op, module in _with_op_and_module(on_cpu)}
     for event in events:
-        if event.category not in _ON_DEVICE:
+        if event.category not in _GPU_CATEGORIES:
             continue
         op, module = launches.get(event.args.get("correlation", -1), (None, event.name))
         if "Collective name" not in event.args and not _COMMUNICATES.search(event.name):
@@ -196,8 +199,8 @@ def _of_device(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _P
     return Intervals(computing), communication, work
 
 
-def _of_cpu(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Parts:
-    """Split events of the computing thread and of gloo's threads into compute and communication, with waits."""
+def _split_cpu_events(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Split:
+    """Split events of the computing thread and of gloo's threads into compute and communication, including waits."""
     busiest = Counter(event.thread for event in events if not event.name.startswith("gloo:")).most_common(1)
     main = busiest[0][0] if busiest else None
     several = {group.ranks: group for group in groups.values() if len(group.ranks) > 1}
@@ -205,9 +208,10 @@ def _of_cpu(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Part
     seen = (event._replace(thread=main) if event.name.startswith("gloo:") else event for event in events)
     computing, waits = list[tuple[float, float]](), list[tuple[float, float]]()
     communication, work = list[Communication](), list[_Work]()
-    waited: dict[float, tuple[_Event, float, TraceGroup]] = {}  # by the start of an op; the last mark in it is its own
+    # By start of an op; the last "waited" range inside an op has its total.
+    waited: dict[float, tuple[_Event, float, TraceGroup]] = {}
     over_gloo: set[float] = set()  # starts of ops whose communication appears in gloo's ranges
-    for event, op, module in _in_context(event for event in seen if event.thread == main):
+    for event, op, module in _with_op_and_module(event for event in seen if event.thread == main):
         span = event.start, event.stop
         if event.name.startswith("gloo:"):
             name = event.name.removeprefix("gloo:")
@@ -226,7 +230,7 @@ def _of_cpu(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Part
                 communication.append(Communication(*span, "exchange", groups.get(mark[3], TraceGroup())))
         elif op is event or (event.category != "user_annotation" and _COMPUTES.match(event.name)):
             computing.append(span)
-    # The trace has only the length of a wait in native code, not its position: it is placed at the end of the op.
+    # The trace has only the length of a wait in native code, not its start: assume that it ends with the op.
     for op, seconds, group in (waited[start] for start in waited.keys() - over_gloo):
         begun = max(op.start, op.stop - seconds)
         waits.append((begun, op.stop))
@@ -234,14 +238,14 @@ def _of_cpu(events: Sequence[_Event], groups: Mapping[str, TraceGroup]) -> _Part
     return Intervals(computing).without(Intervals(waits)), communication, work
 
 
-def _in_context(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | None, _Work]]:
-    """Yield each event of CPU threads with its outermost enclosing op of fused_tp, and its module.
+def _with_op_and_module(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | None, _Work]]:
+    """Yield (event, op, work): `op` is the outermost op of fused_tp around it, `work.label` its module.
 
-    The module is the innermost range named by the program, FSDP or `with_stack`; in backward, the module of the
-    forward; outside of modules, the op itself. Ranges of a thread are nested; gloo's ranges are not.
+    The module is the innermost range named by the program, FSDP or `with_stack`. In backward it is the module whose
+    forward created the autograd node; outside modules, the op itself. Ranges of a thread are nested, except gloo's.
     """
     stacks: dict[Any, list[tuple[_Event, _Event | None, str]]] = defaultdict(list)
-    forward: dict[int, str] = {}  # modules by the sequence number of an op, which its autograd node shares
+    forward: dict[int, str] = {}  # module by sequence number of an op; the op's autograd node has the same number
     for event in events:
         stack = stacks[event.thread]
         while stack and stack[-1][0].stop <= event.start:
@@ -253,8 +257,8 @@ def _in_context(events: Iterable[_Event]) -> Iterator[tuple[_Event, _Event | Non
             pass
         elif is_range and event.name.split(" ")[0] in every_op():
             op, label = event, _op_name(event) if around == OUTSIDE else around
-        elif event.name.startswith(_NODE):
-            label = f"backward of {forward[number]}" if number in forward else event.name.removeprefix(_NODE)
+        elif event.name.startswith(_AUTOGRAD_PREFIX):
+            label = f"backward of {forward[number]}" if number in forward else event.name.removeprefix(_AUTOGRAD_PREFIX)
         elif is_range or event.name.startswith("nn.Module: "):
             label = event.name.removeprefix("nn.Module: ")
         elif around == OUTSIDE and _COMPUTES.match(event.name):

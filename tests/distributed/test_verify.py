@@ -301,4 +301,4 @@ def test_arguments_that_do_not_fit(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["tune", "--ranks", "3"]) == 2
-    assert "--ranks is 3; torchrun has started 2. Leave it out." in capsys.readouterr().err
+    assert "--ranks is 3, but torchrun has started 2. Omit --ranks." in capsys.readouterr().err

@@ -182,9 +182,9 @@ def test_what_is_refused(group: dist.ProcessGroup) -> None:
     made = DistributedBatches(Numbers(), mesh, 4, shuffle=True)
     whole = made.state_dict()
     for says, fn, args, keywords in (
-        ("pass a multiple of 2", DistributedBatches, (Numbers(), mesh, 5), {}),
+        ("must be a multiple of the 2 data", DistributedBatches, (Numbers(), mesh, 5), {}),
         ("global_batch_size is 0", DistributedBatches, (Numbers(), mesh, 0), {}),
-        ("less than global_batch_size=24", DistributedBatches, (Numbers(), mesh, 24), {}),
+        ("fewer than global_batch_size=24", DistributedBatches, (Numbers(), mesh, 24), {}),
         ("ends with 3 samples, which 2 data", DistributedBatches, (Numbers(), mesh, 4), {"drop_last": False}),
         ("needs a map-style dataset", DistributedBatches, (Stream(), mesh, 4), {"shuffle": True}),
         ("needs an iterable dataset", DistributedBatches, (Numbers(), mesh, 4), {"dataset_state": True}),
@@ -192,8 +192,8 @@ def test_what_is_refused(group: dist.ProcessGroup) -> None:
         ("has neither", DistributedBatches, (4, mesh, 4), {}),
         ("must be a DeviceMesh or None", DistributedBatches, (Numbers(), "cpu", 4), {}),
         ("dp_dims has 'dp'", DistributedBatches, (Numbers(), mesh, 4), {"dp_dims": ["dp"]}),
-        ("seed=1, and these have seed=0", made.load_state_dict, ({**whole, "seed": 1},), {}),
-        ("length=9, and these have length=23", made.load_state_dict, ({**whole, "length": 9},), {}),
+        ("seed=1, got seed=0", made.load_state_dict, ({**whole, "seed": 1},), {}),
+        ("length=9, got length=23", made.load_state_dict, ({**whole, "length": 9},), {}),
     ):
         error = error_of(fn, *args, **keywords)
         assert isinstance(error, (ValueError, TypeError)) and says in str(error), (says, error)

@@ -227,17 +227,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["check", f"{here}:make_llama", "--tp", "2", "--no-sequence-parallel", "--build", f"{here}:without_sum"])
         == 1
     )
-    assert f"WRONG: look at {LATTER}.self_attn.o_proj first" in capsys.readouterr().out
+    assert f"WRONG: check {LATTER}.self_attn.o_proj first" in capsys.readouterr().out
     for line, said in {
         "llama --tp 3": "num_attention_heads=4",
-        "no-such-model --tp 2": "MODEL is no-such-model; it must be a model type of transformers",
-        "json:no_such_function": "json:no_such_function cannot be had",
-        "json:dumps --tp 2": "json:dumps is called without arguments, to make the model: missing",
-        "os:getcwd": "os:getcwd has returned a str; it must make the model",
-        "llama --sequence-parallel": "sequence_parallel=True cuts over tensor parallel ranks",
+        "no-such-model --tp 2": "MODEL must be a model type of transformers, a path, or module:function, got no",
+        "json:no_such_function": "json:no_such_function cannot be imported",
+        "json:dumps --tp 2": "json:dumps must be callable without arguments: missing",
+        "os:getcwd": "os:getcwd must return an nn.Module, got str",
+        "llama --sequence-parallel": "sequence_parallel=True needs tp > 1",
     }.items():
         assert main(["check", *line.split()]) == 2
         assert said in capsys.readouterr().err
     assert main(["check", f"{here}:make_nothing", "--tp", "2"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("fused-tp check: A rank has failed.") and "TypeError: of its own" in said
+    assert said.startswith("fused-tp check: A rank failed.") and "TypeError: of its own" in said

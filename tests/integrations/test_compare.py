@@ -37,6 +37,6 @@ def test_what_fails_in_a_rank_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "short.txt").write_text("Too short.")
     out = ["--out", str(tmp_path), "--steps", "3"]
     assert main(["compare", *TINY, *out, "--set", f"data.path={tmp_path / 'short.txt'}"]) == 2
-    assert "fused-tp compare: The text has 10 tokens, fewer than a row of seq=36" in capsys.readouterr().err
+    assert "fused-tp compare: The text must have at least seq=36 tokens, got 10" in capsys.readouterr().err
     assert main(["compare", *TINY, *out, "--set", "optimizer.learning_rate=1e30"]) == 1
     assert "gradients of step" in capsys.readouterr().err

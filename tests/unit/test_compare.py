@@ -41,15 +41,15 @@ def test_ways_become_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BAD_ARGUMENTS = {
-    "--tp 1": "--tp: is 1; it must be at least 2",
-    "--steps 2": "--steps: is 2; it must be at least 3",
-    "--parallel tp=2": "--parallel tp=2 is no JSON",
-    "--parallel [2]": 'is no mapping; write {"tp": 2}',
+    "--tp 1": "--tp: must be at least 2, got 1",
+    "--steps 2": "--steps: must be at least 3, got 2",
+    "--parallel tp=2": "--parallel tp=2 is not valid JSON",
+    "--parallel [2]": 'must be a JSON mapping such as {"tp": 2}',
     '--parallel {"tq":2}': "tq",
-    "--set stepz=3": "'stepz' is no key of a training configuration",
+    "--set stepz=3": "'stepz' is not a key of a training configuration",
     "--set model.config.num_hidden_layers": "has no '='",
     "--config no/such.yaml": "no/such.yaml",
-    f"--out {__file__}/new": "test_compare.py/new cannot be made or written to (Not a directory); name another",
+    f"--out {__file__}/new": "test_compare.py/new cannot be created or written to (Not a directory); use another",
 }
 
 
@@ -68,7 +68,7 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["compare", "--tp", "2"]) == 2
-    assert "leave torchrun out" in capsys.readouterr().err
+    assert "run it without torchrun" in capsys.readouterr().err
 
 
 def results(off: float) -> list[list[Result]]:

@@ -78,7 +78,7 @@ def test_torchrun_takes_the_arguments(capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
     nohup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        launch_node._prepare(arguments, "node1")
+        launch_node._adjust_arguments(arguments, "node1")
     finally:
         signal.signal(signal.SIGHUP, nohup)
     assert "SIGTERM" in arguments.signals_to_handle and "SIGHUP" not in arguments.signals_to_handle
@@ -88,8 +88,8 @@ def test_torchrun_takes_the_arguments(capsys: pytest.CaptureFixture[str], monkey
     assert arguments.training_script_args[2:4] == [str(os.getpid()), "cores"]
     assert arguments.training_script_args[4:] == [sys.executable, "-u", "-m", "json.tool", "--indent", "2"]
     arguments.nproc_per_node = "8"
-    with pytest.raises(ValueError, match="node1 has 7 processors for 8 ranks"):
-        launch_node._prepare(arguments, "node1")
+    with pytest.raises(ValueError, match="node1 has 7 for 8 ranks"):
+        launch_node._adjust_arguments(arguments, "node1")
 
 
 def test_hosts(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_slurm(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert options["--rdzv-endpoint"] == "n3:29400" and options["--rdzv-id"] == "77" and options["--nnodes"] == "2"
     assert options["--nproc-per-node"] == "gpu" and command[-3:] == ["train.py", "--lr", "1"]
     assert main(["launch", "--nodes", "3", "train.py"]) == 2
-    assert "asks for 3 hosts, and the SLURM allocation has 2" in capsys.readouterr().err
+    assert "--nodes=3 exceeds the 2 hosts of the SLURM allocation" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_JOB_NODELIST", "unknown")
     assert main(["launch", "train.py"]) == 2 and "scontrol cannot name" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_STEP_ID", "0")  # srun has started this process
@@ -161,7 +161,7 @@ def test_sbatch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = options_of(done.stdout.splitlines())
     assert options["--rdzv-endpoint"] == "n3:29400" and options["--rdzv-id"] == "77"
     assert done.stdout.splitlines()[-2:] == ["train.py", "it's"]
-    assert main(["launch", *words]) == 2 and "job.sh cannot be written (File exists)" in capsys.readouterr().err
+    assert main(["launch", *words]) == 2 and "job.sh (File exists)" in capsys.readouterr().err
     assert main(["launch", "--dry-run", *words]) == 0 and capsys.readouterr().out == text
 
 
@@ -187,24 +187,24 @@ def test_a_package_that_a_finder_of_its_own_finds(
         ("--per-node 2 nowhere.py", "no script nowhere.py"),
         ("--per-node 2 -m nowhere.train", "no module or package nowhere"),
         ("--per-node 0 train.py", "must be at least 1"),
-        ("--per-node 2 --nodes 2 train.py", "name the others in a --hostfile"),
-        ("--per-node 2 --ssh rsh train.py", "--ssh is about the hosts of a --hostfile"),
-        ("--per-node 2 --connect-timeout 3 train.py", "--connect-timeout is about the hosts"),
-        ("--per-node 2 --port 3 train.py", "leave it out"),
-        ("--per-node 2 --local-ranks-filter 0-3 train.py", "numbers of ranks like 0,1"),
+        ("--per-node 2 --nodes 2 train.py", "--nodes above 1 needs --hostfile"),
+        ("--per-node 2 --ssh rsh train.py", "--ssh needs --hostfile"),
+        ("--per-node 2 --connect-timeout 3 train.py", "--connect-timeout needs --hostfile"),
+        ("--per-node 2 --port 3 train.py", "--port needs --hostfile or SLURM"),
+        ("--per-node 2 --local-ranks-filter 0-3 train.py", "must be rank numbers such as 0,1"),
         ("--per-node 2 --bind threads train.py", "invalid choice"),
         ("--per-node 2 --env NOT_THERE train.py", "a variable that is set here"),
         ("--hostfile hosts --port 70000 train.py", "between 1 and 65535"),
-        ("--hostfile hosts --nodes 3 train.py", "asks for 3 hosts, and hosts names 2"),
-        ("--hostfile hosts --nodes 2:1 train.py", "MAX must not be below MIN"),
-        ("--hostfile hosts --nodes 0 train.py", "at least one host"),
-        ("--hostfile hosts --nodes all train.py", "neither a number nor MIN:MAX"),
-        ("--hostfile hosts --per-node 5 train.py", "node2 has 4 slots"),
+        ("--hostfile hosts --nodes 3 train.py", "--nodes=3 exceeds the 2 hosts of hosts"),
+        ("--hostfile hosts --nodes 2:1 train.py", "must satisfy 1 <= MIN <= MAX"),
+        ("--hostfile hosts --nodes 0 train.py", "must satisfy 1 <= MIN <= MAX"),
+        ("--hostfile hosts --nodes all train.py", "must be a number or MIN:MAX"),
+        ("--hostfile hosts --per-node 5 train.py", "exceeds the 4 slots of node2"),
         ("--hostfile nowhere train.py", "nowhere cannot be read"),
-        ("--hostfile hosts --sbatch job.sh train.py", "give one of them"),
+        ("--hostfile hosts --sbatch job.sh train.py", "cannot be combined"),
         ("--sbatch job.sh train.py", "--sbatch needs --nodes"),
-        ("--sbatch job.sh --nodes 1:2 train.py", "SLURM ends a job that loses a host"),
-        ("--sbatch no/folder --nodes 1 train.py", "cannot be written"),
+        ("--sbatch job.sh --nodes 1:2 train.py", "--nodes MIN:MAX is not supported under SLURM"),
+        ("--sbatch no/folder --nodes 1 train.py", "cannot write"),
         ("--per-node 2", "required: script"),
     ],
 )
@@ -220,8 +220,8 @@ def test_refusals(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> 
     ("text", "says"),
     [
         ("# nobody\n\n", "names no host"),
-        ("node1 slots=0", "gives node1 0 slots"),
-        ("node1 slots=2\nnode2 slots=2\nnode1 slots=2", "Line 3 of .* names node1 a second time"),
+        ("node1 slots=0", "has slots=0 for node1"),
+        ("node1 slots=2\nnode2 slots=2\nnode1 slots=2", "Line 3 of .* repeats node1"),
         ("node1", "Line 1 of .* is 'node1'; write it like"),
         ("node1 slots=many", "write it like"),
         ("node1 slots=-1", "write it like"),

@@ -43,7 +43,7 @@ def test_a_command_that_is_ended_leaves_no_folder() -> None:
         command.terminate()
         _, said = command.communicate(timeout=20)
         assert command.returncode == 128 + signal.SIGTERM and not os.listdir(folder)
-        assert said == "fused-tp: SIGTERM has ended this before it was done.\n"
+        assert said == "fused-tp: stopped by SIGTERM.\n"
 
 
 @pytest.mark.full
@@ -61,4 +61,4 @@ def test_all_end_when_one_is_killed(whom: str, code: int) -> None:
     _, said = command.communicate(timeout=20)
     assert command.returncode == code, said
     assert not psutil.wait_procs(started, timeout=10)[1]
-    assert whom == "command" or "SIGKILL has ended rank 1" in said.splitlines()[-1]
+    assert whom == "command" or "rank 1 was killed by SIGKILL" in said.splitlines()[-1]

@@ -182,10 +182,7 @@ def test_groups_that_are_not_known(tmp_path: Path) -> None:
     """Gloo's n-th collective on a 2-D mesh may belong to either group."""
     groups = [TP, {"pg_name": "2", "pg_desc": "undefined", "ranks": [0, 2]}]
     report = report_of(write(tmp_path, late(150), late(450), groups=groups))
-    assert (
-        all(rank.waited_for == 0 for rank in report.ranks)
-        and "all_reduce (of ranks that the traces do not tell)" in report.notes[0]
-    )
+    assert all(rank.waited_for == 0 for rank in report.ranks) and "all_reduce (ranks unknown)" in report.notes[0]
 
 
 def test_pipeline_waits(tmp_path: Path) -> None:
@@ -267,8 +264,8 @@ def test_kernels_that_communicate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("op", "group", "says"),
     [
-        ("matmul_all_reduce [4, 8]x[8, 8] f32 plain", "mesh_tp", "run a fused schedule"),
-        ("matmul_all_reduce [4, 8]x[8, 8] f32 one_shot", "mesh_tp", "inside of a node"),
+        ("matmul_all_reduce [4, 8]x[8, 8] f32 plain", "mesh_tp", "use a fused schedule"),
+        ("matmul_all_reduce [4, 8]x[8, 8] f32 one_shot", "mesh_tp", "within a node"),
         ("", "mesh_tp", "allreduce over tp is a plain collective: fused_tp.parallelize"),
         ("", "mesh_fsdp", "allreduce over fsdp moves gradients"),
     ],
@@ -310,7 +307,7 @@ def test_the_rank_that_others_wait_for_longest_is_named_first() -> None:
 
 def test_advice_names_a_late_rank(tmp_path: Path) -> None:
     report = report_of(write(tmp_path, late(60), late(500)))
-    assert "waiting for rank 1: see first to what slows it down in layers.0.mlp" in report.advice[1]
+    assert "waiting for rank 1: first find why layers.0.mlp is slower" in report.advice[1]
 
 
 def test_a_trace_of_no_length(tmp_path: Path) -> None:
@@ -327,7 +324,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "Rank 1 is late: others wait 0.0004 s of a step for it." in text and "more than they do in layers.0.mlp" in text
     )
-    assert "There is no trace of rank 2," in text and "mean" in text
+    assert "Traces of rank 2 are missing" in text and "mean" in text
     assert (out / "report.png").stat().st_size > 1000
     assert main(["report", *map(str, traces.iterdir()), "--out", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads((out / "report.json").read_text())
@@ -347,15 +344,15 @@ def test_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert f"{name} cannot be read as a trace of torch.profiler" in says(tmp_path / name)
     assert "nowhere.json does not exist" in says(tmp_path / "nowhere.json")
     (tmp_path / "mine.json").write_text('{"traceEvents": []}')
-    assert "mine.json does not tell its rank; give it a name such as rank0.json" in says(tmp_path / "mine.json")
+    assert "mine.json is unknown; rename the file to, for example, rank0.json" in says(tmp_path / "mine.json")
     (tmp_path / "rank4.json").write_text('{"traceEvents": []}')
     assert "rank4.json has no events" in says(tmp_path / "rank4.json")
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "empty holds no trace" in says(empty)
+    assert "empty has no trace" in says(empty)
     twice = write(tmp_path / "twice", late(150), late(150))
     (twice / "copy.json").write_bytes((twice / "rank1.json").read_bytes())
-    assert "another trace of rank 1" in says(twice)
-    assert "name either traces, or a configuration by --live" in says()
+    assert "a second trace of rank 1" in says(twice)
+    assert "pass either traces, or a configuration by --live" in says()
     assert main(["report", str(folder), "--steps", "2", "--out", str(tmp_path / "out")]) == 2
-    assert "--steps and --set say what --live trains" in capsys.readouterr().err
+    assert "--steps and --set need --live" in capsys.readouterr().err

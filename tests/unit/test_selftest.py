@@ -191,7 +191,7 @@ def test_the_report_of_an_earlier_run_is_gone_at_once(tmp_path: Path, monkeypatc
     assert main(["selftest", "--out", str(tmp_path)]) == 2
     report = json.loads((tmp_path / "selftest.json").read_text())
     assert '"steps": []' in (tmp_path / "reads.log").read_text()
-    assert report["steps"][1]["note"] == "torch finds a GPU and cannot use it (CUDA error: unknown error)"
+    assert report["steps"][1]["note"] == "torch finds a GPU but cannot use it (CUDA error: unknown error)"
 
 
 def test_no_step_runs_before_one_that_is_worth_more() -> None:
@@ -225,13 +225,13 @@ def test_cases_behind_one_that_raises_run_in_a_new_process(tmp_path: Path, monke
 
     tried: list[str] = []
 
-    def judge(case: kernels.KernelCase, device: object) -> kernels.CaseVerdict:
+    def run_case(case: kernels.KernelCase, device: object) -> kernels.CaseResult:
         tried.append(case.name)
         bad = case.op == "one_shot"
-        return kernels.CaseVerdict("AcceleratorError: CUDA error" * bad, bad, 30.0 if bad else 1.0)
+        return kernels.CaseResult("AcceleratorError: CUDA error" * bad, bad, 30.0 if bad else 1.0)
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(kernels, "judge", judge)
+    monkeypatch.setattr(kernels, "run_case", run_case)
     monkeypatch.setattr(os, "execv", execv)
     result = tmp_path / "found.json"
     words = ("kernels", "sums, 2 ranks")
@@ -269,7 +269,7 @@ def test_an_archive_that_is_broken_or_of_another_triton_costs_nothing_else(
     assert code == 1 and found["kernels"] == 5 and "is no archive" in found["archive"]
     code, found = body(monkeypatch, tmp_path / "found.json", "compile", "90", str(good))
     assert code == 0 and found["note"].endswith(
-        "has none of them: it is of other sources, another Triton or another GPU"
+        "has none of them: it was built from other sources, or for another Triton or GPU"
     )
 
 
@@ -381,7 +381,7 @@ def test_tune_checks_with_threads_where_there_is_one_gpu(
     assert "two_shot, 4 ranks, bfloat16, late" in found["right"]
     assert "WRONG: ring, 4 ranks, bfloat16, late: off by 3" in capsys.readouterr().out
     assert main(["tune", "--check-only", "--ranks", "4", "--dtypes", "fp16"]) == 2
-    assert "--ranks is 4 and --dtypes is fp16" in capsys.readouterr().err
+    assert "got --ranks 4 --dtypes fp16" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -396,9 +396,11 @@ def test_collectives_of_csrc(wrong: bool, monkeypatch: pytest.MonkeyPatch) -> No
     use_library(cpu_device_library())
     try:
         if wrong:
-            reduce = kernel_calls._Natives.all_reduce
+            reduce = kernel_calls._CheckedCollectives.all_reduce
             monkeypatch.setattr(
-                kernel_calls._Natives, "all_reduce", lambda device, *how: reduce(device, *how) + 0.25 * device.rank
+                kernel_calls._CheckedCollectives,
+                "all_reduce",
+                lambda device, *how: reduce(device, *how) + 0.25 * device.rank,
             )
         cases = [case for case in kernels.CASES if case.op in kernel_calls.NATIVE and case.dtype.itemsize < 4]
         assert {case.world for case in cases} == {1, 2, 3, 4}
@@ -418,7 +420,7 @@ def test_a_result_of_an_earlier_call_is_no_result(monkeypatch: pytest.MonkeyPatc
     from fused_tp.selftest import kernel_calls, kernels
     from tests.native_build import cpu_device_library, use_library
 
-    gather = kernel_calls._Natives.all_gather
+    gather = kernel_calls._CheckedCollectives.all_gather
     earlier: dict[Any, Any] = {}
 
     def stale(device: Any, shard: torch.Tensor) -> torch.Tensor:
@@ -429,7 +431,7 @@ def test_a_result_of_an_earlier_call_is_no_result(monkeypatch: pytest.MonkeyPatc
     try:
         case = kernels.KernelCase("", "collectives", 2, torch.bfloat16, ((8, 16, 0), (3, 16, 0)), 3)
         assert not kernels.check(case, torch.device("cpu"))
-        monkeypatch.setattr(kernel_calls._Natives, "all_gather", stale)
+        monkeypatch.setattr(kernel_calls._CheckedCollectives, "all_gather", stale)
         assert "call 2: " in kernels.check(case, torch.device("cpu"))
     finally:
         use_library(None)

@@ -19,7 +19,7 @@ from tests.workers import error_of
 def test_rows_are_the_documents_one_after_the_other(lengths: list[int], seq: int) -> None:
     starts, total = np.cumsum([0, *lengths[:-1]]), sum(lengths)
     if total < seq:
-        assert "fewer than a row" in str(error_of(PackedText, np.arange(total), starts, seq))
+        assert "must have at least seq=" in str(error_of(PackedText, np.arange(total), starts, seq))
         return
     rows = PackedText(np.arange(total), starts, seq)
     assert len(rows) == total // seq
@@ -55,19 +55,19 @@ def test_datasets_folders(tmp_path: Path) -> None:
     assert load_text(tmp_path / "text", Bytes(), 2).starts.tolist() == [0, 3]
     assert load_text(tmp_path / "ids", Bytes(), 2).tokens.tolist() == [1, 2, 3]
     datasets.Dataset.from_dict({"words": ["abc"]}).save_to_disk(tmp_path / "words")
-    assert "needs 'text' or 'input_ids'" in str(error_of(load_text, tmp_path / "words", Bytes(), 2))
+    assert "needs a column 'text' or 'input_ids'" in str(error_of(load_text, tmp_path / "words", Bytes(), 2))
     for column, says in (
-        ({"text": ["abc", None]}, "Row 1 of the dataset .* has text None; it needs a string"),
-        ({"text": [5]}, "Row 0 of the dataset .* has text 5; it needs a string"),
-        ({"input_ids": [[1, 2], [-3]]}, r"Row 1 of .* has input_ids \[-3\]; it needs a list of integers from 0"),
-        ({"text": []}, "has no rows, or cannot be loaded"),
+        ({"text": ["abc", None]}, "text of row 1 of the dataset .* must be a string, got None"),
+        ({"text": [5]}, "text of row 0 of the dataset .* must be a string, got 5"),
+        ({"input_ids": [[1, 2], [-3]]}, r"input_ids of row 1 of .* must be a list of integers from 0, got \[-3\]"),
+        ({"text": []}, "has no rows or is not readable"),
     ):
         folder = tmp_path / str(column)
         datasets.Dataset.from_dict(column).save_to_disk(folder)
         with pytest.raises(ValueError, match=says):
             load_text(folder, Bytes(), 2)
     datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["abc"]})}).save_to_disk(tmp_path / "parts")
-    assert "has the parts ['test']; it needs 'train'" in str(error_of(load_text, tmp_path / "parts", Bytes(), 2))
+    assert "has the splits ['test'], not 'train'" in str(error_of(load_text, tmp_path / "parts", Bytes(), 2))
 
 
 def test_text_that_is_none(tmp_path: Path) -> None:
@@ -78,10 +78,10 @@ def test_text_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").unlink()
     assert "has no text" in str(error_of(load_text, tmp_path, Bytes(), 2))
     np.save(tmp_path / "d.npy", np.zeros(3))
-    assert "it needs integers [tokens]" in str(error_of(load_text, tmp_path / "d.npy", Bytes(), 2))
+    assert "must be a 1-D integer array, got" in str(error_of(load_text, tmp_path / "d.npy", Bytes(), 2))
     whole = (tmp_path / "d.npy").read_bytes()
     for content in (b"", b"no tokens", whole[:-1]):
         (tmp_path / "d.npy").write_bytes(content)
-        assert "d.npy is no .npy file of integers" in str(error_of(load_text, tmp_path / "d.npy", Bytes(), 2))
+        assert "d.npy is not a readable .npy file" in str(error_of(load_text, tmp_path / "d.npy", Bytes(), 2))
     for name in ("none.npy", "none.txt"):
         assert f"{name} does not exist" in str(error_of(load_text, tmp_path / name, Bytes(), 2))
