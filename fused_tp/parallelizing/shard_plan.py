@@ -365,7 +365,7 @@ def plan_experts(
         )
     rows = _family(model)[1].expert_rows
     for name in found:
-        check_distributed(name, modules[name], ep_ranks, served=takes_routing(modules[name]) or rows)
+        check_distributed(name, modules[name], ep_ranks, supported=takes_routing(modules[name]) or rows)
         keys = [f"{name}.{key}" for key in modules[name]._parameters]
         if whole:
             plan.modules[name] = "ep_dispatch_experts"
