@@ -42,7 +42,7 @@ from fused_tp.nn import ColumnParallelLinear, RowParallelLinear
 from fused_tp.nn.checkpoint import gather_tensors
 from fused_tp.nn.sharding import plain_parameters_
 from fused_tp.parallelizing.checks.model_check import check_equal_models
-from fused_tp.parallelizing.layers import Sharding, part_of, replicate_module, shard_layer
+from fused_tp.parallelizing.layers import Sharding, replicate_module, shard_behind, shard_layer
 from fused_tp.parallelizing.marks import MARK, SHARDING
 from fused_tp.parallelizing.readers import parameters_read
 from fused_tp.parallelizing.shard_plan import ShardingPlan, Style, spec_of, unread_of
@@ -215,7 +215,7 @@ class ParallelLoraLinear(Linear):
 
     def _cast_input_dtype(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         # In attention, x is a stand-in for a shard of the sequence; the base layer resolves it by itself.
-        cast: Tensor = super()._cast_input_dtype(part_of(x), dtype)
+        cast: Tensor = super()._cast_input_dtype(shard_behind(x), dtype)
         return cast
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: list[str], **keywords: Any) -> Tensor:
@@ -225,7 +225,7 @@ class ParallelLoraLinear(Linear):
             rows = torch.tensor(
                 [i for i, one in enumerate(adapter_names) if one == name], dtype=torch.int64, device=x.device
             )
-            given = self.lora_dropout[name](part_of(x)[rows].to(self.lora_A[name].weight.dtype))
+            given = self.lora_dropout[name](shard_behind(x)[rows].to(self.lora_A[name].weight.dtype))
             added = self.lora_B[name](self.lora_A[name](given)) * self.scaling[name]
             result = result.index_add(0, rows, added.to(result.dtype))
         return result

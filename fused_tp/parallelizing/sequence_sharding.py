@@ -546,7 +546,7 @@ class SequenceSharding:
             ValueError: `t` has another shape.
         """
         if t.ndim == 0 and shard.cp is None:  # a loss over the whole sequence, which the head has gathered
-            if not self._head_outputs.gave(t):
+            if not self._head_outputs.determine(t):
                 raise ValueError(
                     "The model returns a number that it made of hidden states, of which each tensor parallel rank has "
                     "those of other tokens (sequence_parallel=True); it would be another one on every rank. Make it of "
