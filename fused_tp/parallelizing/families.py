@@ -55,7 +55,7 @@ class Family:
         length_of_mask: the model reads the sequence length from the attention mask, or without a mask from the
             embeddings.
         shares_cache: in generation each context parallel rank can hold a shard of the key/value cache. False if
-            attention receives keys that differ from the cached ones, or if `attention` replaces no custom code.
+            attention receives keys that differ from the cached ones, or if custom attention code has no replacement.
         expert_rows: experts receive one row per pair of expert and token, sorted by expert.
     """
 
