@@ -350,7 +350,8 @@ class Stage(nn.Module):
         if (tuple(sent.shape), sent.dtype) != self.hidden:
             raise ValueError(
                 f"Stage {self.number} returned a hidden state {tuple(sent.shape)} of {sent.dtype}, but the next stage "
-                f"expects {self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same autocast as its steps."
+                f"expects {self.hidden[0]} of {self.hidden[1]}. Build the pipeline under the same "
+                "autocast as its steps."
             )
         # torch detaches the sent tensor in place, which fails for views.
         return sent.clone() if sent._is_view() else sent.contiguous()
